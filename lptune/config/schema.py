@@ -1,0 +1,281 @@
+"""What a fine-tuning run can be told, and nothing else.
+
+Every key of a config is a field below, frozen, typed, with its meaning under it. A YAML holds only what
+differs from these defaults; `key=value` on the command line overrides both. A check that needs one field
+stands in that dataclass's `__post_init__`; a check that needs several sections stands in `FinetuneConfig`.
+
+Checks here see values only. Whether a file exists, a tensor fits or a kernel can run is told by whoever opens it.
+"""
+
+from dataclasses import dataclass, field
+
+from lptune.config.errors import UserError, closest
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{closest(value, choices)}")
+
+
+def _at_least(key: str, value: float, minimum: float) -> None:
+    # The negated form also refuses NaN.
+    if not value >= minimum:
+        raise UserError(f"{key}: must be at least {minimum}, found {value}")
+
+
+def _positive(key: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{key}: must be greater than 0, found {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint is trained."""
+
+    path: str
+    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Rows to train on: where they are, how they are read, how they become fixed-length token rows."""
+
+    source: str
+    """A .json, .jsonl, .csv, .txt or .parquet file, a hub dataset id, or `builtin`."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    format: str = "auto"
+    """auto | pairs (a prompt and a response column) | chat (messages) | text."""
+    prompt_column: str | None = None
+    """Column of the prompt; found among the usual names when not given."""
+    input_column: str | None = None
+    """Column of the optional second part of the prompt."""
+    response_column: str | None = None
+    """Column of the response."""
+    messages_column: str | None = None
+    """Column of the chat messages."""
+    text_column: str | None = None
+    """Column of raw text."""
+    prompt_template: str | None = None
+    """For pairs without a chat template: the prompt with {column} placeholders, e.g. "Q: {question}\\nA: "."""
+    chat_template: str | None = None
+    """A jinja template or the path of one; the tokenizer's own when not given. `none` switches it off."""
+    system_prompt: str | None = None
+    """System message put before rows that have none (rendered by the chat template)."""
+    seq_len: int = 2048
+    """Tokens per row."""
+    packing: bool = True
+    """Fill rows with several documents, best fit; attention never crosses a document."""
+    train_on_prompt: bool = False
+    """Put the loss on every token rather than on the assistant's."""
+    on_bad_row: str = "error"
+    """error | skip (and count) a row that cannot be read."""
+    max_rows: int | None = None
+    """Read at most so many source rows."""
+    eval_fraction: float = 0.0
+    """Share of the documents held out; a prompt never stands on both sides."""
+    eval_source: str | None = None
+    """A source to evaluate on instead of a held-out share."""
+
+    def __post_init__(self) -> None:
+        _one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
+        _one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
+        _at_least("data.seq_len", self.seq_len, 2)
+        if self.max_rows is not None:
+            _at_least("data.max_rows", self.max_rows, 1)
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(f"data.eval_fraction: must be at least 0 and below 1, found {self.eval_fraction}")
+        if self.eval_fraction and self.eval_source:
+            raise UserError("data.eval_fraction and data.eval_source exclude each other; set one of them")
+
+
+PRECISION_KINDS = ("none", "int8_rowcol")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Which of the three GEMMs of a linear layer run in 8 bits, and how."""
+
+    kind: str = "none"
+    """none | int8_rowcol."""
+    output: str = "low"
+    """low | high: precision of `output = x @ W.T`."""
+    grad_input: str = "folded"
+    """folded | column | requantized | high: how `grad_input = g @ W` sees the weight (docs/numerics.md)."""
+    grad_weight: str = "column"
+    """column | folded | high: how `grad_weight = g.T @ x` sees the input; folded saves x in 8 bits."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Layer names or globs that stay in compute dtype."""
+    all_gather: str = "high"
+    """high: FSDP gathers weights in compute dtype."""
+    verify: bool = True
+    """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
+
+    def __post_init__(self) -> None:
+        _one_of("precision.kind", self.kind, PRECISION_KINDS)
+        _one_of("precision.output", self.output, ("low", "high"))
+        _one_of("precision.grad_input", self.grad_input, ("folded", "column", "requantized", "high"))
+        _one_of("precision.grad_weight", self.grad_weight, ("column", "folded", "high"))
+        _one_of("precision.all_gather", self.all_gather, ("high",))
+        if self.kind != "none" and (self.output, self.grad_input, self.grad_weight) == ("high",) * 3:
+            raise UserError(
+                f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` runs nothing "
+                "in low precision; set kind: none"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is spread over ranks. All ranks form one FSDP axis."""
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after forward and gather them again for backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights."""
+
+    kind: str = "adamw"
+    """adamw."""
+    lr: float = 2.0e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1.0e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.kind", self.kind, ("adamw",))
+        _positive("optimizer.lr", self.lr)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        _positive("optimizer.eps", self.eps)
+        for key, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {beta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up, then the kind's decay to `min_lr_ratio`."""
+
+    kind: str = "cosine"
+    """cosine | linear | constant."""
+    warmup_steps: int = 0
+    """Steps from 0 to the peak."""
+    min_lr_ratio: float = 0.0
+    """Share of the peak that is left at the last step (cosine, linear)."""
+
+    def __post_init__(self) -> None:
+        _one_of("schedule.kind", self.kind, ("cosine", "linear", "constant"))
+        _at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UserError(f"schedule.min_lr_ratio: must be within 0 and 1, found {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Training state to resume from."""
+
+    every_steps: int = 0
+    """Save every so many steps; 0 saves at the end only."""
+    keep_last: int = 2
+    """How many checkpoints stay."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every_steps", self.every_steps, 0)
+        _at_least("checkpoint.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """The Hugging Face folder written at the end."""
+
+    dtype: str = "original"
+    """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
+
+    def __post_init__(self) -> None:
+        _one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Event files under OUTPUT_DIR/tensorboard (extra `tensorboard`)."""
+    wandb_project: str | None = None
+    """Weights & Biases project (extra `wandb`)."""
+    trackio_project: str | None = None
+    """Trackio project (extra `trackio`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """A fine-tuning run."""
+
+    model: ModelConfig
+    data: DataConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    device: str = "auto"
+    """auto (cuda where there is one) | cpu | cuda."""
+    compute_dtype: str = "bfloat16"
+    """bfloat16 | float32: dtype of activations and gathered weights; master weights are always float32."""
+    compile: str = "block"
+    """block (each decoder block) | model | none."""
+    activation_checkpointing: str = "selective"
+    """none | selective (keep GEMM and attention outputs, recompute the rest) | full (recompute each block)."""
+    global_batch_size: int = 32
+    """Rows per optimizer step, over all ranks."""
+    micro_batch_size: int = 4
+    """Rows per forward, per rank."""
+    num_epochs: int = 1
+    """Passes over the packed rows; ignored when num_steps is given."""
+    num_steps: int | None = None
+    """Optimizer steps."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 switches clipping off."""
+    eval_every_steps: int = 100
+    """Evaluate on the held-out rows every so many steps, before the first and after the last; 0: never."""
+    num_samples: int = 0
+    """Held-out prompts answered greedily, printed before and after training."""
+    resume: str = "auto"
+    """auto (continue OUTPUT_DIR's newest checkpoint, if any) | none | the path of a checkpoint."""
+    output_dir: str = "runs/finetune"
+    """The run's folder."""
+    seed: int = 0
+    """Decides data order and every random bit."""
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
+        _one_of("compile", self.compile, ("block", "model", "none"))
+        _one_of("activation_checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
+        _at_least("global_batch_size", self.global_batch_size, 1)
+        _at_least("micro_batch_size", self.micro_batch_size, 1)
+        if self.global_batch_size % self.micro_batch_size:
+            raise UserError(
+                f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
+                f"({self.micro_batch_size})"
+            )
+        _at_least("num_epochs", self.num_epochs, 1)
+        if self.num_steps is not None:
+            _at_least("num_steps", self.num_steps, 1)
+        _at_least("max_grad_norm", self.max_grad_norm, 0)
+        _at_least("eval_every_steps", self.eval_every_steps, 0)
+        _at_least("num_samples", self.num_samples, 0)
+        _at_least("seed", self.seed, 0)
+        if not self.output_dir:
+            raise UserError("output_dir: is empty; name a folder")
+        if self.num_samples and not (self.data.eval_fraction or self.data.eval_source):
+            raise UserError("num_samples: needs held-out rows; set data.eval_fraction or data.eval_source")
