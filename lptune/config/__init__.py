@@ -1,6 +1,6 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
-from lptune.config.errors import UserError, closest
+from lptune.config.errors import DivergedError, UserError, closest
 from lptune.config.load import key_paths, load_config, to_yaml
 from lptune.config.schema import (
     CheckpointConfig,
@@ -18,6 +18,7 @@ from lptune.config.schema import (
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "DivergedError",
     "ExportConfig",
     "FinetuneConfig",
     "LoggingConfig",

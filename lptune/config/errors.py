@@ -1,7 +1,7 @@
-"""The one exception that means: the user's input is wrong.
+"""The two exceptions that end a command with one line: the input is wrong, or training diverged.
 
-Everything a user can get wrong (a key, a path, a row, a tensor) ends as a `UserError`. The command line prints
-its message as one line and exits with 2; a traceback always means a bug of ours.
+Everything a user can get wrong (a key, a path, a row, a tensor) ends as a `UserError`. The command line
+prints its message and exits with its `exit_code`; a traceback always means a bug of ours.
 """
 
 import difflib
@@ -11,12 +11,28 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Bad input. The message is one line: where, what was found, what to do."""
 
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class DivergedError(RuntimeError):
+    """Training produced a loss or gradient that is not finite. The message is one line."""
+
+    exit_code = 3
+
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 def closest(word: str, choices: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the choice nearest to `word`, or an empty string when none is near."""
+    """`" (did you mean 'x'?)"` for the choice nearest to `word`, or an empty string when none is near.
+
+    A choice that begins with the word is near as well: `int8` -> `int8_rowcol`.
+    """
     by_lower = {choice.lower(): choice for choice in choices}
-    match = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f" (did you mean {by_lower[match[0]]!r}?)" if match else ""
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    if not near and len(word) >= 3:
+        near = [choice for choice in by_lower if choice.startswith(word.lower())]
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""

@@ -4,9 +4,11 @@ Every key of a config is a field below, frozen, typed, with its meaning under it
 differs from these defaults; `key=value` on the command line overrides both. A check that needs one field
 stands in that dataclass's `__post_init__`; a check that needs several sections stands in `FinetuneConfig`.
 
-Checks here see values only. Whether a file exists, a tensor fits or a kernel can run is told by whoever opens it.
+Checks here see values only. Whether a file exists, a tensor fits or a kernel can run is told by whoever opens
+it.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from lptune.config.errors import UserError, closest
@@ -19,13 +21,13 @@ def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _at_least(key: str, value: float, minimum: float) -> None:
     # The negated form also refuses NaN.
-    if not value >= minimum:
-        raise UserError(f"{key}: must be at least {minimum}, found {value}")
+    if not minimum <= value < math.inf:
+        raise UserError(f"{key}: must be at least {minimum} and finite, found {value}")
 
 
 def _positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise UserError(f"{key}: must be greater than 0, found {value}")
+    if not 0 < value < math.inf:
+        raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class DataConfig:
     text_column: str | None = None
     """Column of raw text."""
     prompt_template: str | None = None
-    """For pairs without a chat template: the prompt with {column} placeholders, e.g. "Q: {question}\\nA: "."""
+    """For pairs without a chat template: the prompt with {column} placeholders, "Q: {question}\\nA: "."""
     chat_template: str | None = None
     """A jinja template or the path of one; the tokenizer's own when not given. `none` switches it off."""
     system_prompt: str | None = None
@@ -119,8 +121,8 @@ class PrecisionConfig:
         _one_of("precision.all_gather", self.all_gather, ("high",))
         if self.kind != "none" and (self.output, self.grad_input, self.grad_weight) == ("high",) * 3:
             raise UserError(
-                f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` runs nothing "
-                "in low precision; set kind: none"
+                f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
+                "runs nothing in low precision; set kind: none"
             )
 
 
@@ -234,7 +236,7 @@ class FinetuneConfig:
     compile: str = "block"
     """block (each decoder block) | model | none."""
     activation_checkpointing: str = "selective"
-    """none | selective (keep GEMM and attention outputs, recompute the rest) | full (recompute each block)."""
+    """none | selective (keep GEMM and attention outputs, recompute the rest) | full (recompute blocks)."""
     global_batch_size: int = 32
     """Rows per optimizer step, over all ranks."""
     micro_batch_size: int = 4

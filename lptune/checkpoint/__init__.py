@@ -1,0 +1,24 @@
+"""Files: Hugging Face folders in and out, training state, the run folder. Nothing is ever unpickled."""
+
+from lptune.checkpoint.export import export_hf
+from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
+from lptune.checkpoint.manifest import Manifest, verify
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.state import check_fingerprint, find_checkpoint, fingerprint, load_state, save_state
+
+__all__ = [
+    "HFIndex",
+    "Manifest",
+    "RunFolder",
+    "check_fingerprint",
+    "export_hf",
+    "find_checkpoint",
+    "fingerprint",
+    "load_hf",
+    "load_state",
+    "match_tensors",
+    "open_run_folder",
+    "read_index",
+    "save_state",
+    "verify",
+]

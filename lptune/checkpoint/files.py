@@ -1,0 +1,69 @@
+"""Durable writes: a file or folder is published by renaming it, after its bytes have reached the disk.
+
+A reader (or a run that resumes after a kill) therefore sees a thing whole or not at all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lptune.config import UserError
+
+
+def fsync_path(path: Path) -> None:
+    """Flushes a file's data or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` durably; `path` holds the old content or the new, never a part."""
+    partial = path.with_name(f".tmp-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    fsync_path(partial)
+    partial.replace(path)
+    fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON at `path`; UserError names file, line and problem."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Makes the finished folder `partial` appear as `final`, which must not exist."""
+    assert not final.exists(), final
+    fsync_path(partial)
+    partial.rename(final)
+    fsync_path(final.parent)
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder at `path`; what an interrupted write left there is removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path

@@ -1,0 +1,208 @@
+"""A Hugging Face folder's tensors: which there are, whether they fit, and reading them shard by shard.
+
+Everything that can be wrong is found from the safetensors headers, a few kilobytes, before a weight is read or a run
+folder made. Loading then streams: each rank reads just the rows of its own shard, straight into place.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lptune.checkpoint.files import read_json
+from lptune.config import UserError, closest
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+# Old Llama checkpoints store this table; it follows from config.json.
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the safetensors header describes it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class HFIndex:
+    """The tensors of a folder, in the order of its index."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    has_index_file: bool
+    """Whether the folder holds model.safetensors.index.json."""
+
+    @property
+    def files(self) -> list[str]:
+        """The weight files, in order of first use."""
+        return list(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
+
+
+def read_index(folder: Path) -> HFIndex:
+    """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be loaded."""
+    if not folder.is_dir():
+        raise UserError(f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` makes one")
+    index_path = folder / INDEX_NAME
+    if index_path.exists():
+        weight_map = _weight_map(index_path)
+        tensors: dict[str, StoredTensor] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            if not (folder / file).is_file():
+                raise UserError(f"{index_path}: names {file}, which is not in the folder; download the checkpoint again")
+            stored = _read_header(folder / file)
+            for name in (name for name, its_file in weight_map.items() if its_file == file):
+                if name not in stored:
+                    raise UserError(f"{index_path}: says that {file} holds {name!r}, which it does not")
+                tensors[name] = stored[name]
+        return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    if len(files) == 1:
+        return HFIndex(folder, _read_header(files[0]), False)
+    if files:
+        raise UserError(f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download the checkpoint again")
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{folder}: holds only pickled weights ({pickled[0]}), which are never loaded; convert them to safetensors "
+            "(transformers: save_pretrained)"
+        )
+    raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
+
+
+def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
+    """For each parameter of `model`, the stored names it is loaded from and exported to.
+
+    A tied parameter has several names in the model; a checkpoint may store any of them, or all. Raises UserError when
+    a tensor is missing, unexpected or of another shape.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    known = {name for names in aliases.values() for name in names}
+    unexpected = [n for n in index.tensors if n not in known and not _DERIVED.search(n)]
+    matched: dict[str, list[str]] = {}
+    missing = []
+    for name, parameter in model.named_parameters():
+        stored = [alias for alias in aliases[id(parameter)] if alias in index.tensors]
+        if not stored:
+            missing.append(name)
+        for alias in stored:
+            found = index.tensors[alias]
+            if found.shape != tuple(parameter.shape):
+                raise UserError(
+                    f"{index.folder / found.file}: tensor {alias!r} has shape {list(found.shape)}, config.json asks for "
+                    f"{list(parameter.shape)}"
+                )
+        matched[name] = stored
+    if missing:
+        hint = closest(missing[0], unexpected)
+        if missing[0] == "lm_head.weight":
+            hint = "; if the head is tied to the embeddings, set tie_word_embeddings in config.json"
+        raise UserError(f"{index.folder}: tensor {missing[0]!r} is missing{_and_more(missing)}{hint}")
+    if unexpected:
+        file = index.tensors[unexpected[0]].file
+        raise UserError(
+            f"{index.folder / file}: tensor {unexpected[0]!r} is not part of this model{_and_more(unexpected)}; config.json and "
+            "weights do not belong together"
+        )
+    return matched
+
+
+def load_hf(model: nn.Module, index: HFIndex) -> None:
+    """Reads each parameter's rows (its local shard under FSDP) from the folder, in place, cast to the parameter's dtype.
+
+    `model` has real storage; `match_tensors` has been satisfied before sharding or is checked here.
+    """
+    matched = match_tensors(model, index)
+    parameters = dict(model.named_parameters())
+    by_file: dict[str, list[tuple[str, str]]] = {}
+    for name, stored in matched.items():
+        by_file.setdefault(index.tensors[stored[0]].file, []).append((stored[0], name))
+    num_read = 0
+    for file, pairs in by_file.items():
+        with _open(index.folder / file) as tensors:
+            for stored_name, name in pairs:
+                local, start = local_rows(parameters[name])
+                num_read += read_rows(tensors, stored_name, local, start)
+    expected = sum(local_rows(parameter)[0].numel() for parameter in parameters.values())
+    assert num_read == expected, f"read {num_read} elements of {expected}"
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of `tensor` (itself when it is not sharded) and the number of its first row."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    local = tensor.to_local().detach()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert all(o == 0 for o in offset[1:]), "only rows are sharded"
+    return local, offset[0] if local.numel() else 0
+
+
+@torch.no_grad()
+def read_rows(tensors: Any, name: str, local: Tensor, start: int) -> int:
+    """Copies rows [start, start + len(local)) of the stored tensor `name` into `local`; returns the elements read."""
+    if local.numel() == 0:
+        return 0
+    rows = tensors.get_slice(name)[start : start + local.shape[0]] if local.dim() else tensors.get_tensor(name)
+    assert rows.shape == local.shape, (name, rows.shape, local.shape)
+    local.copy_(rows)
+    return int(rows.numel())
+
+
+def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor, one at a time."""
+    for file in index.files:
+        with _open(index.folder / file) as tensors:
+            for name, stored in index.tensors.items():
+                if stored.file == file:
+                    yield name, tensors.get_tensor(name)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    value = read_json(path)
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path}: has no weight_map; download the checkpoint again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(f"{path}: {name!r} is mapped to {file!r}; a plain *.safetensors file name is needed")
+    return weight_map
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    found = {}
+    with _open(path) as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+            header = tensors.get_slice(name)
+            dtype = DTYPES.get(header.get_dtype())
+            if dtype is None and not _DERIVED.search(name):
+                raise UserError(
+                    f"{path}: tensor {name!r} is stored as {header.get_dtype()}; only {', '.join(DTYPES)} can be trained "
+                    "(a quantized checkpoint cannot)"
+                )
+            found[name] = StoredTensor(path.name, tuple(header.get_shape()), dtype or torch.float32)
+    return found
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: is no readable safetensors file ({error}); download it again") from None
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,172 @@
+"""Training state: float32 master weights and optimizer moments by parameter name, and a few numbers.
+
+The position in the data is the step (the order of rows is a function of seed and epoch), and no other random state
+exists, so weights, moments, step and fingerprint are all that an exact continuation needs. Tensors are plain and in high
+precision: a run may resume under another precision, compile mode or number of ranks.
+
+    step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …one pair per rank
+                    state.json  manifest.json
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lptune.checkpoint.files import fresh_folder, fsync_path, publish_folder, read_json, sha256, write_json
+from lptune.checkpoint.hf import local_rows
+from lptune.checkpoint.manifest import Manifest, Shard, step_folder_name, verify, write_manifest
+from lptune.config import FinetuneConfig, UserError
+from lptune.distributed import World
+
+Fingerprint = Mapping[str, Any]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_state(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fingerprint: Fingerprint,
+    world: World,
+    keep_last: int,
+) -> Path:
+    """Publishes `folder/step-N` (all ranks call it) and removes checkpoints beyond the newest `keep_last`."""
+    final = folder / step_folder_name(step)
+    if final.exists():  # A run that resumed at this very step has nothing new to save.
+        return final
+    partial = folder / f".tmp-{final.name}"
+    if world.is_main:
+        fresh_folder(partial)
+    world.barrier()
+    shards = {}
+    for kind, tensors in (("model", _model_tensors(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
+        name = f"{kind}-{world.rank:05d}.safetensors"
+        local = {key: local_rows(tensor) for key, tensor in tensors.items()}
+        # A rank that holds no row of a tensor stores nothing for it.
+        stored = {key: rows.contiguous() for key, (rows, _) in local.items() if rows.numel()}
+        save_file(stored, partial / name, metadata={"format": "pt"})
+        fsync_path(partial / name)
+        shards |= {
+            key: [asdict(Shard(name, start, rows.shape[0] if rows.dim() else 1))]
+            for key, (rows, start) in local.items()
+            if rows.numel()
+        }
+    write_json(partial / f"shards-{world.rank:05d}.json", shards)
+    world.barrier()
+    if world.is_main:
+        write_json(partial / "state.json", {"step": step, "fingerprint": dict(fingerprint)})
+        write_manifest(partial, step, world.size, _merge_shards(partial, world.size))
+        publish_folder(partial, final)
+        for old in list_checkpoints(folder)[keep_last:]:
+            shutil.rmtree(old)
+    world.barrier()
+    return final
+
+
+def load_state(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows."""
+    optimizer_state: dict[str, Tensor] = {}
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+        optimizer.state[parameter]["step"] = torch.tensor(
+            float(manifest.step), dtype=torch.float32, device=parameter.device
+        )
+    optimizer_state = _optimizer_tensors(model, optimizer)
+    for name, tensor in (_model_tensors(model) | optimizer_state).items():
+        _read(manifest, name, tensor)
+
+
+def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
+    """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that verifies.
+
+    warn: called with a line for each damaged checkpoint that is passed over. Damaged ones are never deleted.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return verify(Path(resume))
+    for candidate in list_checkpoints(folder):
+        try:
+            return verify(candidate)
+        except UserError as error:
+            warn(f"warning: checkpoint passed over: {error}")
+    return None
+
+
+def fingerprint(cfg: FinetuneConfig, data_digest: str) -> Fingerprint:
+    """What must not change between the parts of one run. Precision, compilation, ranks and length may."""
+    folder = Path(cfg.model.path)
+    return {
+        "data": data_digest,
+        "data.seq_len": cfg.data.seq_len,
+        "global_batch_size": cfg.global_batch_size,
+        "seed": cfg.seed,
+        "tokenizer.json": sha256(folder / "tokenizer.json"),
+        "config.json": sha256(folder / "config.json"),
+    }
+
+
+def check_fingerprint(manifest: Manifest, fingerprint: Fingerprint) -> None:
+    """Refuses to resume a run whose data, model or seed differ, naming both values."""
+    saved = read_json(manifest.folder / "state.json")["fingerprint"]
+    for key, value in fingerprint.items():
+        if saved.get(key) != value:
+            raise UserError(
+                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}; restore it, or start "
+                "anew in another output_dir"
+            )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Published checkpoints, newest first."""
+    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{moment}/{name}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        for moment in _MOMENTS
+    }
+
+
+def _merge_shards(folder: Path, world_size: int) -> dict[str, list[Shard]]:
+    merged: dict[str, list[Shard]] = {}
+    for rank in range(world_size):
+        path = folder / f"shards-{rank:05d}.json"
+        for name, parts in json.loads(path.read_text(encoding="utf-8")).items():
+            merged.setdefault(name, []).extend(Shard(**part) for part in parts)
+        path.unlink()
+    return merged
+
+
+@torch.no_grad()
+def _read(manifest: Manifest, name: str, tensor: Tensor) -> None:
+    local, start = local_rows(tensor)
+    stop, num_read = start + (local.shape[0] if local.dim() else 1), 0
+    for shard in manifest.shards.get(name, []):
+        first, last = max(start, shard.start), min(stop, shard.start + shard.rows)
+        if first >= last:
+            continue
+        with safe_open(str(manifest.folder / shard.file), framework="pt", device="cpu") as tensors:
+            rows = tensors.get_slice(name)[first - shard.start : last - shard.start] if local.dim() else tensors.get_tensor(name)
+        target = local[first - start : last - start] if local.dim() else local
+        if rows.shape != target.shape:
+            raise UserError(f"{manifest.folder}: tensor {name!r} has rows of shape {list(rows.shape[1:])}, the model has {list(target.shape[1:])}")
+        target.copy_(rows)
+        num_read += rows.numel()
+    if num_read != local.numel():
+        raise UserError(f"{manifest.folder}: holds {num_read} elements of {name!r} where {local.numel()} are needed")

@@ -1,0 +1,108 @@
+"""`parallelize()`: activation checkpointing, compilation and FSDP2, in the only order that works.
+
+    checkpointing first, so that what is compiled includes the recomputation and the compiler can plan it;
+    compilation next, on each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
+    all blocks of a kind;
+    `fully_shard` last, block by block and then the root (embeddings, final norm, head).
+
+Parameters stay float32 (the master weights); FSDP casts a gathered block to the compute dtype and reduces
+gradients in float32.
+"""
+
+import functools
+import os
+import shutil
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lptune.config import FinetuneConfig, UserError
+from lptune.distributed.session import World
+
+
+def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
+    """Applies checkpointing, compilation and sharding to `model` (a Decoder, usually on meta), in place.
+
+    Every rank calls it with the same model. Afterwards parameters are DTensors, sharded by rows over the mesh axis `fsdp`.
+    """
+    blocks: list[nn.Module] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    if cfg.activation_checkpointing != "none":
+        for block in blocks:
+            block.__class__ = _checkpointed(type(block), cfg.activation_checkpointing)
+    if cfg.compile != "none":
+        _require_compiler()
+        # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
+        for module in blocks if cfg.compile == "block" else [model]:
+            fullgraph = cfg.compile == "block"
+            module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.compute_dtype),
+        reduce_dtype=torch.float32,
+        # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
+        cast_forward_inputs=False,
+    )
+    shard: dict[str, Any] = {"mesh": world.mesh, "mp_policy": mp_policy}
+    for block in blocks:
+        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
+    # The root's weights are used last in forward and first in backward: freeing them between would gather twice.
+    fully_shard(model, **shard, reshard_after_forward=False)
+
+
+@functools.cache
+def _checkpointed(cls: type[nn.Module], mode: str) -> type[nn.Module]:
+    """A subclass of `cls` whose forward is checkpointed: no wrapper module, so parameter names stay."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if mode == "selective":
+            options["context_fn"] = _selective_contexts
+        return checkpoint(functools.partial(cls.forward, self), *args, **options, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_expensive)
+
+
+@functools.cache
+def _expensive_ops() -> frozenset[Any]:
+    """What selective checkpointing keeps: outputs of GEMMs and of attention."""
+    aten = torch.ops.aten
+    return frozenset(
+        {
+            aten.mm.default,
+            aten.addmm.default,
+            aten.bmm.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            torch.ops.lptune.int8_scaled_mm.default,
+            *_varlen_ops(),
+        }
+    )
+
+
+def _varlen_ops() -> list[Any]:
+    try:
+        import torch.nn.attention.varlen  # noqa: F401  (registers the op)
+
+        return [torch.ops.torch_attn._varlen_attn.default]
+    except (ImportError, AttributeError):
+        return []
+
+
+def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = op in _expensive_ops()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _require_compiler() -> None:
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    if not any(shutil.which(name) for name in candidates):
+        raise UserError(
+            f"compile: needs a C++ compiler, and {' or '.join(candidates)} is not on the PATH; install one or set compile=none"
+        )

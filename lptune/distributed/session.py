@@ -1,0 +1,91 @@
+"""A session: the process group of a run, its device and its mesh.
+
+One rank and many are the same code. Without a launcher there is a process group of one (over an in-memory store: no
+socket is opened), so that FSDP, DTensor and every collective below run in the single-device case too.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lptune.config import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One axis, `fsdp`, over all ranks."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that read different data."""
+        return self.size
+
+    def sum(self, value: float | torch.Tensor) -> float:
+        """The sum of `value` over all ranks, in float64 (float32 on devices without it). A collective."""
+        total = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
+        dist.all_reduce(total)
+        return float(total.item())
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.sum(0)
+
+    def print(self, text: str) -> None:
+        """Prints on the main rank only."""
+        if self.is_main:
+            print(text, flush=True)
+
+
+@contextmanager
+def session(device: str = "auto") -> Iterator[World]:
+    """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single rank.
+
+    device: auto | cpu | cuda. Raises UserError when cuda is asked for and not there. The group is destroyed at exit.
+    """
+    device_type = _device_type(device)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device_type == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"--nproc-per-node: rank {local_rank} of this machine has no GPU, there are "
+                f"{torch.cuda.device_count()}; start fewer ranks or set device=cpu"
+            )
+        torch.cuda.set_device(local_rank)
+        here = torch.device("cuda", local_rank)
+    else:
+        here = torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("fsdp",))
+        yield World(rank=rank, size=size, device=here, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device_type(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda was asked for, but torch sees no CUDA device; set device=cpu or auto")
+    return device

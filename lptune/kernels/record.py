@@ -1,0 +1,42 @@
+"""Counts of the low-precision GEMMs that ran, per layer.
+
+The count comes from inside the kernels. A layer is known there by its *handle*, a zero-dimensional int64 CPU
+tensor: a Python integer would be burnt into the compiled graph and force one compilation per layer, while a
+tensor is an input, so that one graph serves all blocks and each call still says whose it is.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+GEMMS = ("output", "grad_input", "grad_weight")
+
+# (layer handle's value, index into GEMMS) -> executions
+Executed = Counter[tuple[int, int]]
+
+_active: list[Executed] = []
+
+
+def layer_handle(number: int) -> Tensor:
+    """The tensor that names layer `number` inside a kernel; -1 stands for no layer."""
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+@contextmanager
+def record_gemms() -> Iterator[Executed]:
+    """Counts every low-precision GEMM that executes within the block, forward and backward."""
+    executed: Executed = Counter()
+    _active.append(executed)
+    try:
+        yield executed
+    finally:
+        _active.remove(executed)
+
+
+def note(layer: Tensor, gemm: int) -> None:
+    """Called by a kernel after it ran. Backward runs on autograd's threads, hence no thread-local state."""
+    for executed in _active:
+        executed[int(layer), gemm] += 1

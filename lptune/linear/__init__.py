@@ -1,0 +1,26 @@
+"""The linear layer whose three GEMMs run in low precision, and how a model gets it.
+
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+    print(plan.table())
+    ... train as before; state dict and parameters are unchanged ...
+
+`convert` works on any module tree; parameters stay plain and keep their names.
+"""
+
+from lptune.linear.convert import convert, unconvert
+from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.spec import LinearSpec
+from lptune.linear.verify import PrecisionNotAppliedError, Verified, verify_step
+
+__all__ = [
+    "LayerPlan",
+    "LinearSpec",
+    "LowPrecisionLinear",
+    "Plan",
+    "PrecisionNotAppliedError",
+    "Verified",
+    "convert",
+    "unconvert",
+    "verify_step",
+]

@@ -1,0 +1,93 @@
+"""`convert(model, precision)`: swap nn.Linear for LowPrecisionLinear, and say what was done to each.
+
+Nothing is skipped in silence: a layer that stays as it is has its reason in the plan, and a conversion that
+would change nothing is an error, since that run would train in compute dtype under a low-precision name.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from lptune.config import PrecisionConfig, UserError, closest
+from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.spec import LinearSpec
+
+# 8-bit tensor-core GEMMs want 16-byte rows. The rule holds on every device, so that a plan made on one is
+# the plan on another.
+_ALIGNMENT = 16
+
+
+def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str] = ()) -> Plan:
+    """Replaces, in place, each `nn.Linear` of `model` that `precision` selects; returns the plan.
+
+    Works on any module tree, before or after weights are loaded, on any device including meta. Parameters are the
+    same objects as before. Call it before `fully_shard` and before compiling.
+
+    skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
+    (`lm_head`, `layers.0.*`, `*.o_proj`). Raises UserError for a pattern that matches nothing and when no
+    layer is left to convert.
+    """
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
+        raise UserError("this model was converted before; call unconvert() first")
+    if precision.kind == "none":
+        plans = [LayerPlan(name, m.in_features, m.out_features, None) for name, m in linears.items()]
+        return Plan("none", tuple(plans))
+
+    patterns = [*precision.skip, *skip]
+    _check_patterns(patterns, linears)
+    spec = LinearSpec.from_config(precision)
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    layers, number = [], 0
+    for name, module in linears.items():
+        reason = _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
+        if reason is None:
+            model.set_submodule(name, LowPrecisionLinear(module, spec, number))
+            number += 1
+        layers.append(
+            LayerPlan(name, module.in_features, module.out_features, None if reason else spec, reason=reason)
+        )
+    plan = Plan(precision.kind, tuple(layers))
+    if not plan.converted:
+        why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
+        raise UserError(
+            f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in compute dtype. "
+            "Change precision.skip or set kind: none"
+        )
+    return plan
+
+
+def unconvert(model: nn.Module) -> int:
+    """Restores plain `nn.Linear` modules, with the same Parameter objects; returns how many."""
+    converted = [(name, m) for name, m in model.named_modules() if isinstance(m, LowPrecisionLinear)]
+    for name, module in converted:
+        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = module.weight, module.bias
+        model.set_submodule(name, linear.train(module.training))
+    return len(converted)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
+    for pattern in patterns:
+        # The default names lm_head, which a bare encoder or somebody's own model need not have.
+        if pattern not in PrecisionConfig.skip and not any(_matches(name, pattern) for name in linears):
+            parts = {part for name in linears for part in (name, name.rpartition(".")[2])}
+            raise UserError(f"precision.skip: {pattern!r} matches no linear layer{closest(pattern, parts)}")
+
+
+def _reason_to_skip(name: str, module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
+    if tied:
+        return "tied to another module's weight"
+    for pattern in patterns:
+        if _matches(name, pattern):
+            return f"precision.skip: {pattern}"
+    if module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT:
+        return f"sizes are not multiples of {_ALIGNMENT}"
+    return None

@@ -1,0 +1,100 @@
+"""The plan: for each linear layer of a model, what its GEMMs run in, or why it was left alone."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lptune.kernels import GEMMS
+from lptune.linear.spec import LinearSpec
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One linear layer. `reason` is why it stays in compute dtype, None where it was converted."""
+
+    name: str
+    in_features: int
+    out_features: int
+    spec: LinearSpec | None
+    all_gather: str = "high"
+    reason: str | None = None
+
+    def columns(self) -> tuple[str, str, str, str, str]:
+        """shape, the three GEMMs and the gather as the table shows them."""
+        shape = f"{self.out_features} x {self.in_features}"
+        gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
+        return (shape, *gemms, self.all_gather)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `convert` did to every linear layer of a model, in module order."""
+
+    kind: str
+    layers: tuple[LayerPlan, ...] = field(default_factory=tuple)
+
+    @property
+    def converted(self) -> tuple[LayerPlan, ...]:
+        """The layers that run in low precision; a layer's index here is the number in its handle."""
+        return tuple(layer for layer in self.layers if layer.spec is not None)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of forward and backward through all linear layers: three GEMMs of 2 * in * out each."""
+        return 6.0 * sum(layer.in_features * layer.out_features for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """What precision_plan.json holds."""
+        rows = []
+        for layer in self.layers:
+            shape, output, grad_input, grad_weight, gather = layer.columns()
+            rows.append(
+                {
+                    "name": layer.name,
+                    "shape": [layer.out_features, layer.in_features],
+                    "output": output,
+                    "grad_input": grad_input,
+                    "grad_weight": grad_weight,
+                    "all_gather": gather,
+                    "spec": asdict(layer.spec) if layer.spec else None,
+                    "reason": layer.reason,
+                }
+            )
+        return {"kind": self.kind, "num_converted": len(self.converted), "layers": rows}
+
+    def table(self) -> str:
+        """Text table; layers that differ only in their number share a row (`model.layers.0-27.mlp.up_proj`)."""
+        header = ("layer", "shape (out x in)", *GEMMS, "all-gather", "note")
+        groups: dict[tuple[str, ...], list[LayerPlan]] = {}
+        for layer in self.layers:
+            key = (re.sub(r"\.\d+\.", ".#.", layer.name), *layer.columns(), layer.reason or "")
+            groups.setdefault(key, []).append(layer)
+        rows = [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
+        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (header, *rows)
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        summary = f"precision {self.kind}: {len(self.converted)} of {len(self.layers)} linear layers converted"
+        return "\n".join([summary, *lines])
+
+
+def _group_name(layers: Iterable[LayerPlan]) -> str:
+    names = [layer.name for layer in layers]
+    numbers = [int(match.group(1)) for name in names if (match := re.search(r"\.(\d+)\.", name))]
+    if len(names) == 1 or len(numbers) != len(names):
+        return names[0]
+    return re.sub(r"\.\d+\.", f".{_ranges(numbers)}.", names[0], count=1)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` -> `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,90 @@
+"""Did the first step really run in low precision?
+
+The kernels count what they executed (`kernels.record_gemms`), and that is held against the plan, layer by layer and
+GEMM by GEMM. It works the same eagerly, compiled and under recomputation, since the count is taken where the GEMM
+runs and not where it was asked for.
+
+What is right: in a step of m forward and backward passes, a planned grad_input or grad_weight runs m times (a multiple of
+m for a layer called more than once per pass, like a head that works in chunks), `output` as often or, where
+activation checkpointing recomputes it, twice as often. A GEMM planned in high precision never runs in low.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lptune.kernels import GEMMS, Executed, record_gemms
+from lptune.linear.plan import LayerPlan, Plan
+
+
+class PrecisionNotAppliedError(RuntimeError):
+    """A planned low-precision GEMM did not run. Never a user's mistake."""
+
+
+@dataclass
+class Verified:
+    """What a verified step found; filled in when the step ends."""
+
+    num_gemms: int = 0
+    """Low-precision GEMMs that executed, recomputation included."""
+    low_precision_flops_fraction: float = 0.0
+    """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits."""
+
+
+@contextmanager
+def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verified]:
+    """Counts the GEMMs of one step of `num_passes` forward and backward passes and checks them against `plan`.
+
+    Raises PrecisionNotAppliedError naming the layers whose GEMMs did not run as planned.
+    """
+    verified = Verified()
+    with record_gemms() as executed:
+        yield verified
+    trained = _trained(model, plan)
+    faults, low_flops, all_flops = [], 0.0, 0.0
+    for layer in plan.layers:
+        all_flops += 3.0 * layer.in_features * layer.out_features
+    for number, layer in enumerate(plan.converted):
+        faults += _faults(layer, number, executed, num_passes, trained[layer.name])
+        assert layer.spec is not None
+        low_flops += layer.in_features * layer.out_features * len(layer.spec.low_gemms())
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise PrecisionNotAppliedError(f"the first step did not run as planned: {shown}")
+    verified.num_gemms = sum(executed.values())
+    verified.low_precision_flops_fraction = low_flops / all_flops if all_flops else 0.0
+
+
+def _trained(model: nn.Module, plan: Plan) -> dict[str, tuple[bool, bool]]:
+    """For each converted layer: is a parameter registered before it trained, and is its own weight."""
+    before, found = False, {}
+    names = {layer.name for layer in plan.converted}
+    for name, module in model.named_modules():
+        if name in names:
+            # Read as any Linear's: whether it still is a LowPrecisionLinear is what the counts tell.
+            found[name] = (before, module.get_parameter("weight").requires_grad)
+        before = before or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return found
+
+
+def _faults(
+    layer: LayerPlan, number: int, executed: Executed, num_passes: int, trained: tuple[bool, bool]
+) -> Iterator[str]:
+    assert layer.spec is not None
+    low = layer.spec.low_gemms()
+    counts = {gemm: executed[number, index] for index, gemm in enumerate(GEMMS)}
+    calls = max(counts["grad_input"], counts["grad_weight"]) or num_passes
+    input_trained, weight_trained = trained
+    allowed: dict[str, tuple[int, ...]] = {
+        "output": (calls, 2 * calls),
+        # Nothing trained stands before the layer: its input may still need a gradient, if the caller asked for it.
+        "grad_input": (calls,) if input_trained else (0, calls),
+        "grad_weight": (calls,) if weight_trained else (0,),
+    }
+    for gemm, count in counts.items():
+        wanted = allowed[gemm] if gemm in low else (0,)
+        if count not in wanted or count % num_passes:
+            times = " or ".join(str(n) for n in wanted)
+            yield f"layer {layer.name}: {gemm} was to run {times} times in low precision, ran {count} times"

@@ -1,0 +1,56 @@
+"""Decoders read from a checkpoint's config.json: one implementation for every supported family.
+
+    config = read_config(folder)          # DecoderConfig; UserError for what cannot be followed exactly
+    model = build_on_meta(config)         # Decoder, parameters named as in the checkpoint
+    loss_sum = model(tokens_BS, Documents(...), labels_BS)
+
+Knows nothing of precision and sharding. What needs torch is imported when it is first asked for, so that
+reading configs and presets does not load it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from lptune.models.config import DecoderConfig, LayerConfig, RopeConfig
+from lptune.models.families import FAMILIES, config_from_dict, read_config
+from lptune.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
+    from lptune.models.documents import Documents
+    from lptune.models.loss import IGNORE_INDEX, chunked_cross_entropy
+
+__all__ = [
+    "FAMILIES",
+    "IGNORE_INDEX",
+    "PRESETS",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "Documents",
+    "LayerConfig",
+    "RMSNorm",
+    "RopeConfig",
+    "build_on_meta",
+    "chunked_cross_entropy",
+    "config_from_dict",
+    "num_parameters",
+    "read_config",
+]
+
+_LAZY = {
+    "Block": "lptune.models.decoder",
+    "Decoder": "lptune.models.decoder",
+    "RMSNorm": "lptune.models.decoder",
+    "build_on_meta": "lptune.models.decoder",
+    "num_parameters": "lptune.models.decoder",
+    "Documents": "lptune.models.documents",
+    "IGNORE_INDEX": "lptune.models.loss",
+    "chunked_cross_entropy": "lptune.models.loss",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,191 @@
+"""Attention over packed rows: one formula, four backends, chosen once per forward by `choose_backend`.
+
+    scores = softcap(q @ k.T * scale);  out = softmax(scores where visible, in float32) @ v
+
+- `varlen` (CUDA, half precision): flash attention over the flattened tokens; document boundaries are offsets,
+  so nothing is spent on pairs of tokens that do not see each other. Its window argument counts keys to the
+  left, without the query's own.
+- `flex` (CUDA, soft-capped): flash attention has no tanh in it; flex_attention compiles one in and skips
+  blocks.
+- `sdpa` (everything else): scaled_dot_product_attention with a boolean mask, made once per kind of layer and
+  forward.
+- `explicit` (soft-capped, not on CUDA): the formula as written. It holds all scores of a layer in memory.
+
+Grouped queries: M key heads serve N query heads, each key head the next N / M of them.
+
+Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
+
+BACKENDS = ("varlen", "flex", "sdpa", "explicit")
+
+# torch 2.11 has no enable_gqa: key heads are repeated there. TODO: drop when we require torch >= 2.13.
+_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# The flash kernels behind varlen end at this head size.
+_VARLEN_MAX_HEAD_DIM = 256
+
+
+def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments alone."""
+    is_cuda = device.type == "cuda"
+    if config.attention_softcap is not None:
+        return "flex" if is_cuda else "explicit"
+    has_flash = (
+        is_cuda
+        and dtype in (torch.float16, torch.bfloat16)
+        and config.head_dim <= _VARLEN_MAX_HEAD_DIM
+        and config.head_dim % 8 == 0
+        and _compute_capability(device) >= (8, 0)
+    )
+    return "varlen" if has_flash else "sdpa"
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def make_visibility(
+    backend: str,
+    documents: Documents | None,
+    batch: int,
+    seq_len: int,
+    window: int | None,
+    device: torch.device,
+) -> Visibility:
+    """What a layer with this window needs, in the backend's form. `documents` None: a row is a document."""
+    if window is not None and window >= seq_len:
+        window = None  # it never ends before the row does
+    if backend == "varlen":
+        offsets = documents.offsets if documents else Documents.single(batch, seq_len, device).offsets
+        return Visibility(offsets=offsets)
+    if backend == "flex":
+        return Visibility(blocks=visibility_blocks(documents, batch, seq_len, window, device))
+    if backend == "sdpa" and documents is None and window is None:
+        return Visibility()  # plain causal needs no mask, and the kernels skip half of the work
+    return Visibility(mask_B1SS=visibility_mask(documents, seq_len, window, device))
+
+
+def make_visibilities(
+    config: DecoderConfig,
+    documents: Documents | None,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[LayerConfig, Visibility]:
+    """One Visibility per kind of layer; kinds with the same window share one."""
+    backend = choose_backend(config, device, dtype)
+    windows = dict.fromkeys(layer.window for layer in config.layer_kinds)
+    by_window = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
+    return {layer: by_window[layer.window] for layer in config.layer_kinds}
+
+
+def attend(
+    q_BSND: Tensor,
+    k_BSMD: Tensor,
+    v_BSMD: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The formula at the top of this file: (B, S, N, D), in the dtype of q.
+
+    `visible` comes from `make_visibility` for the same window. A soft-cap needs a backend that can do it.
+    """
+    if visible.offsets is not None:
+        assert softcap is None, "varlen attention cannot soft-cap"
+        return _varlen(q_BSND, k_BSMD, v_BSMD, visible.offsets, scale, window)
+    q_BNSD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in (q_BSND, k_BSMD, v_BSMD))
+    if visible.blocks is not None:
+        out_BNSD = _flex(q_BNSD, k_BMSD, v_BMSD, visible, scale, softcap)
+    elif softcap is not None:
+        out_BNSD = _explicit(q_BNSD, k_BMSD, v_BMSD, visible, scale, softcap)
+    else:
+        out_BNSD = F.scaled_dot_product_attention(
+            q_BNSD,
+            k_BMSD,
+            v_BMSD,
+            attn_mask=visible.mask_B1SS,
+            is_causal=visible.mask_B1SS is None,
+            scale=scale,
+            enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
+        )
+    return out_BNSD.transpose(1, 2)
+
+
+def _varlen(
+    q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, offsets: Tensor, scale: float, window: int | None
+) -> Tensor:
+    batch, seq_len, num_heads, _ = q_BSND.shape
+    num_groups = num_heads // k_BSMD.shape[2]
+    options: dict[str, Any] = {}
+    if num_groups > 1:
+        if _VARLEN_HAS_GQA:
+            options["enable_gqa"] = True
+        else:
+            k_BSMD, v_BSMD = (x.repeat_interleave(num_groups, dim=2) for x in (k_BSMD, v_BSMD))
+    out_TND = varlen_attn(
+        q_BSND.flatten(0, 1),
+        k_BSMD.flatten(0, 1),
+        v_BSMD.flatten(0, 1),
+        offsets,
+        offsets,
+        seq_len,  # the longest a document can be, not the longest there is: a constant compiles once
+        seq_len,
+        scale=scale,
+        # keys to the left of the query and to its right; ours counts the query's own key too
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+    assert isinstance(out_TND, Tensor)
+    return out_TND.view(batch, seq_len, num_heads, -1)
+
+
+def _flex(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, visible: Visibility, scale: float, softcap: float | None
+) -> Tensor:
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap) if softcap is not None else score
+
+    # Without compilation flex_attention holds all scores; inside a compiled block this is the same graph.
+    run = (
+        torch.compile(flex_attention)
+        if q_BNSD.is_cuda and not torch.compiler.is_compiling()
+        else flex_attention
+    )
+    out_BNSD = run(
+        q_BNSD,
+        k_BMSD,
+        v_BMSD,
+        score_mod=capped,
+        block_mask=visible.blocks,
+        scale=scale,
+        enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
+    )
+    assert isinstance(out_BNSD, Tensor)
+    return out_BNSD
+
+
+def _explicit(
+    q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, visible: Visibility, scale: float, softcap: float
+) -> Tensor:
+    assert visible.mask_B1SS is not None, "the explicit path needs a mask"
+    num_groups = q_BNSD.shape[1] // k_BMSD.shape[1]
+    k_BNSD, v_BNSD = (x.repeat_interleave(num_groups, dim=1) for x in (k_BMSD, v_BMSD))
+    scores_BNSS = (q_BNSD @ k_BNSD.transpose(2, 3)).float() * scale
+    scores_BNSS = softcap * torch.tanh(scores_BNSS / softcap)
+    scores_BNSS = scores_BNSS.masked_fill(~visible.mask_B1SS, float("-inf"))
+    return scores_BNSS.softmax(dim=-1).to(v_BNSD.dtype) @ v_BNSD

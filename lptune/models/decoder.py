@@ -1,0 +1,283 @@
+"""The decoder: plain nn.Linear, nn.Embedding and RMSNorm, put together as a `DecoderConfig` says.
+
+Parameters have the checkpoint's own names (`model.layers.0.self_attn.q_proj.weight`), which is why the
+attribute names below are Hugging Face's. Precision and sharding come from outside: nothing here knows of
+them, and a Linear may be replaced by a subclass.
+
+Two things keep one compiled graph per kind of layer. A block takes everything that varies from its arguments
+(the hidden states, the rotation, what is visible), and what is constant for a block (its window, its scales)
+is equal for all of its kind. Nothing in a block depends on its number.
+
+Shapes: B batch, S sequence, T = B * S, H hidden, N query heads, M key heads, D head size, I intermediate, V
+vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lptune.models.attention import attend, choose_backend, make_visibilities
+from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.documents import Documents, Visibility
+from lptune.models.loss import chunked_cross_entropy
+from lptune.models.rope import Rope, RopeTable, apply_rope
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Placement -> the checkpoint's names of the norms before and after attention, before and after the MLP."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (or 1 + weight), computed in float32, returned in the dtype of x."""
+
+    def __init__(self, size: int, eps: float, adds_one: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.adds_one = adds_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + 1.0 if self.adds_one else self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Project to q, k, v; norm and rotate q and k; attend; project back."""
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
+        self.window = layer.window
+        self.qk_norm = config.qk_norm
+        self.fused = config.fused_projections
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = (q_size, kv_size, kv_size)
+        if self.fused:
+            self.qkv_proj = nn.Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        else:
+            self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+            self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.output_bias)
+        if self.qk_norm != "none":
+            full = self.qk_norm == "full"
+            self.q_norm = RMSNorm(q_size if full else config.head_dim, config.norm_eps, config.norm_adds_one)
+            self.k_norm = RMSNorm(kv_size if full else config.head_dim, config.norm_eps, config.norm_adds_one)
+
+    def forward(self, hidden_BSH: Tensor, rope: Rope | None, visible: Visibility) -> Tensor:
+        if self.fused:
+            q, k, v = self.qkv_proj(hidden_BSH).split(self.sizes, dim=-1)
+        else:
+            q, k, v = self.q_proj(hidden_BSH), self.k_proj(hidden_BSH), self.v_proj(hidden_BSH)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        # -1 and not the number of heads: a column-parallel projection returns this rank's heads only
+        q_BSND, k_BSMD, v_BSMD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.qk_norm == "head":
+            q_BSND, k_BSMD = self.q_norm(q_BSND), self.k_norm(k_BSMD)
+        if rope is not None:
+            q_BSND, k_BSMD = apply_rope(q_BSND, rope), apply_rope(k_BSMD, rope)
+        out_BSND = attend(
+            q_BSND, k_BSMD, v_BSMD, visible, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        out_BSH: Tensor = self.o_proj(out_BSND.flatten(-2))
+        return out_BSH
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.fused = config.fused_projections
+        if self.fused:
+            self.gate_up_proj = nn.Linear(
+                config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
+            )
+        else:
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        if self.fused:
+            gate_BSI, up_BSI = self.gate_up_proj(hidden_BSH).chunk(2, dim=-1)
+        else:
+            gate_BSI, up_BSI = self.gate_proj(hidden_BSH), self.up_proj(hidden_BSH)
+        out_BSH: Tensor = self.down_proj(self.activation(gate_BSI) * up_BSI)
+        return out_BSH
+
+
+class Block(nn.Module):
+    """x += attention(x), x += mlp(x), with norms where the family has them."""
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.norm_names = NORM_NAMES[config.norm_placement]
+        self.residual_scale = config.residual_scale
+        for name in self.norm_names:
+            if name is not None:
+                self.add_module(name, RMSNorm(config.hidden_size, config.norm_eps, config.norm_adds_one))
+
+    def forward(self, hidden_BSH: Tensor, rope: Rope | None, visible: Visibility) -> Tensor:
+        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        update_BSH = self.self_attn(self._norm(before_attention, hidden_BSH), rope, visible)
+        hidden_BSH = hidden_BSH + self._scaled(self._norm(after_attention, update_BSH))
+        update_BSH = self.mlp(self._norm(before_mlp, hidden_BSH))
+        return hidden_BSH + self._scaled(self._norm(after_mlp, update_BSH))
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        normed: Tensor = x if name is None else getattr(self, name)(x)
+        return normed
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+class Transformer(nn.Module):
+    """Tokens to hidden states: everything but the head."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Without padding_idx: it would take the gradient from a token that some checkpoints also end with.
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in config.layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_adds_one)
+        self.ropes = nn.ModuleList(RopeTable(rope) for rope in config.rope_kinds)
+
+    def forward(self, tokens_BS: Tensor, documents: Documents | None = None) -> Tensor:
+        """Hidden states (B, S, H) after the last norm."""
+        config = self.config
+        batch, seq_len = tokens_BS.shape
+        hidden_BSH: Tensor = self.embed_tokens(tokens_BS)
+        if config.embedding_scale != 1.0:
+            # Rounded to the compute dtype first, as the published checkpoints were trained.
+            hidden_BSH = hidden_BSH * torch.full_like(hidden_BSH[0, 0, 0], config.embedding_scale)
+        ropes = {
+            kind: table(documents, seq_len) for kind, table in zip(config.rope_kinds, self.ropes, strict=True)
+        }
+        visible = make_visibilities(config, documents, batch, seq_len, hidden_BSH.device, hidden_BSH.dtype)
+        for layer, block in zip(config.layers, self.layers, strict=True):
+            hidden_BSH = block(hidden_BSH, ropes[layer.rope] if layer.rope else None, visible[layer])
+        normed_BSH: Tensor = self.norm(hidden_BSH)
+        return normed_BSH
+
+
+class Decoder(nn.Module):
+    """A causal language model; the modules and parameters of a Hugging Face ...ForCausalLM."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Transformer(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tie()
+
+    def forward(
+        self, tokens_BS: Tensor, documents: Documents | None = None, labels_BS: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, S, V) in the compute dtype, or with labels the summed cross-entropy in float32.
+
+        The sum is over labels != -100. labels_BS[b, s] is the token to predict at (b, s): the data side has
+        shifted them. The loss never holds the logits of all tokens (see loss.py). `documents` None: each row
+        is one document.
+        """
+        hidden_BSH = self.model(tokens_BS, documents)
+        if labels_BS is None:
+            return self._logits(hidden_BSH)
+        return chunked_cross_entropy(
+            hidden_BSH.flatten(0, 1),
+            labels_BS.flatten(),
+            lambda hidden_tH: self._logits(hidden_tH, float32=True),
+            self.config.vocab_size,
+        )
+
+    def _logits(self, hidden: Tensor, float32: bool = False) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        logits = logits.float() if float32 else logits
+        if self.config.logit_divisor != 1.0:
+            logits = logits / self.config.logit_divisor
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def attention_backend(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The attention that forward runs on this device in this compute dtype, for the log."""
+        return choose_backend(self.config, device, dtype)
+
+    def reset_buffers(self, device: torch.device | str | None = None) -> None:
+        """Recompute what no checkpoint holds (the rope frequencies), on `device` or where they are."""
+        for table in self.model.ropes:
+            assert isinstance(table, RopeTable)
+            table.reset(table.inv_freq_F.device if device is None else torch.device(device))
+
+    def initial_value(self, name: str, seed: int) -> Tensor:
+        """A new random value of one parameter: float32, on the CPU, a function of (seed, name, shape) only.
+
+        Matrices are normal with the config's standard deviation, biases 0, and norms the identity.
+        """
+        shape = self.get_parameter(name).shape
+        is_norm = isinstance(self.get_submodule(name.rpartition(".")[0]), RMSNorm)
+        with torch.device("cpu"):
+            if is_norm or name.endswith(".bias"):
+                return torch.full(shape, 1.0 if is_norm and not self.config.norm_adds_one else 0.0)
+            # A generator per name: neither sharding nor the order of parameters may change a value.
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            return torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill all parameters, which are on a real device, with `initial_value`."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.initial_value(name, seed))
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # nn.Module gives each owner of a shared parameter a new one when it leaves the meta device.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+
+def build_on_meta(config: DecoderConfig) -> Decoder:
+    """The decoder with all tensors on the meta device; tied weights are one parameter.
+
+    Then: `to_empty(device=...)` and load or `init_weights(seed)`.
+    """
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Numbers in all parameters, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

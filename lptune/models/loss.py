@@ -1,0 +1,55 @@
+"""Cross-entropy without the logits of the whole batch in memory.
+
+With V = 128,256 words the float32 logits of 8,192 tokens are 4 GB, and their gradient as much again. So the
+tokens go through the head in chunks: each chunk's logits are made, reduced to one number and dropped;
+backward makes them again. That is one more head GEMM per step, which is small against what it saves. A batch
+that fits one chunk is not recomputed.
+
+Shapes: T tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE_INDEX = -100
+"""Label of a token that no loss is on."""
+
+MAX_LOGITS_PER_CHUNK = 2**27
+"""Half a gigabyte of float32."""
+
+
+def chunked_cross_entropy(
+    hidden_TH: Tensor,
+    labels_T: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    *,
+    max_logits: int = MAX_LOGITS_PER_CHUNK,
+) -> Tensor:
+    """Same as F.cross_entropy(logits_of(hidden_TH).float(), labels_T, ignore_index=-100, reduction="sum").
+
+    `logits_of` maps (t, H) to logits (t, V). It is called once per chunk of at most `max_logits` / V tokens,
+    and where there is more than one chunk again in backward. Returns a float32 scalar.
+    """
+
+    def chunk_loss(hidden_tH: Tensor, labels_t: Tensor) -> Tensor:
+        logits_tV = logits_of(hidden_tH).float()
+        return F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    num_tokens = hidden_TH.shape[0]
+    num_chunks = max(1, -(-num_tokens * vocab_size // max_logits))
+    if num_chunks == 1:
+        return chunk_loss(hidden_TH, labels_T)
+    chunk_tokens = -(-num_tokens // num_chunks)
+    loss = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
+    for hidden_tH, labels_t in zip(
+        torch.split(hidden_TH, chunk_tokens), torch.split(labels_T, chunk_tokens), strict=True
+    ):
+        # No randomness inside, so its state need not be saved and restored around each chunk.
+        part = checkpoint(chunk_loss, hidden_tH, labels_t, use_reentrant=False, preserve_rng_state=False)
+        loss = loss + part
+    return loss

@@ -1,0 +1,287 @@
+"""What a config.json of each family and size says: the starting point of a new, random checkpoint.
+
+The real sizes are the published configurations. `tiny` (at most 200,000 parameters, every dimension a
+multiple of 16) has all that is peculiar to its family: windows shorter than a test's rows, both kinds of
+layers, the rope kind, head sizes that do not follow from the hidden size. Tests and trial runs are made of them.
+
+PRESETS[family][size] is a plain dict. Its bos, eos and pad ids are null, for the maker of the tokenizer to fill
+in: null because without the keys transformers takes the published ids, which a small vocabulary does not have.
+Imports no torch.
+"""
+
+from typing import Any, NamedTuple
+
+Preset = dict[str, Any]
+
+
+class _Dims(NamedTuple):
+    vocab: int
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+def _preset(
+    family: str, architecture: str, dims: _Dims, *, max_len: int, eps: float, tied: bool, **more: Any
+) -> Preset:
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": dims.vocab,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.mlp,
+        "num_hidden_layers": dims.layers,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "max_position_embeddings": max_len,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+def _tiny_dims(layers: int = 2, heads: int = 4, kv_heads: int = 2) -> _Dims:
+    return _Dims(vocab=256, hidden=64, mlp=128, layers=layers, heads=heads, kv_heads=kv_heads)
+
+
+_BIASES: Preset = {"attention_bias": False, "mlp_bias": False}
+
+
+def _llama(dims: _Dims, *, factor: float, original_len: int = 8192, **more: Any) -> Preset:
+    rope = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original_len,
+    }
+    common: Preset = _BIASES | {"max_len": 131072, "eps": 1e-5, "hidden_act": "silu", "rope_theta": 500_000.0}
+    return _preset("llama", "Llama", dims, **{**common, "rope_scaling": rope, **more})
+
+
+def _qwen2(dims: _Dims, **more: Any) -> Preset:
+    windows: Preset = {
+        "use_sliding_window": False,
+        "max_window_layers": dims.layers,
+        "sliding_window": 131072,
+    }
+    common: Preset = windows | {
+        "max_len": 131072,
+        "eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1_000_000.0,
+    }
+    return _preset("qwen2", "Qwen2", dims, **{**common, **more})
+
+
+def _qwen3(dims: _Dims, **more: Any) -> Preset:
+    windows: Preset = {"use_sliding_window": False, "max_window_layers": dims.layers, "sliding_window": None}
+    common: Preset = windows | {
+        "max_len": 40960,
+        "eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1_000_000.0,
+    }
+    return _preset("qwen3", "Qwen3", dims, **{**common, "attention_bias": False, "head_dim": 128, **more})
+
+
+def _mistral(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = {"max_len": 32768, "eps": 1e-5, "tied": False, "hidden_act": "silu"}
+    return _preset("mistral", "Mistral", dims, **common, **more)
+
+
+def _gemma2(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = {
+        "max_len": 8192,
+        "eps": 1e-6,
+        "tied": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "rope_theta": 10_000.0,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    }
+    return _preset("gemma2", "Gemma2", dims, **{**common, **more})
+
+
+def _gemma3(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = {
+        "max_len": 32768,
+        "eps": 1e-6,
+        "tied": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": None,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    }
+    return _preset("gemma3_text", "Gemma3", dims, **{**common, **more})
+
+
+def _phi(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = {"eps": 1e-5, "hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return _preset("phi3", "Phi3", dims, **common, **more)
+
+
+def _longrope(short_factor: list[float], long_factor: list[float]) -> Preset:
+    return {"type": "longrope", "short_factor": short_factor, "long_factor": long_factor}
+
+
+def _olmo2(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = {
+        "max_len": 4096,
+        "eps": 1e-6,
+        "tied": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    return _preset("olmo2", "Olmo2", dims, **common, rope_theta=500_000.0, rope_scaling=None, **more)
+
+
+def _smollm3(dims: _Dims) -> Preset:
+    common: Preset = _BIASES | {
+        "max_len": 65536,
+        "eps": 1e-6,
+        "tied": True,
+        "hidden_act": "silu",
+        "rope_scaling": None,
+    }
+    layers: Preset = {"no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None}
+    return _preset("smollm3", "SmolLM3", dims, **common, **layers, rope_theta=5_000_000.0)
+
+
+def _granite(dims: _Dims, **more: Any) -> Preset:
+    common: Preset = _BIASES | {
+        "max_len": 131072,
+        "eps": 1e-5,
+        "tied": True,
+        "hidden_act": "silu",
+        "rope_scaling": None,
+    }
+    scales: Preset = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
+    return _preset("granite", "Granite", dims, **common, **scales, rope_theta=5_000_000.0, **more)
+
+
+_PHI4_MINI_LONG_FACTOR = [
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533,
+    5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651,
+    14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03,
+    32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
+
+# Dims: vocabulary, hidden, MLP, layers, query heads, key heads
+PRESETS: dict[str, dict[str, Preset]] = {
+    "llama3_2": {
+        "tiny": _llama(_tiny_dims(), factor=32.0, original_len=64, max_len=512, head_dim=16, tied=True),
+        "1b": _llama(_Dims(128256, 2048, 8192, 16, 32, 8), factor=32.0, head_dim=64, tied=True),
+        "3b": _llama(_Dims(128256, 3072, 8192, 28, 24, 8), factor=32.0, head_dim=128, tied=True),
+    },
+    "llama3_1": {
+        "tiny": _llama(_tiny_dims(), factor=8.0, original_len=64, max_len=512, head_dim=32, tied=False),
+        "8b": _llama(_Dims(128256, 4096, 14336, 32, 32, 8), factor=8.0, head_dim=128, tied=False),
+        "70b": _llama(_Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
+    },
+    "qwen2_5": {
+        "tiny": _qwen2(
+            _tiny_dims(),
+            max_len=512,
+            tied=True,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=1,
+        ),
+        "0.5b": _qwen2(_Dims(151936, 896, 4864, 24, 14, 2), max_len=32768, sliding_window=32768, tied=True),
+        "1.5b": _qwen2(_Dims(151936, 1536, 8960, 28, 12, 2), tied=True),
+        "7b": _qwen2(_Dims(152064, 3584, 18944, 28, 28, 4), tied=False),
+    },
+    "qwen3": {
+        "tiny": _qwen3(_tiny_dims(), max_len=512, head_dim=32, tied=True),
+        "0.6b": _qwen3(_Dims(151936, 1024, 3072, 28, 16, 8), tied=True),
+        "1.7b": _qwen3(_Dims(151936, 2048, 6144, 28, 16, 8), tied=True),
+        "8b": _qwen3(_Dims(151936, 4096, 12288, 36, 32, 8), tied=False),
+        "32b": _qwen3(_Dims(151936, 5120, 25600, 64, 64, 8), tied=False),
+    },
+    "mistral": {
+        "tiny": _mistral(_tiny_dims(), head_dim=32, rope_theta=10_000.0, sliding_window=16),
+        "7b": _mistral(  # v0.3
+            _Dims(32768, 4096, 14336, 32, 32, 8), head_dim=128, rope_theta=1_000_000.0, sliding_window=None
+        ),
+    },
+    "gemma2": {
+        "tiny": _gemma2(_tiny_dims(), max_len=512, head_dim=32, sliding_window=16, query_pre_attn_scalar=24),
+        "2b": _gemma2(_Dims(256000, 2304, 9216, 26, 8, 4)),
+        "9b": _gemma2(_Dims(256000, 3584, 14336, 42, 16, 8)),
+    },
+    "gemma3": {
+        "tiny": _gemma3(
+            _tiny_dims(layers=3),
+            max_len=512,
+            head_dim=32,
+            sliding_window=16,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=24,
+        ),
+        "1b": _gemma3(_Dims(262144, 1152, 6912, 26, 4, 1)),
+    },
+    "phi4": {
+        "tiny": _phi(
+            _tiny_dims(heads=2, kv_heads=1),
+            max_len=512,
+            tied=True,
+            partial_rotary_factor=0.75,
+            rope_theta=10_000.0,
+            rope_scaling=_longrope([1.0 + i / 16 for i in range(12)], [1.0 + i for i in range(12)]),
+            original_max_position_embeddings=32,
+            sliding_window=None,
+        ),
+        "mini": _phi(
+            _Dims(200064, 3072, 8192, 32, 24, 8),
+            max_len=131072,
+            tied=True,
+            partial_rotary_factor=0.75,
+            rope_theta=10_000.0,
+            rope_scaling=_longrope([1.0] * 48, _PHI4_MINI_LONG_FACTOR),
+            original_max_position_embeddings=4096,
+            sliding_window=262144,
+        ),
+        "14b": _phi(
+            _Dims(100352, 5120, 17920, 40, 40, 10),
+            max_len=16384,
+            tied=False,
+            rope_theta=250_000.0,
+            rope_scaling=None,
+            original_max_position_embeddings=16384,
+            sliding_window=None,
+        ),
+    },
+    "olmo2": {
+        "tiny": _olmo2(_tiny_dims()),
+        "7b": _olmo2(_Dims(100352, 4096, 11008, 32, 32, 32)),
+    },
+    "smollm3": {
+        "tiny": _smollm3(_tiny_dims(layers=4)),
+        "3b": _smollm3(_Dims(128256, 2048, 11008, 36, 16, 4)),
+    },
+    "granite3": {
+        "tiny": _granite(_tiny_dims(), attention_multiplier=0.1),
+        "2b": _granite(_Dims(49155, 2048, 8192, 40, 32, 8), attention_multiplier=0.015625),  # 3.1
+    },
+}
+"""family -> size -> the content of a config.json. The names are those of the configs folder."""

@@ -1,0 +1,19 @@
+"""What a training loop needs beside the model: optimizer, schedule, clipping, metrics."""
+
+from lptune.training.generate import greedy
+from lptune.training.metrics import MetricsWriter, check_logging
+from lptune.training.optimizer import build_optimizer, clip_grad_norm
+from lptune.training.schedule import learning_rate, set_learning_rate
+from lptune.training.utilization import peak_memory_gib, utilization
+
+__all__ = [
+    "MetricsWriter",
+    "build_optimizer",
+    "check_logging",
+    "clip_grad_norm",
+    "greedy",
+    "learning_rate",
+    "peak_memory_gib",
+    "set_learning_rate",
+    "utilization",
+]

@@ -1,0 +1,44 @@
+"""Greedy answers to a few prompts, to be read beside the loss.
+
+Each new token runs the whole row again (no key-value cache): a sample costs what a training step of its length
+costs, times its tokens. Right for twenty short prompts between training steps, wrong for serving.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def greedy(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int], pad_id: int
+) -> list[list[int]]:
+    """The most likely continuation of each prompt, up to and without its first stop token.
+
+    model: called as model(tokens_BS) -> logits (B, S, V), in the mode it is in (a decoder has no dropout, and switching
+    would compile it anew). Rows are padded on the right; causal attention keeps the padding out of every token that is read.
+    """
+    if not prompts:
+        return []
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    tokens_BS = torch.full((len(prompts), int(lengths.max()) + max_new_tokens), pad_id, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    stops = torch.tensor(sorted(set(stop_ids)), device=device)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    for offset in range(max_new_tokens):
+        logits_BSV: Tensor = model(tokens_BS)
+        next_B = logits_BSV[rows, lengths + offset - 1].argmax(dim=-1)
+        tokens_BS[rows, lengths + offset] = next_B
+        done |= torch.isin(next_B, stops)
+        if done.all():
+            break
+    answers = []
+    for row, length in enumerate(lengths.tolist()):
+        answer = tokens_BS[row, length : length + max_new_tokens].tolist()
+        ends = [i for i, token in enumerate(answer) if token in set(stop_ids)]
+        answers.append(answer[: ends[0]] if ends else answer)
+    return answers

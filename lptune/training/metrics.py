@@ -1,0 +1,119 @@
+"""Metrics: one JSON object per step in metrics.jsonl, a progress bar or plain lines, and trackers on request."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from lptune.config import LoggingConfig, UserError
+
+
+def check_logging(cfg: LoggingConfig) -> None:
+    """Raises UserError when a tracker is asked for whose extra is not installed; called before anything is written."""
+    wanted = {
+        "logging.tensorboard": ("tensorboard", cfg.tensorboard),
+        "logging.wandb_project": ("wandb", cfg.wandb_project),
+        "logging.trackio_project": ("trackio", cfg.trackio_project),
+    }
+    for key, (module, value) in wanted.items():
+        if value and importlib.util.find_spec(module) is None:
+            raise UserError(f"{key}: {module} is not installed; pip install 'lptune[{module}]'")
+
+
+class MetricsWriter:
+    """Writes a step's record everywhere it goes. On ranks other than the main one it does nothing."""
+
+    def __init__(
+        self, path: Path, cfg: LoggingConfig, *, enabled: bool, num_steps: int, first_step: int, name: str
+    ) -> None:
+        self._file = path.open("a", encoding="utf-8") if enabled else None
+        self._trackers = _trackers(path.parent, cfg, name) if enabled else []
+        self._num_steps = num_steps
+        interactive = enabled and sys.stderr.isatty()
+        self._bar = tqdm(total=num_steps, initial=first_step, unit="step") if interactive else None
+        self._lines = enabled and not interactive
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """record: `step` and the keys of design §6; floats are written so that they read back bit for bit."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        step = record["step"]
+        for tracker in self._trackers:
+            tracker.log({k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}, step)
+        shown = _shown(record)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(shown)
+        if self._lines and (step <= 10 or step % 10 == 0 or step == self._num_steps or "eval_loss" in record):
+            print(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
+
+    def say(self, text: str) -> None:
+        """Prints a line without tearing the bar."""
+        if self._bar is not None:
+            self._bar.write(text)
+        elif self._lines:
+            print(text, flush=True)
+
+
+def _shown(record: dict[str, Any]) -> dict[str, str]:
+    formats = {"loss": ".4f", "eval_loss": ".4f", "lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f"}
+    return {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """Weights & Biases, or trackio, which speaks the same interface."""
+
+    def __init__(self, module_name: str, project: str, name: str) -> None:
+        self._module = importlib.import_module(module_name)
+        self._module.init(project=project, name=name)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._module.log(values, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def _trackers(folder: Path, cfg: LoggingConfig, name: str) -> list[Any]:
+    trackers: list[Any] = []
+    if cfg.tensorboard:
+        trackers.append(_TensorBoard(folder))
+    if cfg.wandb_project:
+        trackers.append(_Tracker("wandb", cfg.wandb_project, name))
+    if cfg.trackio_project:
+        trackers.append(_Tracker("trackio", cfg.trackio_project, name))
+    return trackers

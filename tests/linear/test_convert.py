@@ -1,0 +1,124 @@
+"""convert(): what it changes, what it leaves, what it refuses, what it says."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lptune import linear
+from lptune.config import PrecisionConfig, UserError
+from lptune.kernels import record_gemms
+
+INT8 = PrecisionConfig(kind="int8_rowcol")
+
+
+class Tiny(nn.Module):
+    """Two blocks and a head, optionally tied."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(32, 48), "odd": nn.Linear(48, 40), "down": nn.Linear(48, 32, bias=False)})
+            for _ in range(2)
+        )
+        self.lm_head = nn.Linear(32, 64, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+
+def test_parameters_names_and_state_dict_stay() -> None:
+    model = Tiny()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    linear.convert(model, INT8)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert list(model.state_dict()) == list(Tiny().state_dict())
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def test_the_plan_gives_each_layer_its_gemms_or_its_reason() -> None:
+    plan = linear.convert(Tiny(), INT8)
+    rows = {row["name"]: row for row in json.loads(json.dumps(plan.to_json()))["layers"]}
+    assert rows["layers.0.up"] | {"spec": None} == {
+        "name": "layers.0.up",
+        "shape": [48, 32],
+        "output": "int8",
+        "grad_input": "int8 folded",
+        "grad_weight": "int8 column",
+        "all_gather": "high",
+        "spec": None,
+        "reason": None,
+    }
+    assert rows["layers.1.odd"]["reason"] == "sizes are not multiples of 16"
+    assert rows["layers.1.odd"]["output"] == "high"
+    assert rows["lm_head"]["reason"] == "precision.skip: lm_head"
+    assert [layer.name for layer in plan.converted] == ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
+
+
+def test_the_table_groups_layers_that_differ_in_their_number_only() -> None:
+    lines = linear.convert(Tiny(), INT8).table().splitlines()
+    assert lines[0] == "precision int8_rowcol: 4 of 7 linear layers converted"
+    assert [line.split("  ")[0] for line in lines[3:]] == ["layers.0-1.up", "layers.0-1.odd", "layers.0-1.down", "lm_head"]
+
+
+def test_a_tied_head_stays_high_and_tied() -> None:
+    model = Tiny(tied=True)
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol", skip=()))
+    assert {row.name: row.reason for row in plan.layers}["lm_head"] == "tied to another module's weight"
+    assert model.lm_head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("pattern", ["layers.0.*", "up", "*.up", "layers.?.up"])
+def test_skip_takes_names_and_globs(pattern: str) -> None:
+    plan = linear.convert(Tiny(), INT8, skip=[pattern])
+    skipped = [layer.name for layer in plan.layers if layer.reason == f"precision.skip: {pattern}"]
+    assert skipped == (["layers.0.up", "layers.0.odd", "layers.0.down"] if "0" in pattern else ["layers.0.up", "layers.1.up"])
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"precision.skip: 'dwn' matches no linear layer \(did you mean 'down'\?\)"):
+        linear.convert(Tiny(), INT8, skip=["dwn"])
+
+
+def test_converting_nothing_is_an_error() -> None:
+    with pytest.raises(UserError, match="would convert no layer"):
+        linear.convert(Tiny(), INT8, skip=["*"])
+    with pytest.raises(UserError, match="no nn.Linear"):
+        linear.convert(nn.Embedding(4, 4), INT8)
+
+
+def test_converting_twice_is_an_error() -> None:
+    model = Tiny()
+    linear.convert(model, INT8)
+    with pytest.raises(UserError, match="converted before"):
+        linear.convert(model, INT8)
+
+
+def test_kind_none_converts_nothing_and_lists_all() -> None:
+    model = Tiny()
+    plan = linear.convert(model, PrecisionConfig())
+    assert len(plan.layers) == 7
+    assert not plan.converted
+    assert not any(isinstance(module, linear.LowPrecisionLinear) for module in model.modules())
+
+
+def test_unconvert_restores_plain_layers_with_the_same_parameters() -> None:
+    model = Tiny()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    linear.convert(model, INT8)
+    assert linear.unconvert(model) == 4
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert not any(isinstance(module, linear.LowPrecisionLinear) for module in model.modules())
+
+
+def test_a_model_on_meta_can_be_converted_and_then_loaded() -> None:
+    with torch.device("meta"):
+        model = Tiny()
+    linear.convert(model, INT8)
+    model.to_empty(device="cpu")
+    model.load_state_dict(Tiny().state_dict())
+    x = torch.randn(3, 32)
+    with record_gemms() as executed:
+        assert model.layers[0]["up"](x).shape == (3, 48)  # type: ignore[index]
+    assert executed == {(0, 0): 1}
