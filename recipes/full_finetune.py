@@ -168,7 +168,7 @@ def batch_loss(model: torch.nn.Module, batch: data.Batch) -> Tensor:
 def evaluate(model: torch.nn.Module, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
     """Mean loss per held-out target token, over all ranks."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0
-    for batch in rows.eval_batches(cfg.micro_batch_size, rank=world.rank, num_ranks=world.data_size):
+    for batch in data.evaluation_batches(rows, cfg.micro_batch_size, rank=world.rank, num_ranks=world.data_size):
         loss_sum += batch_loss(model, batch.to(world.device))
         num_targets += batch.num_targets
     return world.sum(loss_sum) / max(1.0, world.sum(num_targets))
@@ -186,7 +186,9 @@ def show_samples(
     if rows is None or not cfg.num_samples:
         return
     samples = [rows.prompt_and_answer(i) for i in range(min(cfg.num_samples, rows.num_documents))]
-    stop_ids = [token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None]
+    # A turn may end with a token of its own (<|im_end|>): a special token at the end of a reference stops too.
+    ends = {answer[-1] for _, answer in samples if not tokenizer.decode(answer[-1:])}
+    stop_ids = sorted(ends | {token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None})
     answers = training.greedy(
         model,
         [prompt for prompt, _ in samples],
@@ -199,4 +201,4 @@ def show_samples(
     num_exact = sum(a.strip() == b.strip() for a, b in zip(given, wanted, strict=True))
     world.print(f"samples {when}: {num_exact} of {len(samples)} held-out prompts answered exactly")
     for (prompt, _), got, want in list(zip(samples, given, wanted, strict=True))[:5]:
-        world.print(f"  {tokenizer.decode(prompt)!r} -> {got!r} (reference {want!r})")
+        world.print(f"  {tokenizer.decode(prompt)[-100:]!r} -> {got[:100]!r} (reference {want[:100]!r})")

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lptune
-from lptune.checkpoint.files import fresh_folder, fsync_path, publish_folder, read_json, write_json, write_text
+from lptune.checkpoint.files import fresh_folder, fsync_path, publish_folder, read_json, save_tensors, write_json, write_text
 from lptune.checkpoint.hf import INDEX_NAME, HFIndex, match_tensors
-from lptune.distributed import World
+from lptune.distributed import World, reshard
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -41,6 +40,7 @@ def export_hf(
     chat_template: written as chat_template.jinja when the run used another than the tokenizer's own.
     Raises RuntimeError if what was written does not read back equal.
     """
+    reshard(model)
     partial = folder.with_name(f".tmp-{folder.name}")
     if world.is_main:
         fresh_folder(partial)
@@ -72,8 +72,7 @@ def _full_tensor(parameter: Tensor) -> Tensor:
 
 
 def _write_and_compare(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
-    fsync_path(path)
+    save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
             if not _same_bits(written.get_tensor(name), tensor):

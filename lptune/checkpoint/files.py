@@ -10,6 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from lptune.config import UserError
 
 
@@ -20,6 +23,16 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file, durably, with the permissions that the user's umask gives."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors makes its file private (0600), and an export is there to be shared.
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+    fsync_path(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lptune.checkpoint.files import fresh_folder, fsync_path, publish_folder, read_json, sha256, write_json
+from lptune.checkpoint.files import fresh_folder, publish_folder, read_json, save_tensors, sha256, write_json
 from lptune.checkpoint.hf import local_rows
 from lptune.checkpoint.manifest import Manifest, Shard, step_folder_name, verify, write_manifest
 from lptune.config import FinetuneConfig, UserError
-from lptune.distributed import World
+from lptune.distributed import World, reshard
 
 Fingerprint = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,6 +42,7 @@ def save_state(
     final = folder / step_folder_name(step)
     if final.exists():  # A run that resumed at this very step has nothing new to save.
         return final
+    reshard(model)
     partial = folder / f".tmp-{final.name}"
     if world.is_main:
         fresh_folder(partial)
@@ -53,8 +53,7 @@ def save_state(
         local = {key: local_rows(tensor) for key, tensor in tensors.items()}
         # A rank that holds no row of a tensor stores nothing for it.
         stored = {key: rows.contiguous() for key, (rows, _) in local.items() if rows.numel()}
-        save_file(stored, partial / name, metadata={"format": "pt"})
-        fsync_path(partial / name)
+        save_tensors(partial / name, stored)
         shards |= {
             key: [asdict(Shard(name, start, rows.shape[0] if rows.dim() else 1))]
             for key, (rows, start) in local.items()
@@ -106,12 +105,13 @@ def fingerprint(cfg: FinetuneConfig, data_digest: str) -> Fingerprint:
     """What must not change between the parts of one run. Precision, compilation, ranks and length may."""
     folder = Path(cfg.model.path)
     return {
-        "data": data_digest,
+        # What decides the data comes before the data, so that the cause is named and not its consequence.
+        "seed": cfg.seed,
         "data.seq_len": cfg.data.seq_len,
         "global_batch_size": cfg.global_batch_size,
-        "seed": cfg.seed,
-        "tokenizer.json": sha256(folder / "tokenizer.json"),
-        "config.json": sha256(folder / "config.json"),
+        "config.json": sha256(folder / "config.json")[:16],
+        "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
+        "data": data_digest[:16],
     }
 
 

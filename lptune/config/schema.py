@@ -22,7 +22,9 @@ def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 def _at_least(key: str, value: float, minimum: float) -> None:
     # The negated form also refuses NaN.
     if not minimum <= value < math.inf:
-        raise UserError(f"{key}: must be at least {minimum} and finite, found {value}")
+        raise UserError(
+            f"{key}: must be {'finite and ' * (value == math.inf)}at least {minimum}, found {value}"
+        )
 
 
 def _positive(key: str, value: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lptune.config import FinetuneConfig, UserError
@@ -49,6 +49,17 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
         fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
     # The root's weights are used last in forward and first in backward: freeing them between would gather twice.
     fully_shard(model, **shard, reshard_after_forward=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes `model.parameters()` the sharded ones again.
+
+    FSDP leaves a module's gathered weights in place after a forward without a backward (an evaluation), for all modules
+    that do not reshard after forward. Who reads parameters by name calls this first.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @functools.cache

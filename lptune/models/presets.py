@@ -2,11 +2,11 @@
 
 The real sizes are the published configurations. `tiny` (at most 200,000 parameters, every dimension a
 multiple of 16) has all that is peculiar to its family: windows shorter than a test's rows, both kinds of
-layers, the rope kind, head sizes that do not follow from the hidden size. Tests and trial runs are made of them.
+layers, the rope kind, head sizes that do not follow from the hidden size. Tests and trial runs use them.
 
-PRESETS[family][size] is a plain dict. Its bos, eos and pad ids are null, for the maker of the tokenizer to fill
-in: null because without the keys transformers takes the published ids, which a small vocabulary does not have.
-Imports no torch.
+PRESETS[family][size] is a plain dict. Its bos, eos and pad ids are null, for the maker of the tokenizer to
+fill in: null because without the keys transformers takes the published ids, which a small vocabulary does not
+have. Imports no torch.
 """
 
 from typing import Any, NamedTuple
@@ -183,7 +183,8 @@ _PHI4_MINI_LONG_FACTOR = [
     2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533,
     5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651,
     14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03,
-    32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+    32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16,
+    47.77,
 ]  # fmt: skip
 
 # Dims: vocabulary, hidden, MLP, layers, query heads, key heads

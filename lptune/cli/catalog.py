@@ -1,0 +1,68 @@
+"""Recipes and configs, found by listing two folders: there is no registry to keep in step.
+
+In a source checkout (and an editable install) they are `recipes/` and `configs/` beside the package; a wheel
+carries the same two folders as `lptune/_bundled/`. A recipe's name is its file's stem (`full_finetune`); a
+config's is its path below `configs/` without the suffix (`llama3_2/1b`). Wherever a name is expected, a path
+will do as well.
+"""
+
+import ast
+from pathlib import Path
+
+import lptune
+from lptune.config import UserError, closest
+
+_PACKAGE = Path(lptune.__file__).parent
+
+
+def folder(kind: str) -> Path:
+    """The folder of `kind` ("recipes" or "configs"), which came with this installation."""
+    bundled = _PACKAGE / "_bundled" / kind
+    return bundled if bundled.is_dir() else _PACKAGE.parent / kind
+
+
+def recipes() -> dict[str, Path]:
+    """Name -> file of every recipe, sorted by name."""
+    files = folder("recipes").glob("*.py")
+    return {file.stem: file for file in sorted(files) if not file.name.startswith("_")}
+
+
+def configs() -> dict[str, Path]:
+    """Name -> file of every config, sorted by name."""
+    root = folder("configs")
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, given by name or path."""
+    return _find("recipe", name, recipes(), ".py")
+
+
+def find_config(name: str) -> Path:
+    """The file of a config, given by name or path."""
+    return _find("config", name, configs(), ".yaml")
+
+
+def find_any(name: str) -> Path:
+    """The file of a recipe or config, given by name."""
+    return _find("recipe or config", name, {**configs(), **recipes()}, ".py")
+
+
+def summary(recipe: Path) -> str:
+    """The first line of a recipe's docstring, read without running the recipe."""
+    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")))
+    return docstring.splitlines()[0] if docstring else ""
+
+
+def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:
+    if name in known:
+        return known[name]
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UserError(f"{name}: is a folder; give the name or the path of a {kind}")
+    # A path is answered with the name it probably means: `recipes/full_finetun.py` -> full_finetune.
+    hint = closest(name, known) or closest(name.removesuffix(suffix).split("configs/")[-1], known)
+    hint = hint or closest(path.stem, known) or "; `lptune ls` shows what there is"
+    raise UserError(f"{name}: no such {kind}{hint}")

@@ -1,0 +1,36 @@
+"""`lptune cp`: take a recipe or a config home and change it there. The copy runs by its path."""
+
+import shutil
+from pathlib import Path
+
+import click
+
+from lptune.cli import catalog
+from lptune.config import UserError
+
+
+@click.command()
+@click.argument("name")
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Overwrite DEST.")
+@click.option("--parents", is_flag=True, help="Make the folders above DEST.")
+def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
+    """Copy the recipe or config NAME to the file or folder DEST."""
+    source = catalog.find_any(name)
+    if dest.is_dir():
+        dest = dest / source.name
+    if not dest.parent.is_dir():
+        if not parents:
+            raise UserError(f"{dest.parent}: no such folder; make it, or add --parents")
+        if any(part.exists() and not part.is_dir() for part in dest.parents):
+            raise UserError(f"{dest.parent}: a file is in the way of this folder")
+        dest.parent.mkdir(parents=True)
+    if dest.exists() and not force:
+        raise UserError(f"{dest}: exists; add --force to overwrite it")
+    if dest.is_dir() or (dest.exists() and dest.samefile(source)):
+        raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
+    try:
+        shutil.copyfile(source, dest)
+    except OSError as error:
+        raise UserError(f"{dest}: cannot be written: {error.strerror}") from None
+    click.echo(f"copied {name} to {dest}")

@@ -1,0 +1,79 @@
+"""`lptune download`: a checkpoint from the Hugging Face hub, pinned to a commit, without anything that could
+run code.
+
+Only safetensors, JSON and tokenizer files are fetched: no pickled weights, no Python. A token is taken from
+the environment (HF_TOKEN) or `hf auth login`, never from the command line, where it would end up in histories
+and process lists.
+"""
+
+from pathlib import Path
+
+import click
+
+from lptune.config import UserError
+
+ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
+IGNORED = (
+    "*/*",
+    "consolidated*",
+)  # other formats' folders, and the second copy of the weights that some repositories hold
+
+
+@click.command()
+@click.argument("repo")
+@click.option("--revision", default="main", show_default=True, help="Branch, tag or commit.")
+@click.option("--output-dir", type=click.Path(path_type=Path), help="Folder.  [default: checkpoints/<name>]")
+def download(repo: str, revision: str, output_dir: Path | None) -> None:
+    """Download the checkpoint REPO (e.g. Qwen/Qwen3-0.6B) and print the commit it came from.
+
+    Gated repositories need HF_TOKEN in the environment.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file; choose another --output-dir")
+    try:
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
+        names = [sibling.rfilename for sibling in info.siblings or []]
+        if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+            pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
+            reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
+            raise UserError(
+                f"{repo}: holds no safetensors{reason}; choose a repository or revision that does"
+            )
+        huggingface_hub.snapshot_download(
+            repo,
+            revision=info.sha,
+            local_dir=folder,
+            allow_patterns=list(ALLOWED),
+            ignore_patterns=list(IGNORED),
+        )
+    except UserError:
+        raise
+    except HFValidationError:
+        raise UserError(f"{repo}: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
+    except Exception as error:
+        raise UserError(f"{repo}: {_reason(error, revision)}") from None
+    click.echo(f"downloaded {repo} to {folder}")
+    click.echo(f"pinned: lptune download {repo} --revision {info.sha} --output-dir {folder}")
+
+
+def _reason(error: Exception, revision: str) -> str:
+    """What went wrong and what to do. An exception that is none of the hub's or the system's is a bug."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "is gated; accept its terms on the hub, then set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"has no revision {revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "is not on the hub, or private (set HF_TOKEN)"
+    if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
+        return "cannot be downloaded: offline (HF_HUB_OFFLINE is set, or the hub cannot be reached)"
+    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
+        ("httpx", "httpcore")
+    ):
+        return f"cannot be downloaded: {(str(error) or type(error).__name__).splitlines()[0]}"
+    raise error

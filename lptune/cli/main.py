@@ -1,0 +1,83 @@
+"""`lptune`: the group of commands, and the one place where an exception becomes an exit code.
+
+    0    done
+    2    the user's input is wrong (UserError, click's usage errors): one line on stderr, no traceback
+    3    training diverged (DivergedError): one line
+    1    a bug of ours: the traceback
+    130  Ctrl-C
+
+A recipe's own code (143 stopped by SIGTERM) arrives as SystemExit and passes through untouched.
+Commands import torch inside their function, so that `--help` and `validate` answer at once.
+"""
+
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from lptune import __version__
+from lptune.cli.cat import cat
+from lptune.cli.cp import cp
+from lptune.cli.download import download
+from lptune.cli.ls import ls
+from lptune.cli.new_checkpoint import new_checkpoint
+from lptune.cli.run import run
+from lptune.cli.validate import validate
+from lptune.cli.verify import verify
+from lptune.config import DivergedError, UserError, closest
+
+
+@click.group(invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.version_option(__version__, prog_name="lptune")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Full fine-tuning of Hugging Face checkpoints in low precision."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (run, ls, cat, cp, validate, download, new_checkpoint, verify):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; see the module's docstring for the codes."""
+    try:
+        code = cli.main(args=arguments, prog_name="lptune", standalone_mode=False)
+    except (UserError, DivergedError) as error:
+        fail(str(error), error.exit_code)
+    except click.UsageError as error:
+        fail(_usage_line(error))
+    except click.ClickException as error:
+        fail(error.format_message())
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except BrokenPipeError:  # `lptune ls | head`
+        sys.stderr.close()
+        sys.exit(141)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print `error: <message>` as one line on stderr and exit with `code`."""
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+def _usage_line(error: click.UsageError) -> str:
+    """click's message, the nearest command where one was misspelt, and where the help stands."""
+    message = error.format_message().rstrip(".")
+    misspelt = re.fullmatch(r"No such command '(.*)'", message)
+    if misspelt:
+        message += closest(misspelt[1], cli.commands)
+    return f"{message}; see `{error.ctx.command_path if error.ctx else 'lptune'} --help`"
+
+
+if __name__ == "__main__":
+    main()

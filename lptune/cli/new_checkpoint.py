@@ -1,0 +1,183 @@
+"""`lptune new-checkpoint`: a complete Hugging Face folder with random weights, so that every recipe runs with
+nothing downloaded.
+
+The tokenizer is a byte-level BPE trained on the built-in instruction set or on a text of yours: any text can
+be encoded, and what the text is full of becomes short. Its chat template marks the assistant's turns with `{%
+generation %}`, so that the loss falls on exactly those tokens. Weights are a function of (seed, parameter
+name).
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lptune.config import UserError, closest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BOS, EOS, PAD, START = "<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
+SPECIAL_TOKENS = (PAD, BOS, START, EOS)
+_SMALL_VOCAB_SIZE = 1024  # for sizes whose preset leaves no room for more than bytes
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token
+
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+_SHARD_BYTES = 4 << 30
+
+
+@click.command(name="new-checkpoint")
+@click.argument("preset", metavar="FAMILY/SIZE")
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--vocab-size", type=click.IntRange(min=MIN_VOCAB_SIZE), help="Tokens of tokenizer and model.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--text", type=click.Path(path_type=Path), help="Text to train the tokenizer on.  [default: built in]"
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+def new_checkpoint(
+    preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
+) -> None:
+    """Write a random-initialised checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) to the new folder DEST."""
+    from lptune.checkpoint.files import fresh_folder, publish_folder, write_json
+
+    config = _preset(preset)
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
+    if not dest.parent.is_dir() and any(part.is_file() for part in dest.parents):
+        raise UserError(f"{dest}: a file is in the way of this folder")
+    config["vocab_size"] = vocab_size or max(config["vocab_size"], _SMALL_VOCAB_SIZE)
+    tokenizer = train_tokenizer(_lines(text), config["vocab_size"])
+    ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
+    token_ids = {f"{name}_token_id": number for name, number in ids.items()}
+    config.pop("torch_dtype", None)
+    partial = fresh_folder(dest.parent / f".tmp-{dest.name}")
+    try:
+        write_json(partial / "config.json", config | token_ids | {"dtype": dtype})
+        write_json(partial / "generation_config.json", {"do_sample": False, **token_ids})
+        tokenizer.save(str(partial / "tokenizer.json"))
+        write_json(partial / "tokenizer_config.json", _tokenizer_config(config))
+        num_parameters = _write_weights(partial, seed, dtype)
+        if dest.exists():
+            dest.rmdir()
+        publish_folder(partial, dest)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    click.echo(
+        f"new checkpoint {dest}: {preset}, {num_parameters / 1e6:.1f} M random parameters in {dtype}, "
+        f"{tokenizer.get_vocab_size()} tokens"
+    )
+
+
+def train_tokenizer(lines: Iterator[str], vocab_size: int) -> "Tokenizer":
+    """A byte-level BPE of at most `vocab_size` tokens; digits stand alone, texts start with BOS."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    bos = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[bos]
+    )
+    return tokenizer
+
+
+def _preset(name: str) -> dict[str, Any]:
+    from lptune.models.presets import PRESETS
+
+    family, _, size = name.partition("/")
+    names = [f"{family}/{size}" for family, sizes in PRESETS.items() for size in sizes]
+    if name not in names:
+        raise UserError(
+            f"{name}: no such family and size{closest(name, names)}; there are {', '.join(names)}"
+        )
+    return dict(PRESETS[family][size])
+
+
+def _lines(text: Path | None) -> Iterator[str]:
+    if text is None:
+        from lptune.data.builtin import builtin_rows, max_num_rows
+
+        for row in builtin_rows(max_num_rows()):
+            yield f"user\n{row['prompt']}"
+            yield f"assistant\n{row['response']}"
+        return
+    try:
+        yield from text.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {text}: cannot be read as UTF-8 text: {error}") from None
+
+
+def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "additional_special_tokens": [START],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.get("max_position_embeddings", 2048),
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _write_weights(folder: Path, seed: int, dtype: str) -> int:
+    """Random weights for config.json, in files of at most 4 GiB, tied weights once; returns their number."""
+    import torch
+    from safetensors.torch import save_file
+
+    from lptune import models
+    from lptune.checkpoint.files import write_json
+
+    model = models.build_on_meta(models.read_config(folder))
+    item_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * item_bytes
+        if shards[-1] and filled + size > _SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = (
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        )
+        tensors = {name: model.initial_value(name, seed).to(getattr(torch, dtype)) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private
+        weight_map.update(dict.fromkeys(names, file))
+    num_parameters = models.num_parameters(model)
+    if len(shards) > 1:
+        metadata = {"total_size": num_parameters * item_bytes}
+        write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
+    return num_parameters

@@ -1,0 +1,65 @@
+"""A recipe is a Python file with `def main(cfg: SomeConfig) -> None`.
+
+Which config class it takes is read from that annotation with `ast`: recipes import torch, and checking a
+config must not. Only a class that `lptune.config` does not offer (a copied recipe with a config of its own)
+needs the recipe imported.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lptune.config
+from lptune.config import UserError
+
+
+def config_class(path: Path) -> type[Any]:
+    """The config class of the recipe at `path`: the annotation of `main`'s first parameter."""
+    name = _annotation(path).rpartition(".")[2]
+    found = getattr(lptune.config, name, None)
+    if isinstance(found, type):
+        return found
+    hints = typing.get_type_hints(load_main(path))
+    hints.pop("return", None)
+    hint = next(iter(hints.values()), None)
+    if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
+        raise UserError(f"{path}: the annotation {name!r} of main's first parameter is no config class")
+    return hint
+
+
+def load_main(path: Path) -> Callable[[Any], object]:
+    """Import the recipe at `path` and return its `main`."""
+    name = f"lptune_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: is no Python file; a recipe ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    spec.loader.exec_module(module)
+    main: Callable[[Any], object] = module.main
+    return main
+
+
+def _annotation(path: Path) -> str:
+    """The first parameter's annotation of `main` as written, e.g. `config.FinetuneConfig`."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise UserError(f"{path}: line {error.lineno}: not valid Python: {error.msg}") from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{path}: is no Python file: {error}") from None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "main":
+            parameters = [*node.args.posonlyargs, *node.args.args]
+            if not parameters or parameters[0].annotation is None:
+                raise UserError(
+                    f"{path}: line {node.lineno}: annotate main's parameter: main(cfg: FinetuneConfig)"
+                )
+            annotation = parameters[0].annotation
+            return str(annotation.value) if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+    raise UserError(f"{path}: is no recipe: it has no function `main(cfg: FinetuneConfig)`")

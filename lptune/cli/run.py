@@ -1,0 +1,81 @@
+"""`lptune run`: one rank in this process, more through torchrun, the same command line for both.
+
+The config is checked first, without torch, so that a misspelt key costs a fraction of a second and never a
+cluster's start-up. A rank recognises itself by RANK in its environment; plain `torchrun -m lptune.cli.main
+run …` works too.
+"""
+
+import re
+
+import click
+
+from lptune.cli import catalog, launch, recipe
+from lptune.config import UserError, closest, load_config
+
+_OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True}, options_metavar="[OPTIONS] [torchrun flags]"
+)
+@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
+@click.option(
+    "--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on this machine; `gpu`: one per GPU."
+)
+@click.option("--nnodes", metavar="N", help="Machines; torchrun's rendezvous flags go along.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
+def run(
+    config_name: str | None, nproc_per_node: str | None, nnodes: str | None, arguments: tuple[str, ...]
+) -> None:
+    """Run RECIPE (a name or a path) with CONFIG and key=value overrides.
+
+    One rank runs in this process. More ranks or machines, or any other flag of torchrun before RECIPE, start
+    torchrun.
+    """
+    torchrun_flags, positional = _split(arguments)
+    if not positional:
+        raise UserError("run: no recipe given; `lptune ls` shows what there is")
+    if config_name is None:
+        raise UserError("run: --config is required; `lptune ls` shows what there is")
+    counts = {"--nnodes": nnodes, "--nproc-per-node": nproc_per_node}
+    for name, value in counts.items():
+        _check_count(name, value)
+    recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
+    config_path = catalog.find_config(config_name)
+    cls = recipe.config_class(recipe_path)
+    if launch.is_rank():
+        if torchrun_flags or any(counts.values()):
+            raise UserError(
+                "run: this process is a rank already (RANK is set); leave torchrun's flags to its launcher"
+            )
+        launch.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
+        return
+    cfg = load_config(cls, config_path, overrides)
+    if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
+        torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
+        launch.torchrun(torchrun_flags, ["run", str(recipe_path), "--config", str(config_path), *overrides])
+    launch.stay_on_loopback()
+    recipe.load_main(recipe_path)(cfg)
+
+
+def _check_count(name: str, value: str | None) -> None:
+    words = ("auto", "cpu", "gpu", "xpu") if name == "--nproc-per-node" else ()
+    pattern = r"[1-9]\d*" if words else r"[1-9]\d*(:[1-9]\d*)?"
+    if value is not None and value not in words and not re.fullmatch(pattern, value):
+        raise UserError(f"run: {name}: must be a positive integer, found {value!r}{closest(value, words)}")
+
+
+def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """torchrun's flags, which stand before RECIPE, and what follows them.
+
+    Only torchrun's own parser knows which flag takes a value, so the first flag that is not ours costs an
+    import of torch.
+    """
+    flags, positional = list[str](), list(arguments)
+    if arguments and arguments[0].startswith("-"):
+        flags, positional = launch.split_flags(arguments, _OWN_FLAGS)
+    for argument in positional:
+        if argument.startswith("-"):
+            hint = closest(argument.partition("=")[0], _OWN_FLAGS) or "; torchrun's flags stand before RECIPE"
+            raise UserError(f"run: no such option here: {argument}{hint}")
+    return flags, positional

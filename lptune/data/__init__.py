@@ -1,0 +1,32 @@
+"""Data: files and hub sets -> documents -> tokens -> packed rows -> batches. Knows no sibling but
+`lptune.config`.
+
+    tokenizer = load_tokenizer(checkpoint_folder, cfg.data.chat_template)
+    train, evaluation, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=model.vocab_size)
+    loader = Loader(train, seed=cfg.seed, global_batch_size=32, micro_batch_size=4, rank=0, num_ranks=1)
+    batches = loader.micro_batches(step)
+
+Everything after the files is a function of (config, seed): the same rows, order and batches in every process,
+on any number of ranks.
+"""
+
+from lptune.data.loader import Loader, evaluation_batches
+from lptune.data.packing import Packing, pack
+from lptune.data.prepare import Prepared, prepare
+from lptune.data.rows import Batch, Rows
+from lptune.data.templates import ChatTemplate
+from lptune.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "ChatTemplate",
+    "Loader",
+    "Packing",
+    "Prepared",
+    "Rows",
+    "Tokenizer",
+    "evaluation_batches",
+    "load_tokenizer",
+    "pack",
+    "prepare",
+]

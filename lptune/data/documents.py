@@ -1,0 +1,302 @@
+"""Documents as flat arrays: all tokens end to end, one bit per token for "is learned", and where each
+document starts.
+
+No object per token or document survives tokenization: a billion tokens take 5 GB. Texts are encoded in
+batches by the Rust tokenizer, on all cores and without the GIL, while the next batch is rendered here.
+
+Legend: T tokens, N documents, N1 = N + 1.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lptune.data.errors import BadRows, RowError
+from lptune.data.formats import Format
+from lptune.data.layout import Layout, Written
+from lptune.data.sources import Row
+from lptune.data.tokenizer import Tokenizer
+
+BATCH_DOCUMENTS = 2048
+BATCH_CHARACTERS = 4 * 1024 * 1024
+PIECE_CHARACTERS = 64 * 1024
+TEXT_SAMPLE_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Documents:
+    """Tokenized documents of at most seq_len tokens each, with at least one target each."""
+
+    tokens_T: npt.NDArray[np.int32]
+    is_target_T: npt.NDArray[np.bool_]
+    """Never set at a document's first token: nothing precedes it to predict it from."""
+    offsets_N1: npt.NDArray[np.int64]
+    """Document i is tokens_T[offsets_N1[i]:offsets_N1[i + 1]]."""
+    answers_N2: npt.NDArray[np.int32]
+    """Start and end of the first answer, counted from the document's start."""
+    prompt_keys_N: npt.NDArray[np.uint64]
+    """Hash of the prompt's tokens (of the whole text for raw text): equal for equal prompts."""
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets_N1) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens per document."""
+        return np.diff(self.offsets_N1)
+
+    def select(self, numbers: npt.NDArray[np.int64]) -> "Documents":
+        """The documents `numbers`, in that order."""
+        lengths = self.lengths[numbers]
+        offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
+        take = np.repeat(self.offsets_N1[numbers] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Documents(
+            tokens_T=self.tokens_T[take], is_target_T=self.is_target_T[take], offsets_N1=offsets,
+            answers_N2=self.answers_N2[numbers], prompt_keys_N=self.prompt_keys_N[numbers],
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counts:
+    """What became of the rows, for the report."""
+
+    num_truncated_documents: int = 0
+    num_truncated_tokens: int = 0
+    num_dropped_documents: int = 0
+    """Documents left without a target."""
+    num_placeholder_rows: int = 0
+    """Rows that hold {{name}}."""
+    num_unknown_tokens: int = 0
+    """Tokens that stand for characters which the tokenizer does not know."""
+
+
+def tokenize(
+    rows: Iterable[Row],
+    fmt: Format,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    bad: BadRows,
+    *,
+    seq_len: int,
+    train_on_prompt: bool = False,
+) -> tuple[Documents, Counts]:
+    """Tokenize `rows`. Pairs and chats longer than seq_len are cut at the end, raw text is cut into chunks
+    that lose nothing.
+    """
+    builder = _Builder(tokenizer, seq_len, train_on_prompt)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = None
+        for batch in _batches(_write(rows, fmt, layout, bad, builder.counts)):
+            pieces = [_pieces(written, tokenizer) for written in batch]
+            texts = [piece for document in pieces for piece in document]
+            needs_offsets = any(written.spans is not None for written in batch)
+            future = pool.submit(tokenizer.encode_batch, texts, offsets=needs_offsets)
+            if pending is not None:
+                builder.add(pending[0], pending[1], pending[2].result())
+            pending = (batch, [len(document) for document in pieces], future)
+        if pending is not None:
+            builder.add(pending[0], pending[1], pending[2].result())
+    return builder.finish(), builder.counts
+
+
+def _write(
+    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, counts: Counts
+) -> Iterator[Written]:
+    for row in rows:
+        try:
+            written = layout.write(fmt.document(row))
+        except RowError as problem:
+            bad.add(row.place, problem)
+            continue
+        counts.num_placeholder_rows += not layout.is_text and _has_placeholder(
+            written.text + (written.response or "")
+        )
+        yield written
+
+
+def _has_placeholder(text: str) -> bool:
+    return re.search(r"\{\{\s*\w+\s*\}\}", text) is not None
+
+
+def _batches(documents: Iterable[Written]) -> Iterator[list[Written]]:
+    batch: list[Written] = []
+    size = 0
+    for written in documents:
+        batch.append(written)
+        size += len(written.text) + len(written.response or "")
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(written: Written, tokenizer: Tokenizer) -> list[str]:
+    """The texts to encode: a chat whole; prompt and response; raw text cut for parallel encoding, where a cut
+    changes no token.
+    """
+    if written.spans is not None:
+        return [written.text]
+    if written.response is not None:
+        return [written.text, tokenizer.continuation + written.response]
+    text, pieces, start = written.text, [], 0
+    while len(text) - start > 2 * PIECE_CHARACTERS:
+        cut = _safe_cut(text, start + PIECE_CHARACTERS, tokenizer)
+        if cut is None:
+            break
+        pieces.append(text[start:cut])
+        start = cut
+    pieces.append(text[start:])
+    return pieces
+
+
+def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
+    """The first place after `near` where a line ends and the tokens around it do not reach across, or None
+    within one piece.
+    """
+    for _ in range(16):
+        near = text.find("\n", near, near + PIECE_CHARACTERS) + 1
+        if near == 0:
+            return None
+        left, right = text[near - 128 : near], text[near : near + 128]
+        if right and not right[0].isspace():
+            joint = tokenizer.encode(left + right, add_special=False)
+            if joint == tokenizer.encode(left, add_special=False) + tokenizer.encode(
+                right, add_special=False
+            ):
+                return near
+    return None
+
+
+class _Builder:
+    """Collects encodings into arrays, batch by batch."""
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, train_on_prompt: bool) -> None:
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.train_on_prompt = train_on_prompt
+        self.counts = Counts()
+        self._tokens: list[npt.NDArray[np.int32]] = []
+        self._targets: list[npt.NDArray[np.bool_]] = []
+        self._lengths: list[int] = []
+        self._answers: list[tuple[int, int]] = []
+        self._keys: list[int] = []
+        unknown = tokenizer.special_tokens.get("unk_token")
+        self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+
+    def add(self, batch: list[Written], num_pieces: list[int], encodings: list[Any]) -> None:
+        """The documents of one batch; document i is written in `num_pieces[i]` of the encodings."""
+        place = 0
+        for written, count in zip(batch, num_pieces, strict=True):
+            own = encodings[place : place + count]
+            place += count
+            if written.spans is not None:
+                self._add_chat(written.spans, own[0])
+            elif written.response is not None:
+                self._add_pair(own[0].ids, own[1].ids)
+            else:
+                self._add_text([token for encoding in own for token in encoding.ids])
+
+    def _closing(self) -> tuple[int, ...]:
+        eos, suffix = self.tokenizer.eos_id, self.tokenizer.suffix_ids
+        return suffix if eos is None or eos in suffix else (*suffix, eos)
+
+    def _add_text(self, ids: list[int]) -> None:
+        tokens = np.array([*self.tokenizer.prefix_ids, *ids, *self._closing()], dtype=np.int32)
+        key = _key(tokens)
+        if len(tokens) < 2:
+            self.counts.num_dropped_documents += 1
+        # A chunk starts with the last token of the one before, which it only predicts from: each token is a
+        # target once.
+        for start in range(0, len(tokens) - 1, self.seq_len - 1):
+            chunk = tokens[start : start + self.seq_len]
+            is_target = np.ones(len(chunk), dtype=np.bool_)
+            prompt = max(1, min(TEXT_SAMPLE_TOKENS, len(chunk) // 2))
+            self._append(chunk, is_target, (prompt, len(chunk)), key)
+
+    def _add_pair(self, prompt: list[int], response: list[int]) -> None:
+        first = len(self.tokenizer.prefix_ids) + len(prompt)
+        response = response[1:] if self.tokenizer.continuation else response
+        tokens = np.array([*self.tokenizer.prefix_ids, *prompt, *response, *self._closing()], dtype=np.int32)
+        self._add_answered(tokens, np.arange(len(tokens)) >= first)
+
+    def _add_chat(self, spans: list[tuple[int, int]], encoding: Any) -> None:
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        is_target = np.zeros(len(tokens), dtype=np.bool_)
+        for start, stop in spans:
+            first, end = _token_span(encoding, start, stop)
+            is_target[first:end] = True
+        self._add_answered(tokens, is_target)
+
+    def _add_answered(self, tokens: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_]) -> None:
+        targets = np.flatnonzero(is_target)
+        if not len(targets):
+            self.counts.num_dropped_documents += 1
+            return
+        first = int(targets[0])
+        end = first + int(np.argmin(np.r_[is_target[first:], False]))
+        key = _key(tokens[:first])
+        if len(tokens) > self.seq_len:
+            self.counts.num_truncated_documents += 1
+            self.counts.num_truncated_tokens += len(tokens) - self.seq_len
+            tokens, is_target = tokens[: self.seq_len], is_target[: self.seq_len]
+        if self.train_on_prompt:
+            is_target[:] = True
+        if not is_target[1:].any():
+            self.counts.num_dropped_documents += 1
+            return
+        self._append(tokens, is_target, (min(first, len(tokens)), min(end, len(tokens))), key)
+
+    def _append(
+        self,
+        tokens: npt.NDArray[np.int32],
+        is_target: npt.NDArray[np.bool_],
+        answer: tuple[int, int],
+        key: int,
+    ) -> None:
+        is_target[0] = False
+        if self._unknown_id is not None:
+            self.counts.num_unknown_tokens += int((tokens == self._unknown_id).sum())
+        self._tokens.append(tokens)
+        self._targets.append(is_target)
+        self._lengths.append(len(tokens))
+        self._answers.append(answer)
+        self._keys.append(key)
+
+    def finish(self) -> Documents:
+        """Everything added so far."""
+        return Documents(
+            tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
+            is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
+            offsets_N1=np.r_[0, np.cumsum(np.array(self._lengths, dtype=np.int64))].astype(np.int64),
+            answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
+            prompt_keys_N=np.array(self._keys, dtype=np.uint64),
+        )
+
+
+def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:
+    """The tokens that hold a character of text[start:stop], as a range; empty where none does."""
+    first, last = None, None
+    while start < stop and (first := encoding.char_to_token(start)) is None:
+        start += 1  # a character that the tokenizer's normalizer drops
+    while start < stop and (last := encoding.char_to_token(stop - 1)) is None:
+        stop -= 1
+    if first is None or last is None:
+        return 0, 0
+    end = int(last) + 1
+    num_tokens = len(encoding)
+    while end < num_tokens and (chars := encoding.token_to_chars(end)) is not None and chars[0] < stop:
+        end += 1  # further tokens of the same character (bytes of an emoji)
+    return int(first), end
+
+
+def _key(tokens: npt.NDArray[np.int32]) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")

@@ -1,0 +1,185 @@
+"""How a document is written down before it is tokenized, and which of its characters are learned.
+
+A conversation, and a pair where there is a chat template, is written by the template. A pair without one has
+the plain layout
+
+    <bos>PROMPT⏎INPUT⏎RESPONSE<eos>
+
+(the line of INPUT only where the row has one, <bos> where the tokenizer itself puts it),
+or `data.prompt_template` filled in, followed by the response and <eos>. Raw text is <bos>TEXT<eos>.
+
+There, prompt and response are tokenized apart: what the model is trained to continue is exactly what it is
+given at inference, token for token, also where the prompt ends in a space. A chat is tokenized as one text,
+as `apply_chat_template` does it.
+"""
+
+from typing import NamedTuple
+
+from lptune.config import DataConfig, UserError
+from lptune.data.alphabet import without
+from lptune.data.errors import RowError
+from lptune.data.formats import Conversation, Document, Format, Pair, Text
+from lptune.data.messages import inline_calls
+from lptune.data.tokenizer import Tokenizer
+from lptune.data.turns import TurnFinder
+
+
+class Written(NamedTuple):
+    """A document as text: a rendered chat with the assistant's spans, or a prompt and a response, or raw
+    text.
+    """
+
+    text: str
+    spans: list[tuple[int, int]] | None = None
+    """Character spans of a chat that are the assistant's."""
+    response: str | None = None
+    """Of a pair in the plain layout; `text` is its prompt."""
+
+
+class Layout:
+    """Writes the documents of one source. Counts what a user should know of it."""
+
+    def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, fmt: Format) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = cfg.system_prompt
+        self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
+        self.is_text = fmt.kind == "text"
+        self.num_rewritten_turns = 0
+        self.num_inlined_calls = 0
+        self.num_unseen_tools = 0
+        self.num_unknown_characters = 0
+        self._unknown_examples: dict[str, None] = {}
+        if fmt.kind == "chat" and self.finder is None:
+            raise UserError(
+                f"{tokenizer.folder}: has no chat template, and the data are chats; set data.chat_template "
+                "to a jinja template"
+            )
+        if cfg.system_prompt is not None and (self.finder is None or self.is_text):
+            why = (
+                "raw text has none"
+                if self.is_text
+                else f"{tokenizer.folder} has none; set data.chat_template"
+            )
+            raise UserError(f"data.system_prompt: is written by a chat template, and {why}")
+        if cfg.prompt_template is not None and self.finder is not None:
+            raise UserError(
+                "data.prompt_template: the chat template lays out the pairs already; set "
+                "data.chat_template=none to use a prompt template"
+            )
+        if not self.is_text and self.finder is None and tokenizer.eos_id is None:
+            raise UserError(
+                f"{tokenizer.folder}: names no eos token, so the model would never learn to stop; add "
+                '"eos_token" to tokenizer_config.json'
+            )
+
+    def describe(self) -> str:
+        """One phrase for the report."""
+        if self.is_text:
+            return "raw text"
+        return "chat template" if self.finder else "plain layout"
+
+    def write(self, document: Document) -> Written:
+        """`document` as text. Raises RowError where its template refuses it."""
+        if isinstance(document, Text):
+            written = Written(document.text)
+        elif isinstance(document, Conversation):
+            written = self._write_chat(document)
+        elif self.finder is not None:
+            prompt = (
+                f"{document.prompt}\n{document.input}"
+                if document.prompt and document.input
+                else document.prompt + document.input
+            )
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": document.response},
+            ]
+            written = self._write_chat(Conversation(messages, None))
+        else:
+            written = _plain(document)
+        for text in (written.text, written.response or ""):
+            _check_characters(text)
+            if self.tokenizer.alphabet and written.spans is None:
+                self._count_unknown(text, self.tokenizer.alphabet.unknown(text))
+        return written
+
+    def _count_unknown(self, text: str, places: list[int]) -> None:
+        self.num_unknown_characters += len(places)
+        if len(self._unknown_examples) < 8:
+            self._unknown_examples |= dict.fromkeys(text[i] for i in places[:100])
+
+    def _write_chat(self, conversation: Conversation) -> Written:
+        assert self.finder is not None
+        messages, tools = conversation.messages, conversation.tools
+        source = self.finder.template.source(tools)
+        if "tool_calls" not in source and any("tool_calls" in message for message in messages):
+            messages = inline_calls(messages)
+            self.num_inlined_calls += 1
+        if tools and "tools" not in source:
+            self.num_unseen_tools += 1
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        turns = self.finder.find(messages, tools)
+        self.num_rewritten_turns += turns.num_rewritten
+        text, spans = turns.text, turns.spans
+        alphabet = self.tokenizer.alphabet
+        places = alphabet.unknown(text) if alphabet else []
+        if places:
+            self._count_unknown(text, places)
+            text, spans = without(text, places, spans)
+        return Written(text, spans)
+
+    def notes(self) -> list[str]:
+        """What happened that nobody asked for."""
+        notes = []
+        if self.num_rewritten_turns:
+            notes.append(
+                f"the chat template rewrites {self.num_rewritten_turns:,} earlier assistant turns (drops "
+                "their reasoning, for instance); they "
+                f"are learned as the whole conversation shows them"
+            )
+        if self.num_unknown_characters:
+            examples = " ".join(ascii(character)[1:-1] for character in list(self._unknown_examples)[:8])
+            notes.append(
+                f"the tokenizer drops {self.num_unknown_characters:,} characters that it does not know "
+                f"({examples} …)"
+            )
+        if self.num_inlined_calls:
+            notes.append(
+                f"the chat template knows no tool_calls: the calls of {self.num_inlined_calls:,} "
+                "conversations are written as JSON text"
+            )
+        if self.num_unseen_tools:
+            notes.append(
+                f"the chat template writes no tool definitions: those of {self.num_unseen_tools:,} "
+                "conversations are left out"
+            )
+        if (
+            self.finder is not None
+            and not self.is_text
+            and not self.finder.template.has_marks()
+            and self.finder.closing_token() is None
+        ):
+            notes.append(
+                "the chat template closes the assistant's turns without a special token: the model will "
+                "not learn where to stop"
+            )
+        return notes
+
+
+def _check_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise RowError(
+            f"holds {half}, half of a surrogate pair, which is no character; write the whole pair"
+        ) from None
+
+
+def _plain(pair: Pair) -> Written:
+    if pair.filled_template is not None:
+        prompt = pair.filled_template
+    else:
+        prompt = "".join(f"{part}\n" for part in (pair.prompt, pair.input) if part)
+    return Written(prompt, response=pair.response)

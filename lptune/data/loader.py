@@ -1,0 +1,72 @@
+"""Which rows a rank sees at a step: arithmetic on one number, the global sample index. There is no state to
+save.
+
+Step k takes samples k*G … (k+1)*G - 1 of an endless stream of epochs. They are cut into micro-batches in
+order, and rank r takes the r-th run of them. So the contents of every micro-batch, and with them every scale
+computed over one, do not depend on the number of ranks.
+"""
+
+from collections.abc import Iterator
+
+from lptune.config import UserError
+from lptune.data.rows import EMPTY_ROW, Batch, Rows
+
+
+class Loader:
+    """The training stream of one rank."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        assert 0 <= rank < num_ranks
+        if global_batch_size % micro_batch_size:
+            raise UserError(
+                f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
+                f"({micro_batch_size})"
+            )
+        num_micro = global_batch_size // micro_batch_size
+        if num_micro % num_ranks:
+            fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
+            raise UserError(
+                f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do "
+                f"not divide among {num_ranks} data "
+                f"ranks; numbers of ranks that do: {', '.join(fitting)}"
+            )
+        self.rows = rows
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.micro_batches_per_rank = num_micro // num_ranks
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of step `step` (counted from 0), in order."""
+        size = self.micro_batch_size
+        start = step * self.global_batch_size + self.rank * self.micro_batches_per_rank * size
+        return [
+            self.rows.batch([self.rows.row_at(sample, self.seed) for sample in range(first, first + size)])
+            for first in range(start, start + self.micro_batches_per_rank * size, size)
+        ]
+
+    def num_steps(self, num_epochs: int) -> int:
+        """Steps until every row was seen `num_epochs` times."""
+        return -(-num_epochs * self.rows.num_rows // self.global_batch_size)
+
+
+def evaluation_batches(rows: Rows, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
+    """All rows once, in order, over all ranks; filled up with rows of padding, so that shapes and numbers of
+    batches are equal.
+    """
+    num_batches = -(-rows.num_rows // (batch_size * num_ranks))
+    for i in range(num_batches):
+        first = (i * num_ranks + rank) * batch_size
+        yield rows.batch(
+            [row if row < rows.num_rows else EMPTY_ROW for row in range(first, first + batch_size)]
+        )

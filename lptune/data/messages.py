@@ -1,0 +1,189 @@
+"""Chat rows in their two dialects, brought into the form that chat templates read.
+
+OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, content in parts. ShareGPT:
+`conversations` of {"from", "value"} with human, gpt, system, function_call, observation. The common form is
+transformers': roles system, user, assistant, tool; a call is `{"type": "function", "function": {"name": …,
+"arguments": {…}}}` with its arguments as an object, not as a string of JSON, because templates write them
+with `tojson`; a tool is `{"type": "function", "function": {…}}`.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lptune.config import closest
+from lptune.data.errors import RowError
+
+_ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
+    "tool_response": "tool", "ipython": "tool",
+}  # fmt: skip
+_CALL_ROLES = ("function_call", "tool_call", "function-call", "tool_calls")
+
+
+def is_messages(value: Any) -> bool:
+    """Whether `value` looks like a list of chat messages of either dialect."""
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and isinstance(value[0], dict)
+        and ("role" in value[0] or "from" in value[0])
+    )
+
+
+def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """The messages of `column` in the common form. RowError names the message and what is wrong with it."""
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        raise RowError(f"column {column!r} must hold a list of messages, found {_short(value)}")
+    if not value:
+        raise RowError(f"column {column!r} holds no messages")
+    return [
+        _read_message(message, f"message {number} of {column!r}") for number, message in enumerate(value, 1)
+    ]
+
+
+def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
+    """The tools of a conversation (a list, or its JSON text) in the common form; None where there are
+    none.
+    """
+    if isinstance(value, str):
+        value = _parse(value, f"column {column!r}") if value.strip() else None
+    if not value:
+        return None
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(f"column {column!r} must hold a list of tool objects, found {_short(value)}")
+    return [
+        dict(tool)
+        if "function" in tool or "name" not in tool
+        else {"type": "function", "function": dict(tool)}
+        for tool in value
+    ]
+
+
+def _read_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RowError(f"{where} must be an object with role and content, found {_short(message)}")
+    role_key, content_key = (
+        ("from", "value") if "from" in message and "role" not in message else ("role", "content")
+    )
+    if role_key not in message:
+        raise RowError(f"{where} has no {role_key!r} (keys: {', '.join(map(str, message))})")
+    role, content = message[role_key], message.get(content_key)
+    if not isinstance(role, str) or (role.lower() not in _ROLES and role.lower() not in _CALL_ROLES):
+        hint = closest(role, (*_ROLES, *_CALL_ROLES)) if isinstance(role, str) else ""
+        raise RowError(f"{where} has the unknown role {role!r}{hint}; known: system, user, assistant, tool")
+    if role.lower() in _CALL_ROLES:
+        return {"role": "assistant", "content": "", "tool_calls": _read_calls(content, where)}
+    rest = {
+        key: value
+        for key, value in message.items()
+        if key not in (role_key, content_key, "function_call") and value is not None
+    }
+    out = {
+        "role": _ROLES[role.lower()],
+        "content": _read_content(content, content_key, message, where),
+        **rest,
+    }
+    calls = message.get("tool_calls") or message.get("function_call")
+    out.pop("tool_calls", None)
+    if calls:
+        out["tool_calls"] = _read_calls(calls, where)
+    return out
+
+
+def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if key in message or message.get("tool_calls") or message.get("function_call"):
+            if message.get("tool_calls") or message.get("function_call"):
+                return ""
+            raise RowError(f"{where} has no text: {key!r} is null")
+        raise RowError(f"{where} has no {key!r} (keys: {', '.join(map(str, message))})")
+    if isinstance(content, (list, tuple)):
+        texts = [
+            part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+            for part in content
+        ]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(str(text) for text in texts)
+        kinds = sorted(
+            {
+                str(part.get("type"))
+                for part in content
+                if isinstance(part, dict) and not isinstance(part.get("text"), str)
+            }
+        )
+        raise RowError(
+            f"{where} has content parts that are no text ({', '.join(kinds) or 'unknown'}); only text can "
+            "be trained on"
+        )
+    raise RowError(f"{where} must have text as its {key!r}, found {_short(content)}")
+
+
+def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _parse(calls, where)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, (list, tuple)) or not calls:
+        raise RowError(
+            f"{where} must hold a function call as an object with name and arguments, found {_short(calls)}"
+        )
+    return [_read_call(call, where) for call in calls]
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"{where} has a function call without a name: {_short(call)}")
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    extra = {
+        key: value
+        for key, value in call.items()
+        if key not in ("function", "name", "arguments", "parameters", "type")
+    }
+    return {**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def call_text(call: dict[str, Any]) -> str:
+    """A call as one JSON object, for templates that know nothing of `tool_calls`."""
+    return json.dumps(call["function"], ensure_ascii=False)
+
+
+def inline_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with every tool call written into its message's content."""
+    out = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            lines = [message.get("content") or "", *(call_text(call) for call in calls)]
+            message = {**message, "content": "\n".join(line for line in lines if line)}
+            del message["tool_calls"]
+        out.append(message)
+    return out
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError(f"{where} is not valid JSON: {_short(text)}") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

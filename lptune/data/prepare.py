@@ -1,0 +1,206 @@
+"""From `data.source` to rows: read, recognise, write down, tokenize, hold out, pack; and say what was
+done.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lptune.config import DataConfig, UserError
+from lptune.data.documents import Counts, Documents, tokenize
+from lptune.data.errors import BadRows
+from lptune.data.formats import detect_format
+from lptune.data.layout import Layout
+from lptune.data.order import shuffled
+from lptune.data.packing import one_document_per_row, pack
+from lptune.data.rows import Rows
+from lptune.data.sources import Row, read_rows
+from lptune.data.tokenizer import Tokenizer
+
+DETECTION_ROWS = 32
+
+
+class Prepared(NamedTuple):
+    """Everything a run needs of its data."""
+
+    train: Rows
+    evaluation: Rows | None
+    report: list[str]
+    """Lines to print: what was read, dropped, truncated, how full the rows are."""
+
+
+class _Source(NamedTuple):
+    documents: Documents
+    is_text: bool
+    report: list[str]
+
+
+def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
+    """Rows for training and, where the config asks for it, for evaluation. A function of its arguments and
+    the files.
+
+    vocab_size: of the model; a token beyond it is a UserError. `cfg.chat_template` is applied here too.
+    """
+    if cfg.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(cfg.chat_template)
+    source = _read(cfg.source, cfg, tokenizer, vocab_size)
+    report = source.report
+    train, evaluation = source.documents, None
+    if cfg.eval_fraction:
+        train, evaluation = _hold_out(cfg, train, source.is_text, seed)
+    elif cfg.eval_source is not None:
+        evaluated = _read(cfg.eval_source, cfg, tokenizer, vocab_size)
+        evaluation = evaluated.documents
+        report += evaluated.report
+        shared = np.isin(evaluation.prompt_keys_N, train.prompt_keys_N).sum()
+        if shared:
+            report.append(
+                f"note: {shared:,} of {evaluation.num_documents:,} documents of {cfg.eval_source} have a "
+                f"prompt of {cfg.source}"
+            )
+    pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
+    train_rows = _pack(cfg, train, seed, pad_id)
+    report.append(_describe("training", train_rows))
+    if evaluation is None:
+        return Prepared(train_rows, None, report)
+    evaluation_rows = _pack(cfg, evaluation, seed, pad_id)
+    report.append(_describe("evaluation", evaluation_rows))
+    return Prepared(train_rows, evaluation_rows, report)
+
+
+def _read(source: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _Source:
+    bad = BadRows(cfg.on_bad_row)
+    rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
+    first = list(itertools.islice(rows, DETECTION_ROWS))
+    fmt = detect_format(cfg, first, source)
+    layout = Layout(cfg, tokenizer, fmt)
+    counted = _Counted()
+    documents, counts = tokenize(
+        counted.count(itertools.chain(first, rows)), fmt, layout, tokenizer, bad,
+        seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
+    )  # fmt: skip
+    if not documents.num_documents:
+        if bad.count:
+            raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
+        raise UserError(
+            f"{source}: all {counted.num_rows:,} rows are masked: no document has a target within "
+            f"data.seq_len={cfg.seq_len} tokens; raise "
+            f"data.seq_len, or check the response column and the chat template"
+        )
+    _check_vocabulary(documents, tokenizer, vocab_size)
+    lines = [f"{source}: {counted.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
+    lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes()]]
+    return _Source(documents, layout.is_text, lines)
+
+
+class _Counted:
+    """Counts rows as they pass."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+
+    def count(self, rows: Iterable[Row]) -> Iterator[Row]:
+        for row in rows:
+            self.num_rows += 1
+            yield row
+
+
+def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
+    lines = []
+    if bad.count:
+        lines.append(f"skipped {bad.count:,} bad rows, the first: {bad.first}")
+    if counts.num_truncated_documents:
+        lines.append(
+            f"cut {counts.num_truncated_tokens:,} tokens off {counts.num_truncated_documents:,} documents "
+            "longer than "
+            f"data.seq_len={cfg.seq_len}"
+        )
+    if counts.num_dropped_documents:
+        lines.append(
+            f"dropped {counts.num_dropped_documents:,} documents without a target in their first "
+            f"{cfg.seq_len} tokens"
+        )
+    if counts.num_unknown_tokens:
+        lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
+    if counts.num_placeholder_rows:
+        lines.append(
+            f"{counts.num_placeholder_rows:,} rows hold placeholders such as {{{{name}}}}, learned as they "
+            "stand"
+        )
+    return lines
+
+
+def _check_vocabulary(documents: Documents, tokenizer: Tokenizer, vocab_size: int) -> None:
+    largest = int(documents.tokens_T.max())
+    if largest >= vocab_size:
+        text = tokenizer.backend.id_to_token(largest)
+        raise UserError(
+            f"{tokenizer.folder}: token {text!r} has id {largest}, the model's vocabulary ends at "
+            f"{vocab_size - 1} (vocab_size {vocab_size}); "
+            f"use the tokenizer that belongs to the model"
+        )
+
+
+def _hold_out(cfg: DataConfig, documents: Documents, is_text: bool, seed: int) -> tuple[Documents, Documents]:
+    """Documents with equal prompts stay on one side. Which side a prompt falls on depends on the seed and the
+    prompt alone.
+    """
+    keys_N = documents.prompt_keys_N
+    if is_text and len(np.unique(keys_N)) == 1:
+        keys_N = np.arange(documents.num_documents, dtype=np.uint64)  # one long text: its chunks are held out
+    held_out_N = split_by_prompt(keys_N, cfg.eval_fraction, seed)
+    if held_out_N is None:
+        what = (
+            "one document"
+            if documents.num_documents == 1
+            else f"{documents.num_documents:,} documents with one and the same prompt"
+        )
+        raise UserError(
+            f"data.eval_fraction: {cfg.source} gives {what}, and each side needs one; set data.eval_source "
+            "or 0"
+        )
+    return documents.select(np.flatnonzero(~held_out_N)), documents.select(np.flatnonzero(held_out_N))
+
+
+def split_by_prompt(
+    keys_N: npt.NDArray[np.uint64], fraction: float, seed: int
+) -> npt.NDArray[np.bool_] | None:
+    """True where a document is held out: about `fraction` of them, all or none of those with one key. None
+    where one side stays empty.
+    """
+    unique_P, inverse_N, counts_P = np.unique(keys_N, return_inverse=True, return_counts=True)
+    if len(unique_P) < 2:
+        return None
+    wanted = min(max(1, round(fraction * len(keys_N))), len(keys_N) - 1)
+    ranks_P = shuffled(unique_P, seed)
+    held_out_P = np.zeros(len(unique_P), dtype=np.bool_)
+    taken = 0
+    for p in np.argsort(ranks_P, kind="stable").tolist():
+        if taken >= wanted:
+            break
+        if taken + counts_P[p] <= wanted:  # a prompt with more documents than are wanted stays in training
+            held_out_P[p] = True
+            taken += counts_P[p]
+    if not taken:
+        held_out_P[np.argmin(counts_P)] = True
+    held_out_N: npt.NDArray[np.bool_] = held_out_P[inverse_N]
+    return held_out_N
+
+
+def _pack(cfg: DataConfig, documents: Documents, seed: int, pad_id: int) -> Rows:
+    if cfg.packing:
+        packing = pack(documents.lengths, cfg.seq_len, seed)
+    else:
+        packing = one_document_per_row(documents.num_documents)
+    return Rows(documents, packing, seq_len=cfg.seq_len, pad_id=pad_id)
+
+
+def _describe(name: str, rows: Rows) -> str:
+    return (
+        f"{name}: {rows.num_documents:,} documents, {rows.num_tokens:,} tokens ({rows.num_target_tokens:,} "
+        f"targets) in {rows.num_rows:,} rows "
+        f"of {rows.seq_len}, {rows.fill:.1%} full"
+    )

@@ -1,0 +1,162 @@
+"""Rows of fixed length, and batches of them.
+
+A row holds whole documents one after the other; what is left at its end is padding, which forms a document of
+its own without targets, so every token of a row belongs to exactly one document. Labels are shifted here,
+once: `labels[s]` is the token to predict at s, that is tokens[s + 1] where it belongs to the same document
+and is a target, else -100.
+
+Legend: B rows of a batch, S tokens of a row.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lptune.data.documents import Documents
+from lptune.data.order import permutation
+from lptune.data.packing import Packing
+
+IGNORE = -100
+EMPTY_ROW = -1
+"""As a row number: a row of padding."""
+
+
+class Batch(NamedTuple):
+    """Rows as tensors. `positions` and `document` restart, and count up, within each row."""
+
+    tokens_BS: torch.Tensor
+    """int64."""
+    labels_BS: torch.Tensor
+    """int64, already shifted; -100 where nothing is learned."""
+    positions_BS: torch.Tensor
+    """int64, 0 at each document's first token."""
+    document_BS: torch.Tensor
+    """int64, 0, 1, 2 … number of the document within its row."""
+    offsets: torch.Tensor
+    """int32 (B * max_documents + 1,): starts of documents in the flattened tokens, padded at the end with B *
+    S.
+    """
+    num_targets: int
+    """Labels that are not -100."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
+        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], self.num_targets)
+
+
+class Rows:
+    """Packed rows over tokenized documents; immutable."""
+
+    def __init__(self, documents: Documents, packing: Packing, *, seq_len: int, pad_id: int) -> None:
+        self.documents = documents
+        self.packing = packing
+        self.seq_len = seq_len
+        self.pad_id = pad_id
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.packing.num_rows
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.documents.offsets_N1[-1])
+
+    @cached_property
+    def num_target_tokens(self) -> int:
+        """Labels over all rows that are not -100."""
+        return int(np.count_nonzero(self.documents.is_target_T))
+
+    @property
+    def fill(self) -> float:
+        """Share of the rows that is no padding."""
+        return self.num_tokens / (self.num_rows * self.seq_len)
+
+    @cached_property
+    def max_documents(self) -> int:
+        """The most documents of any row, its padding counted as one."""
+        lengths = self.documents.lengths[self.packing.documents]
+        tokens_in_row = np.add.reduceat(lengths, self.packing.row_offsets[:-1])
+        return int((np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len)).max())
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of tokens, targets, documents and packing: equal digests mean equal batches."""
+        sha = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
+        documents, packing = self.documents, self.packing
+        for array in (
+            documents.tokens_T,
+            documents.is_target_T,
+            documents.offsets_N1,
+            packing.documents,
+            packing.row_offsets,
+        ):
+            sha.update(f" {array.dtype.str} {len(array)} ".encode())
+            sha.update(np.ascontiguousarray(array).data)
+        return sha.hexdigest()
+
+    def row_at(self, sample_index: int, seed: int) -> int:
+        """The row of a global sample: epochs follow each other, each a permutation that is a function of
+        (seed, epoch).
+        """
+        epoch, place = divmod(sample_index, self.num_rows)
+        return int(permutation(seed, epoch, self.num_rows)[place])
+
+    def prompt_and_answer(self, document: int) -> tuple[list[int], list[int]]:
+        """Tokens of a document up to its first answer, and that answer (raw text: its beginning, and the
+        rest).
+        """
+        base, stop = self.documents.offsets_N1[document : document + 2].tolist()
+        first, end = self.documents.answers_N2[document].tolist()
+        tokens = self.documents.tokens_T[base:stop].tolist()
+        return tokens[:first], tokens[first:end]
+
+    def batch(self, row_numbers: Sequence[int]) -> Batch:
+        """The rows `row_numbers` as tensors; EMPTY_ROW gives a row of padding."""
+        shape = (len(row_numbers), self.seq_len)
+        tokens_BS = np.full(shape, self.pad_id, dtype=np.int64)
+        labels_BS = np.full(shape, IGNORE, dtype=np.int64)
+        positions_BS = np.empty(shape, dtype=np.int64)
+        document_BS = np.empty(shape, dtype=np.int64)
+        offsets = np.full(
+            len(row_numbers) * self.max_documents + 1, len(row_numbers) * self.seq_len, dtype=np.int32
+        )
+        num_offsets = 0
+        documents, packing = self.documents, self.packing
+        for b, row in enumerate(row_numbers):
+            numbers = packing.documents[0:0]
+            if row != EMPTY_ROW:
+                numbers = packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]]
+            start = 0
+            for i, number in enumerate(numbers.tolist()):
+                base, base_stop = documents.offsets_N1[number : number + 2].tolist()
+                stop = start + base_stop - base
+                tokens = documents.tokens_T[base:base_stop]
+                tokens_BS[b, start:stop] = tokens
+                is_target = documents.is_target_T[base + 1 : base_stop]
+                labels_BS[b, start : stop - 1] = np.where(is_target, tokens[1:], IGNORE)
+                positions_BS[b, start:stop] = np.arange(stop - start)
+                document_BS[b, start:stop] = i
+                offsets[num_offsets] = b * self.seq_len + start
+                num_offsets += 1
+                start = stop
+            if start < self.seq_len:
+                positions_BS[b, start:] = np.arange(self.seq_len - start)
+                document_BS[b, start:] = len(numbers)
+                offsets[num_offsets] = b * self.seq_len + start
+                num_offsets += 1
+        arrays = (tokens_BS, labels_BS, positions_BS, document_BS, offsets)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        num_targets = int(np.count_nonzero(labels_BS != IGNORE))
+        return Batch(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], num_targets)

@@ -1,0 +1,301 @@
+"""Rows from files and from the hub, each with the place where it stands, so that a bad one can be named.
+
+.json   a list of objects, an object that holds one such list, or (as many tools write it) one object per line
+.jsonl  one object per line
+.csv    a header and rows
+.txt    the whole file is one text
+.parquet and hub ids need the extra `data`
+builtin the instruction set that lptune makes itself
+
+Text is UTF-8; a byte order mark is dropped and CRLF read as a line feed. Lines and rows are counted from 1.
+"""
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lptune.config import UserError, closest
+from lptune.data.errors import BadRows, RowError
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_NEEDS_EXTRA = "pip install 'lptune[data]'"
+
+
+class Row(NamedTuple):
+    """One row of a source."""
+
+    place: str
+    """`rows.jsonl line 12`."""
+    values: dict[str, Any]
+
+
+def read_rows(
+    source: str, bad: BadRows, *, split: str = "train", max_rows: int | None = None
+) -> Iterator[Row]:
+    """The rows of `source` (a file, a hub id or `builtin`), at most `max_rows`.
+
+    A row that cannot be read goes to `bad`. UserError for a source that is missing, empty or no data at all.
+    """
+    rows = _open(source, bad, split)
+    first = next(rows, None)
+    if first is None:
+        skipped = f"; all {bad.count} rows are bad, the first: {bad.first}" if bad.count else ""
+        raise UserError(f"{source}: holds no rows{skipped}; give data.source rows to train on")
+    yield first
+    yield from rows if max_rows is None else islice(rows, max_rows - 1)
+
+
+def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
+    if source == "builtin":
+        from lptune.data.builtin import DEFAULT_NUM_ROWS, builtin_rows
+
+        return (Row(f"builtin row {i}", dict(row)) for i, row in enumerate(builtin_rows(DEFAULT_NUM_ROWS), 1))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
+        inside = f"one of its files: {', '.join(files[:5])}" if files else f"a file ({', '.join(SUFFIXES)})"
+        raise UserError(f"{source}: is a folder; data.source must name {inside}")
+    if not path.exists():
+        if _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not path.parent.exists():
+            return _read_hub(source, split)
+        raise UserError(_missing(source, path))
+    readers = {
+        ".json": _read_json,
+        ".jsonl": _read_jsonl,
+        ".csv": _read_csv,
+        ".txt": _read_txt,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(
+            f"{source}: unknown kind of file {path.suffix!r}; data.source reads {', '.join(SUFFIXES)} and "
+            "hub ids"
+        )
+    return reader(source, path, bad)
+
+
+def _missing(source: str, path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"{source}: no such file, nor a folder {path.parent}; set data.source to a file or a hub id"
+    names = [entry.name for entry in path.parent.iterdir()]
+    hint = closest(path.name, names if path.parent != Path() else [*names, "builtin"])
+    return f"{source}: no such file{hint}; set data.source to a file, a hub id or builtin"
+
+
+def _read_text(source: str, path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError(f"{source}: is UTF-16 text; save it as UTF-8")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = data[error.start]
+        raise UserError(
+            f"{source} line {line}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
+        ) from None
+    if not text.strip():
+        raise UserError(f"{source}: is empty; give data.source rows to train on")
+    return text.replace("\r\n", "\n")
+
+
+def _read_txt(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+    yield Row(source, {"text": _read_text(source, path)})
+
+
+def _read_jsonl(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+    return _json_lines(source, _read_text(source, path), bad)
+
+
+def _json_lines(source: str, text: str, bad: BadRows) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        place = f"{source} line {number}"
+        try:
+            yield Row(place, _json_object(line))
+        except RowError as problem:
+            if number == 1 and line.lstrip().startswith("["):
+                raise UserError(
+                    f"{place}: starts a JSON list, not one object per line; name the file .json"
+                ) from None
+            bad.add(place, problem)
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not valid JSON: {error.msg} at column {error.colno}; fix the line") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
+        raise RowError(f"not valid JSON: {error}; fix the line") from None
+    if not isinstance(values, dict):
+        raise RowError(f'must be a JSON object such as {{"prompt": …}}, found a {_json_type(values)}')
+    return values
+
+
+def _json_type(value: Any) -> str:
+    names = {
+        list: "list",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+        dict: "object",
+    }
+    return names[type(value)]
+
+
+def _read_json(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+    text = _read_text(source, path)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
+            return _json_lines(source, text, bad)
+        raise UserError(
+            f"{source} line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not valid JSON: {error}") from None
+    return _json_list(source, _the_list(source, values), bad)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _the_list(source: str, values: Any) -> list[Any]:
+    if isinstance(values, list):
+        return values
+    if not isinstance(values, dict):
+        raise UserError(f"{source}: must hold a list of objects, found a {_json_type(values)}")
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    tables = {
+        key: value for key, value in lists.items() if value and all(isinstance(row, dict) for row in value)
+    }
+    if len(tables) == 1 and not {"messages", "conversations"} & tables.keys():
+        return next(iter(tables.values()))
+    if not lists or {"messages", "conversations"} & tables.keys():
+        raise UserError(
+            f"{source}: holds one object (keys {_listed(values)}), not a list of rows; put it into a list: "
+            f"[{{…}}, …]"
+        )
+    raise UserError(
+        f"{source}: holds an object with {len(lists)} lists ({_listed(lists)}); keep one list of row "
+        "objects in the file"
+    )
+
+
+def _json_list(source: str, rows: list[Any], bad: BadRows) -> Iterator[Row]:
+    for number, values in enumerate(rows, 1):
+        place = f"{source} row {number}"
+        if isinstance(values, dict):
+            yield Row(place, values)
+        else:
+            bad.add(
+                place, RowError(f'must be an object such as {{"prompt": …}}, found a {_json_type(values)}')
+            )
+
+
+def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+    text = _read_text(source, path)
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(text), strict=True)
+    try:
+        header = next(reader)
+    except csv.Error as error:
+        raise UserError(f"{source} line {reader.line_num}: not CSV: {error}") from None
+    names = [name.strip() for name in header]
+    repeated = sorted({name for name in names if names.count(name) > 1 or not name})
+    if repeated:
+        raise UserError(
+            f"{source} line 1: the header names {repeated[0]!r} more than once or not at all; give each "
+            "column a name"
+        )
+    return _csv_rows(source, reader, names, bad)
+
+
+def _csv_rows(source: str, reader: Any, names: list[str], bad: BadRows) -> Iterator[Row]:
+    while True:
+        place = f"{source} line {reader.line_num + 1}"
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # Where a quote is left open, all that follows is gone with it.
+            raise UserError(f"{place}: not CSV: {error}; check the quotes") from None
+        if not fields:
+            continue
+        if len(fields) == len(names):
+            yield Row(place, dict(zip(names, fields, strict=True)))
+        else:
+            bad.add(
+                place,
+                RowError(f"has {len(fields)} fields, the header has {len(names)}; check commas and quotes"),
+            )
+
+
+def _read_parquet(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{source}: Parquet files need an extra: {_NEEDS_EXTRA}") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{source}: not a Parquet file: {error}") from None
+    return _parquet_rows(source, table)
+
+
+def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
+    number = 0
+    try:
+        for batch in table.iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{source} row {number}", values)
+    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+        raise UserError(f"{source}: broken after row {number}: {error}") from None
+
+
+def _read_hub(source: str, split: str) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{source}: no such file; if it is a hub dataset, reading it needs an extra: {_NEEDS_EXTRA}"
+        ) from None
+    name, _, config = source.partition(":")
+    try:
+        table = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:  # datasets raises many kinds, network ones among them
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"{source}: cannot load split {split!r} from the hub: {reason[0]}; check data.source and "
+            "data.split"
+        ) from None
+    return (Row(f"{source} row {i}", dict(values)) for i, values in enumerate(table, 1))
+
+
+def _listed(names: Any) -> str:
+    """`a, b, c` of at most eight names."""
+    names = [str(name) for name in names]
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

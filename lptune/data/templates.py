@@ -1,0 +1,207 @@
+"""Chat templates: jinja programs that come with a checkpoint and write a conversation as the model's own
+text.
+
+They are rendered as transformers renders them (same environment, filters, globals and variables), so the
+text, and with it every token, is equal to `apply_chat_template`'s. They are also code of strangers, hence the
+sandbox: no attribute starting with an underscore, no mutation, no `*` that makes gigabytes out of a few
+bytes, a cap on the output. A template can still loop for a long time.
+
+`{% generation %} … {% endgeneration %}` marks what the assistant itself writes. Here the block leaves two
+marks in the output, which are taken out again while their positions are noted; that stays right inside macros
+and loops.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date as Date
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lptune.config import UserError
+from lptune.data.errors import RowError
+
+MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
+"""A rendering longer than this is a runaway template, not a conversation."""
+
+_OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    marks: list[tuple[int, int]]
+    """Character spans of `{% generation %}` blocks; empty when the template has none."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, compiled once.
+
+    sources: jinja text by name: `default`, and `tool_use` for conversations that carry tools, where there is
+    one. special_tokens: `bos_token` … as the template's variables. special_texts: every special token's text.
+    where: names the template's origin in messages. date: what `strftime_now` sees; today when None.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        special_texts: Iterable[str] = (),
+        *,
+        where: str = "chat template",
+        date: Date | None = None,
+    ) -> None:
+        self.sources = dict(sources)
+        self.special_tokens = dict(special_tokens)
+        self.special_texts = frozenset(special_texts) | frozenset(special_tokens.values())
+        self.where = where
+        self.date = date or datetime.now().date()
+        environment = _environment(self.date)
+        self._compiled = {}
+        for name, source in self.sources.items():
+            try:
+                self._compiled[name] = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise UserError(
+                    f"{where}: line {error.lineno}: not a jinja template: {error.message}"
+                ) from None
+            except (RecursionError, SecurityError, ValueError, TypeError, OverflowError) as error:
+                raise UserError(f"{where}: not a jinja template: {error}") from None
+
+    def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The jinja text used for a conversation with `tools` (or without)."""
+        return self.sources[self._name(tools)]
+
+    def has_marks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        """Whether the template says by `{% generation %}` what the assistant writes."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source(tools)) is not None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> Rendered:
+        """`messages` as text. Raises RowError with the template's own words when it refuses them."""
+        compiled = self._compiled[self._name(tools)]
+        variables = {
+            **self.special_tokens,
+            "messages": [_template_message(message) for message in messages],
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces, length = [], 0
+        try:
+            for piece in compiled.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_OUTPUT_CHARACTERS:
+                    raise RowError(
+                        f"the chat template writes more than {MAX_OUTPUT_CHARACTERS:,} characters for it; "
+                        f"fix {self.where}"
+                    )
+        except RowError:
+            raise
+        except jinja2.TemplateError as error:
+            raise RowError(
+                f"the chat template refuses it: {error.message or error}; change the row or {self.where}"
+            ) from None
+        except Exception as error:  # a template is a program: anything can happen in it
+            raise RowError(
+                f"the chat template fails on it: {type(error).__name__}: {error}; change the row or "
+                f"{self.where}"
+            ) from None
+        return _take_marks("".join(pieces))
+
+    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return "tool_use" if tools and "tool_use" in self.sources else "default"
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` blocks."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, without the `*` and `**` that turn a short template into gigabytes."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
+        limit = 64 if operator == "**" else MAX_OUTPUT_CHARACTERS
+        both_numbers = not any(hasattr(side, "__len__") for side in (left, right))
+        if (operator == "**" and max(sizes) > limit) or (not both_numbers and sizes[0] * sizes[1] > limit):
+            raise SecurityError(f"{operator!r} would make too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment(today: Date) -> jinja2.Environment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes <, > and & for HTML; models were not trained on that.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.combine(today, datetime.now().time()).strftime(pattern)
+
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template sees: no keys without a value, and reasoning under each name that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _take_marks(text: str) -> Rendered:
+    if _OPEN not in text:
+        return Rendered(text, [])
+    pieces: list[str] = []
+    marks: list[tuple[int, int]] = []
+    length, start = 0, 0
+    for piece in re.split(f"({_OPEN}|{_CLOSE})", text):
+        if piece == _OPEN:
+            start = length
+        elif piece == _CLOSE:
+            marks.append((start, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return Rendered("".join(pieces), marks)

@@ -1,0 +1,347 @@
+"""The tokenizer of a checkpoint folder: text <-> ids, its special tokens and its chat templates.
+
+`tokenizers.Tokenizer` does the work, in Rust and on all cores; this module finds out from the folder's files
+what transformers would find out (which class rebuilds what, which tokens are special, which template counts),
+so that ids are equal to AutoTokenizer's.
+
+Characters map to tokens through `encode_batch`'s encodings. Their offsets include a token's leading space
+(`trim_offsets` is switched off), so a span of text is exactly the tokens that hold one of its characters.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from lptune.config import UserError, closest
+from lptune.data.alphabet import Alphabet, alphabet_of
+from lptune.data.templates import ChatTemplate, Rendered
+from lptune.data.tokenizer_classes import (
+    DEFAULT_SPECIAL_TOKENS,
+    loading_class,
+    recast,
+    token_text,
+    untrim_offsets,
+)
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A loaded tokenizer. Ids equal those of transformers' AutoTokenizer on the same folder."""
+
+    backend: tokenizers.Tokenizer
+    """The Rust tokenizer."""
+    folder: Path
+    """Where it was read."""
+    special_tokens: dict[str, str]
+    """`bos_token`, `eos_token` … as text; what a chat template sees."""
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+    """Padding; the eos token, else 0, where the folder names none."""
+    prefix_ids: tuple[int, ...]
+    """What the tokenizer puts before every text when asked for special tokens (usually bos, or nothing)."""
+    suffix_ids: tuple[int, ...]
+    """The same for the end."""
+    template: ChatTemplate | None
+    """The chat template in use."""
+    alphabet: Alphabet | None
+    """What can be spelled, where the tokenizer drops characters; else None."""
+    continuation: str
+    """A special token's text: what follows it is tokenized as in the middle of a text. Empty where a text's
+    start is nothing special.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of the chat template, to be written beside an export; None where there is none."""
+        return self.template.sources["default"] if self.template else None
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of `text`; with `add_special` also what the tokenizer puts around every text."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special: bool = False, offsets: bool = True
+    ) -> list[tokenizers.Encoding]:
+        """Encodings of many texts, on all cores. Without `offsets` it is faster, and characters do not map to
+        tokens.
+        """
+        # Said outright, so that a later fork (torch.compile's workers) is not greeted with a warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
+        encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
+        return encodings
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`."""
+        text: str = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """`messages` as text, by the chat template; encode it with `add_special=False`. UserError without a
+        template.
+        """
+        if self.template is None:
+            raise UserError(
+                f"{self.folder}: the tokenizer has no chat template; set data.chat_template to one"
+            )
+        rendered: Rendered = self.template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt
+        )
+        return rendered.text
+
+    def with_chat_template(self, chat_template: str) -> "Tokenizer":
+        """The same tokenizer with `data.chat_template`: jinja text, the path of a file, or `none`."""
+        sources = _given_template(chat_template)
+        template = None
+        if sources:
+            base = self.template
+            template = ChatTemplate(
+                sources,
+                self.special_tokens,
+                self.special_texts,
+                where="data.chat_template",
+                date=base.date if base else None,
+            )
+        return dataclasses.replace(self, template=template)
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Texts that the tokenizer never splits and that mean something to the model: `<|im_end|>`, `</s>`
+        …
+        """
+        added = self.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date | None = None) -> Tokenizer:
+    """The tokenizer in `folder` (tokenizer.json, and tokenizer_config.json, chat_template.jinja … where
+    present).
+
+    `chat_template` (the config's `data.chat_template`) replaces the folder's own: jinja text, a path, or
+    `none`. `date` is what a template that writes today's date sees; a resumed run passes the day it started,
+    or its tokens change at midnight. UserError for a missing or broken file, naming it.
+    """
+    folder = Path(folder)
+    spec = _read_spec(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    model_config = _read_json(folder / "config.json")
+    name = loading_class(spec, config, model_config)
+    recast(spec, name, config)
+    untrim_offsets(spec.get("post_processor"))
+    untrim_offsets(spec.get("pre_tokenizer"))
+    spec["truncation"] = spec["padding"] = None
+    try:
+        backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {error}"
+        ) from None
+    special = _special_tokens(folder, config, name)
+    _add_tokens(backend, config, special)
+
+    ids = {key: backend.token_to_id(text) for key, text in special.items()}
+    eos_id = ids.get("eos_token")
+    if eos_id is None:
+        eos_id = _configured_eos(folder, model_config)
+        text = None if eos_id is None else backend.id_to_token(eos_id)
+        if text is not None:
+            special["eos_token"] = text
+    pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
+    prefix, suffix = _surroundings(backend)
+    special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
+    tokenizer = Tokenizer(
+        backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
+        pad_id=pad_id, alphabet=alphabet_of(spec, special_texts), continuation=_continuation(backend, special),
+        prefix_ids=prefix, suffix_ids=suffix, template=None,
+    )  # fmt: skip
+    where, sources = _own_templates(folder, config)
+    if chat_template is not None:
+        where, sources = "data.chat_template", _given_template(chat_template)
+    if not sources:
+        return tokenizer
+    template = ChatTemplate(sources, special, tokenizer.special_texts, where=where, date=date)
+    return dataclasses.replace(tokenizer, template=template)
+
+
+def _read_spec(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer.json"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; model.path names a Hugging Face checkpoint folder")
+    if not path.is_file():
+        others = [
+            name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / name).is_file()
+        ]
+        found = f"only {', '.join(others)}; convert it with transformers' AutoTokenizer and save_pretrained"
+        raise UserError(
+            f"{path}: not found, "
+            f"{found if others else 'and no other tokenizer file; copy it from the original checkpoint'}"
+        )
+    spec = _read_json(path)
+    if not isinstance(spec.get("model"), dict):
+        raise UserError(
+            f"{path}: not a tokenizer file: it has no `model` section; copy it again from the checkpoint"
+        )
+    return spec
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: cannot be read as JSON: {error}; copy it again from the checkpoint"
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold a JSON object, found a {type(values).__name__}")
+    return values
+
+
+def _special_tokens(folder: Path, config: dict[str, Any], name: str) -> dict[str, str]:
+    values = {**DEFAULT_SPECIAL_TOKENS.get(name, {})}
+    sources = [config]
+    if "added_tokens_decoder" not in config:
+        # Only files from before that key spread their tokens over two files.
+        sources.append(_read_json(folder / "special_tokens_map.json"))
+    for source in sources:
+        for key in _NAMED:
+            if key in source:
+                text = token_text(source[key])
+                if text is not None:
+                    values[key] = text
+                elif source is config:
+                    values.pop(key, None)
+    return values
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """Register tokens that only tokenizer_config.json knows, in the order of their ids."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder") or {}
+    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    entries = [
+        entry
+        for _, entry in sorted(decoder.items(), key=lambda item: int(item[0]))
+        if isinstance(entry, dict)
+    ]
+    for entry in entries:
+        text = token_text(entry)
+        if text is not None and text not in known:
+            named = text in special.values()
+            options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
+            backend.add_tokens(
+                [
+                    tokenizers.AddedToken(
+                        text, **{**options, "special": options.get("special", False) or named}
+                    )
+                ]
+            )
+            known.add(text)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    texts = [token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    for text in [*special.values(), *texts]:
+        if text is not None and text not in known:
+            backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+            known.add(text)
+
+
+def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
+    for values in (_read_json(folder / "generation_config.json"), model_config):
+        eos = values.get("eos_token_id")
+        if isinstance(eos, list) and eos:
+            eos = eos[0]
+        if isinstance(eos, int) and not isinstance(eos, bool):
+            return eos
+    return None
+
+
+def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a text."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    inner = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+    if not inner:
+        return tuple(encoding.ids), ()
+    return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
+
+
+def _continuation(backend: tokenizers.Tokenizer, special: dict[str, str]) -> str:
+    """Sentencepiece-like tokenizers put a space before a text, but not after a special token."""
+    alone = backend.encode("a", add_special_tokens=False).ids
+    for text in special.values():
+        after = backend.encode(f"{text}a", add_special_tokens=False).ids
+        if len(after) > 1 and after[0] == backend.token_to_id(text) and after[1:] != alone:
+            return text
+    return ""
+
+
+def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """The folder's chat templates by name. Files win over tokenizer_config.json, as in transformers."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        sources = {"default": _read_text(path)}
+        for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[extra.stem] = _read_text(extra)
+        return str(path), sources
+    where, value = str(folder / "tokenizer_config.json"), config.get("chat_template")
+    if isinstance(value, str):
+        return where, {"default": value}
+    if isinstance(value, list):
+        named = {
+            t["name"]: t["template"] for t in value if isinstance(t, dict) and "name" in t and "template" in t
+        }
+        if named and "default" not in named:
+            raise UserError(
+                f"{where}: chat_template has no entry named 'default' (found {', '.join(named)}); set "
+                "data.chat_template"
+            )
+        return where, named
+    return where, {}
+
+
+def _given_template(value: str) -> dict[str, str]:
+    if value == "none":
+        return {}
+    looks_like_path = "{" not in value and "\n" not in value
+    path = Path(value).expanduser()
+    try:
+        exists = looks_like_path and path.is_file()
+    except OSError:  # longer than a file name can be
+        exists = False
+    if exists:
+        return {"default": _read_text(path)}
+    if looks_like_path:
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(
+            f"data.chat_template: {value!r} is neither a jinja template nor an existing file"
+            f"{closest(path.name, names)}; give one of the two, or none"
+        )
+    return {"default": value}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None

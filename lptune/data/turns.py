@@ -1,0 +1,204 @@
+"""Which characters of a rendered conversation the assistant writes itself.
+
+Where the template has `{% generation %}` marks, they say it. Elsewhere the conversation is rendered step by
+step: the text of `messages[:i]` with the generation prompt is what the model is given before turn i, the text
+of `messages[:i+1]` what there is after it; the difference is the turn. It ends with the token that closes a
+turn (`<|im_end|>`, `</s>`), a target because the model must learn to stop; white space after that token is
+the template's.
+
+Three habits of templates break the plain difference, and each has an exact way out:
+- The template ignores `add_generation_prompt`. Then the turn starts where two renderings with different
+  contents part.
+- It always writes the assistant's header at the end (Llama 3 once did). Then the turn ends with the first
+  special token after its content.
+- It rewrites earlier turns (Qwen3 drops their reasoning). Then the text after the turn is no prefix of the
+  whole, and the turn ends at the
+  first closing text after its start, as seen on a probe conversation.
+Anything else is one line asking for marks, never a guess.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lptune.data.errors import RowError
+from lptune.data.templates import ChatTemplate, Rendered
+
+# Two contents that differ in their first and last character, and that no template treats specially.
+_PROBES = ("qzx assistant probe zxq", "vjk assistant probe kjv")
+_ASK_FOR_MARKS = (
+    "put {% generation %} … {% endgeneration %} around the assistant's text in data.chat_template"
+)
+
+
+class Turns(NamedTuple):
+    """A rendered conversation and what of it the assistant writes."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Character spans, in order, one per assistant turn (or per mark)."""
+    num_rewritten: int
+    """Turns that the template writes differently once the conversation goes on."""
+
+
+class TurnFinder:
+    """Finds the assistant's turns in conversations rendered by one template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self._closings: dict[str, _Closing | None] = {}
+        self._heeds: dict[str, bool] = {}
+
+    def find(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Turns:
+        """Render `messages` and tell the assistant's spans. Raises RowError where they cannot be told
+        exactly.
+        """
+        whole = self.template.render(messages, tools)
+        if self.template.has_marks(tools):
+            return Turns(whole.text, [mark for mark in whole.marks if mark[0] < mark[1]], 0)
+        spans: list[tuple[int, int]] = []
+        num_rewritten = 0
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            start = self._start(whole.text, messages, tools, i)
+            stop, rewritten = self._stop(whole, messages, tools, i, start)
+            if spans and start < spans[-1][1]:
+                raise RowError(f"the assistant's turns overlap in the rendered text; {_ASK_FOR_MARKS}")
+            spans.append((start, stop))
+            num_rewritten += rewritten
+        return Turns(whole.text, spans, num_rewritten)
+
+    def _start(self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int) -> int:
+        given = self._try(messages[:i], tools, add_generation_prompt=True) if i else None
+        is_prefix = given is not None and whole.startswith(given)
+        if given is not None and is_prefix and self._heeds_generation_prompt(tools):
+            return len(given)
+        # No generation prompt to go by: the turn starts where its content does.
+        texts = [
+            self._try([*messages[:i], {"role": "assistant", "content": probe}], tools) for probe in _PROBES
+        ]
+        if texts[0] is not None and texts[1] is not None:
+            start = _common_prefix(texts[0], texts[1])
+            if texts[0][start:].startswith(_PROBES[0]) and whole.startswith(texts[0][:start]):
+                # A space before the content is part of its first token in many tokenizers.
+                return (
+                    len(given)
+                    if given is not None and is_prefix and not texts[0][len(given) : start].strip()
+                    else start
+                )
+        raise RowError(
+            f"the start of assistant message {i + 1} cannot be told from the chat template's text; "
+            f"{_ASK_FOR_MARKS}"
+        )
+
+    def _stop(
+        self, whole: Rendered, messages: Sequence[Mapping[str, Any]], tools: Any, i: int, start: int
+    ) -> tuple[int, bool]:
+        closing = self._closing(tools)
+        last = i == len(messages) - 1
+        upto = whole.text if last else self._try(messages[: i + 1], tools)
+        if upto is not None and len(upto) >= start and whole.text.startswith(upto):
+            if closing is None:
+                return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False
+            if upto.endswith(closing.tail):
+                return max(start, len(upto) - len(closing.tail) + len(closing.text)), False
+        if closing is None or closing.text not in whole.text[start:]:
+            raise RowError(
+                f"the end of assistant message {i + 1} cannot be told from the chat template's text; "
+                f"{_ASK_FOR_MARKS}"
+            )
+        content = messages[i].get("content")
+        if not closing.text.strip() or (isinstance(content, str) and closing.text in content):
+            raise RowError(
+                f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the "
+                "chat template rewrites earlier "
+                f"turns, so that its end cannot be told; {_ASK_FOR_MARKS}"
+            )
+        return whole.text.index(closing.text, start) + len(closing.text), not last
+
+    def _closing(self, tools: Any) -> "_Closing | None":
+        source = self.template.source(tools)
+        if source not in self._closings:
+            self._closings[source] = self._probe_closing(tools)
+        return self._closings[source]
+
+    def _heeds_generation_prompt(self, tools: Any) -> bool:
+        source = self.template.source(tools)
+        if source not in self._heeds:
+            user = [{"role": "user", "content": "question"}]
+            without = self._try(user, tools)
+            self._heeds[source] = (
+                without is None or self._try(user, tools, add_generation_prompt=True) != without
+            )
+        return self._heeds[source]
+
+    def closing_token(self) -> str | None:
+        """The special token that ends an assistant turn; None where there is none, so that a model would not
+        learn to stop.
+        """
+        closing = self._closing(None)
+        text = closing.text if closing else ""
+        return next((token for token in self.template.special_texts if token and text.endswith(token)), None)
+
+    def _probe_closing(self, tools: Any) -> "_Closing | None":
+        """What follows the content of an assistant turn, read off a conversation of three messages."""
+        user, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBES[0]}
+        ended, continued = self._try([user, answer], tools), self._try([user, answer, user], tools)
+        if ended is None or _PROBES[0] not in ended:
+            return None
+        tail = ended.rpartition(_PROBES[0])[2]
+        text = tail
+        if continued is not None and _PROBES[0] in continued:
+            next_text = continued.rpartition(_PROBES[0])[2]
+            if not next_text.startswith(tail):  # the template always appends the assistant's header
+                text = tail[: _common_prefix(tail, next_text)]
+                text = _first_special(text, self.template.special_texts)
+        text = text[: len(text) - len(_after_special(text, self.template.special_texts))]
+        return _Closing(tail, text)
+
+    def _try(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        try:
+            return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt).text
+        except RowError:
+            return None
+
+
+class _Closing(NamedTuple):
+    tail: str
+    """All that the template writes after the content of the last turn."""
+    text: str
+    """The part of it that belongs to the turn: up to and including the closing token."""
+
+
+def _after_special(text: str, special_texts: frozenset[str]) -> str:
+    """White space at the end of `text` that stands after a special token; empty where no special token
+    precedes it.
+    """
+    stripped = text.rstrip()
+    ends_special = any(token and stripped.endswith(token) for token in special_texts)
+    return text[len(stripped) :] if ends_special else ""
+
+
+def _first_special(text: str, special_texts: frozenset[str]) -> str:
+    """`text` up to the end of the first special token in it; all of it where there is none."""
+    ends = [
+        (text.index(token), text.index(token) + len(token))
+        for token in special_texts
+        if token and token in text
+    ]
+    return text[: min(ends)[1]] if ends else text
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the longest common prefix, by bisection: comparing slices is C, comparing characters is
+    not.
+    """
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
