@@ -51,6 +51,8 @@ def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dty
     return "varlen" if has_flash else "sdpa"
 
 
+# Constant, so that compiling a whole model need not trace the CUDA driver.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 

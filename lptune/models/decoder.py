@@ -179,7 +179,9 @@ class Transformer(nn.Module):
         hidden_BSH: Tensor = self.embed_tokens(tokens_BS)
         if config.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the published checkpoints were trained.
-            hidden_BSH = hidden_BSH * torch.full_like(hidden_BSH[0, 0, 0], config.embedding_scale)
+            hidden_BSH = hidden_BSH * torch.full(
+                (), config.embedding_scale, dtype=hidden_BSH.dtype, device=hidden_BSH.device
+            )
         ropes = {
             kind: table(documents, seq_len) for kind, table in zip(config.rope_kinds, self.ropes, strict=True)
         }

@@ -74,7 +74,9 @@ def visibility_blocks(
             visible = visible & (index_BS[b, query] == index_BS[b, key])
         return visible
 
-    make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    # Without compilation it holds the whole (B, S, S) mask.
+    compiles = device.type == "cuda" and not torch.compiler.is_compiling()
+    make = torch.compile(create_block_mask) if compiles else create_block_mask
     rows = None if documents is None else batch
     blocks: BlockMask = make(sees, B=rows, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device)
     return blocks

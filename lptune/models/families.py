@@ -191,9 +191,8 @@ def _mistral(keys: Keys) -> DecoderConfig:
 def _qwen2(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
     rope = read_rope(keys, head_dim=config.head_dim)
-    first = keys.get("max_window_layers") if keys.flag("use_sliding_window") else None
-    if first is None or keys.get("sliding_window") is None:
-        first = config.num_layers
+    has_window = keys.flag("use_sliding_window") and keys.get("sliding_window") is not None
+    first = keys.count("max_window_layers") if has_window else config.num_layers
     pattern = ["full_attention" if i < first else "sliding_attention" for i in range(config.num_layers)]
     kinds = {"full_attention": LayerConfig(rope=rope)}
     types = _layer_types(keys, pattern)
@@ -357,9 +356,9 @@ def _check_supported(keys: Keys) -> str:
             "quantization_config",
             f"the checkpoint is quantized ({method}); start from its unquantized original",
         )
-    architectures = keys.get("architectures")
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {architectures[0]}")
+    names = keys.get("architectures")
+    if names and not any(str(name).endswith("ForCausalLM") for name in names):
+        raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         keys.refuse(key, f"dropout is not supported, found {keys.get(key)}; set it to 0.0")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):

@@ -67,6 +67,13 @@ class Keys:
             raise self.error(key, "expected an integer above 0, found null")
         return value
 
+    def count(self, key: str) -> int:
+        """An integer, zero or above."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(key, f"expected an integer, 0 or above, found {value!r}")
+        return value
+
     def optional_number(self, key: str) -> float | None:
         """A finite number above zero, or None for null."""
         value = self.get(key)

@@ -45,7 +45,8 @@ def inverse_frequencies(config: RopeConfig, *, long: bool = False) -> Tensor:
         exponent_F = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         base_F = config.theta**exponent_F
         if config.kind == "longrope":
-            return 1.0 / (torch.tensor(config.long_factor if long else config.short_factor) * base_F)
+            factors = config.long_factor if long else config.short_factor
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * base_F)
         if config.kind == "yarn":
             return _yarn(config, base_F)
         inv_freq_F = 1.0 / base_F

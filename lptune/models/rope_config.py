@@ -89,6 +89,8 @@ def parse_rope(
         )
     inner = Keys(settings, {}, f"{keys.where}: {name}")
     theta = inner.number("rope_theta")
+    if theta <= 1:
+        raise inner.error("rope_theta", f"must be above 1, found {theta}")
     partial_factor = inner.optional_number("partial_rotary_factor") or 1.0
     if partial_factor != 1.0 and not partial:
         raise keys.error("partial_rotary_factor", f"only 1.0 is part of this family, found {partial_factor}")
@@ -108,6 +110,8 @@ def parse_rope(
         or inner.optional_integer("original_max_position_embeddings")
         or max_len
     )
+    if original_len < 2:
+        raise inner.error("original_max_position_embeddings", f"must be above 1, found {original_len}")
     if kind == "llama3":
         llama3 = RopeConfig(
             kind=kind,

@@ -1,0 +1,187 @@
+"""The decoder under what the library does to it: meta device, tying, casting, compiling, sharding."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lptune.models import PRESETS, Documents, build_on_meta, config_from_dict
+from lptune.models.rope import RopeTable
+from tests.models.oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
+
+# Dynamo looks at .grad of what it is given, and hides the warning too late for warnings that are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+LENGTHS = [[20, 5, 23], [1, 47]]
+SEQ_LEN = 48
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_meta_build_then_to_empty_then_init_is_a_working_model(family: str) -> None:
+    config = config_from_dict(PRESETS[family]["tiny"])
+    model = build_on_meta(config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tied
+    model.to_empty(device="cpu")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tied
+    model.reset_buffers("cpu")
+    model.init_weights(seed=0)
+    loss = model(random_tokens(2, 32), None, random_labels(random_tokens(2, 32)))
+    assert loss.isfinite()
+    assert loss.dtype is torch.float32
+
+
+def test_reset_buffers_repairs_what_to_empty_left() -> None:
+    model = build_on_meta(config_from_dict(PRESETS["gemma3"]["tiny"]))
+    model.to_empty(device="cpu")
+    tables = [table for table in model.modules() if isinstance(table, RopeTable)]
+    expected = [table.inv_freq_F.clone() for table in tables]
+    assert len(tables) == 2
+    for table in tables:
+        table.inv_freq_F.fill_(float("nan"))
+    model.reset_buffers()
+    for table, frequencies in zip(tables, expected, strict=True):
+        assert torch.equal(table.inv_freq_F, frequencies)
+
+
+def test_initial_weights_are_a_function_of_seed_and_name_alone() -> None:
+    small, large = (
+        build_on_meta(config_from_dict(PRESETS["gemma2"]["tiny"] | {"num_hidden_layers": n})) for n in (2, 4)
+    )
+    for model, seed in ((small, 3), (large, 3)):
+        model.to_empty(device="cpu")
+        model.init_weights(seed)
+    weights = dict(large.named_parameters())
+    for name, parameter in small.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(weights[name], small.initial_value(name, seed=4))
+    assert not torch.equal(weights[name], weights["model.layers.0.mlp.up_proj.weight"])
+    n = weights[name].numel()
+    assert abs(weights[name].std() - 0.02) < 4 * 0.02 / (2 * n) ** 0.5
+    assert not weights["model.norm.weight"].any()  # Gemma's identity; elsewhere it is one
+
+
+def test_forward_without_documents_equals_one_document_per_row() -> None:
+    for name in ("llama3_2-tiny", "gemma2-tiny", "gemma3-tiny", "phi4-tiny"):
+        ours, _ = twins(CHECKPOINTS[name])
+        tokens_BS = random_tokens(2, SEQ_LEN)
+        single = ours(tokens_BS, Documents.single(2, SEQ_LEN))
+        torch.testing.assert_close(ours(tokens_BS), single, rtol=0, atol=1e-5)
+
+
+def test_masked_tail_document_gets_gradients_of_exactly_zero() -> None:
+    ours, _ = twins(CHECKPOINTS["llama3_2-tiny"])
+    tokens_BS = random_tokens(1, SEQ_LEN)
+    labels_BS = tokens_BS.roll(-1).clone()
+    labels_BS[0, 40:] = -100
+    hidden = []
+
+    def keep(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.retain_grad()
+        hidden.append(out)
+
+    for block in ours.model.layers:
+        block.register_forward_hook(keep)
+    ours(tokens_BS, packed([[25, 15, 8]]), labels_BS).backward()
+    for out in hidden:
+        assert out.grad is not None
+        assert not out.grad[0, 40:].any()
+        assert out.grad[0, :40].any()
+
+
+def test_bf16_parameters_give_bf16_logits_close_to_float32() -> None:
+    for name in ("llama3_2-tiny", "gemma2-tiny", "olmo2-tiny", "granite3-tiny"):
+        ours, theirs = twins(CHECKPOINTS[name])
+        tokens_BS = random_tokens(2, SEQ_LEN)
+        exact = ours(tokens_BS)
+        low = ours.bfloat16()(tokens_BS)
+        assert low.dtype is torch.bfloat16
+        ours_error = (low - exact).norm()
+        theirs_error = (theirs.bfloat16()(tokens_BS).logits - exact).norm()
+        assert ours_error <= 1.25 * theirs_error  # we round less often, never more
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Kinds of layers that differ in what they compute: a window alone is another mask, so it is not one.
+NUM_GRAPHS = {"llama3_2": 1, "qwen2_5": 1, "gemma2": 1, "gemma3": 1, "phi4": 1, "olmo2": 1, "smollm3": 2}
+
+
+@pytest.mark.parametrize("family", NUM_GRAPHS)
+def test_one_graph_serves_all_blocks_of_a_kind(family: str, fresh_dynamo: None) -> None:
+    ours, _ = twins(PRESETS[family]["tiny"] | {"num_hidden_layers": 4})
+    tokens_BS, documents = random_tokens(2, SEQ_LEN), packed(LENGTHS)
+    labels_BS = random_labels(tokens_BS)
+    expected = ours(tokens_BS, documents, labels_BS)
+    expected_grads = torch.autograd.grad(expected, list(ours.parameters()))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in ours.model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    for _ in range(2):  # the second forward compiles nothing
+        loss = ours(tokens_BS, documents, labels_BS)
+        grads = torch.autograd.grad(loss, list(ours.parameters()))
+    assert counter.frame_count == NUM_GRAPHS[family]
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for grad, truth in zip(grads, expected_grads, strict=True):
+        assert (grad - truth).norm() <= 1e-5 * truth.norm()
+
+
+def test_other_documents_of_the_same_shape_do_not_recompile(fresh_dynamo: None) -> None:
+    ours, _ = twins(CHECKPOINTS["phi4-tiny"])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)  # the whole model, longrope included
+    for lengths in ([[20, 5, 23], [1, 47]], [[48], [16, 32]]):
+        tokens_BS = random_tokens(2, SEQ_LEN)
+        documents = packed(lengths)._replace(offsets=torch.zeros(8, dtype=torch.int32))
+        labels_BS = random_labels(tokens_BS)
+        loss = compiled(tokens_BS, documents, labels_BS)
+        torch.testing.assert_close(loss, ours(tokens_BS, documents, labels_BS), rtol=1e-5, atol=0)
+    assert counter.frame_count == 1
+
+
+@pytest.fixture
+def one_rank(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["llama3_2-tiny", "gemma2-tiny", "phi4-tiny", "smollm3-tiny"])
+def test_fsdp_over_one_rank_computes_the_same_and_keeps_the_tie(name: str, one_rank: None) -> None:
+    ours, _ = twins(CHECKPOINTS[name])
+    weights = ours.state_dict()
+    tokens_BS, documents = random_tokens(2, SEQ_LEN), packed(LENGTHS)
+    labels_BS = random_labels(tokens_BS)
+    expected = ours.bfloat16()(tokens_BS, documents, labels_BS)
+
+    model = build_on_meta(ours.config)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    model.reset_buffers("cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.to_local().copy_(weights[key])
+    loss = model(tokens_BS, documents, labels_BS)
+    # bf16 compute on both sides; the order of operations is the same
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.dtype is torch.float32
