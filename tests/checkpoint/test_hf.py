@@ -1,0 +1,165 @@
+"""Hugging Face folders: every layout that loads, every fault that is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lptune import checkpoint, models
+from lptune.config import UserError
+
+CONFIG = models.PRESETS["llama3_2"]["tiny"]
+
+
+def _config(tied: bool) -> dict[str, object]:
+    return dict(CONFIG) | {"tie_word_embeddings": tied}
+
+
+def _weights(tied: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = models.build_on_meta(models.config_from_dict(_config(tied), "test"))
+    return {name: model.initial_value(name, 0).to(dtype) for name, _ in model.named_parameters()}
+
+
+def _folder(path: Path, tensors: dict[str, torch.Tensor], tied: bool = False, num_files: int = 1) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(_config(tied)), encoding="utf-8")
+    if num_files == 1:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    weight_map = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        part = {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % num_files == number}
+        save_file(part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return path
+
+
+def _load(folder: Path) -> dict[str, torch.Tensor]:
+    model = models.build_on_meta(models.read_config(folder))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    checkpoint.load_hf(model, checkpoint.read_index(folder))
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_single_and_sharded_files_of_any_dtype_load_exactly(tmp_path: Path, dtype: torch.dtype, num_files: int) -> None:
+    tensors = _weights(dtype=dtype)
+    loaded = _load(_folder(tmp_path / "model", tensors, num_files=num_files))
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], tensor.float()), name
+
+
+@pytest.mark.parametrize("stored", [["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+def test_a_tied_checkpoint_may_store_either_name_or_both(tmp_path: Path, stored: list[str]) -> None:
+    tensors = _weights(tied=True)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    folder = _folder(tmp_path / "model", tensors | {name: embedding.clone() for name in stored}, tied=True)
+    assert torch.equal(_load(folder)["model.embed_tokens.weight"], embedding)
+    index = checkpoint.read_index(folder)
+    model = models.build_on_meta(models.read_config(folder))
+    assert sorted(checkpoint.match_tensors(model, index)["model.embed_tokens.weight"]) == sorted(stored)
+
+
+def test_tables_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert len(_load(_folder(tmp_path / "model", _weights() | extra))) == len(_weights())
+
+
+def _missing(t: dict[str, torch.Tensor]) -> None:
+    t["model.layers.0.mlp.up_projj.weight"] = t.pop("model.layers.0.mlp.up_proj.weight")
+
+
+def _unexpected(t: dict[str, torch.Tensor]) -> None:
+    t["model.layers.9.mlp.up_proj.weight"] = torch.zeros(3)
+
+
+def _shape(t: dict[str, torch.Tensor]) -> None:
+    t["model.norm.weight"] = torch.ones(7)
+
+
+def _int8(t: dict[str, torch.Tensor]) -> None:
+    t["model.norm.weight"] = t["model.norm.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_missing, r"tensor 'model.layers.0.mlp.up_proj.weight' is missing \(did you mean 'model.layers.0.mlp.up_projj.weight'\?\)"),
+        (_unexpected, r"model.safetensors: tensor 'model.layers.9.mlp.up_proj.weight' is not part of this model"),
+        (_shape, r"tensor 'model.norm.weight' has shape \[7\], config.json asks for"),
+        (_int8, r"tensor 'model.norm.weight' is stored as I8; only F64, F32, BF16, F16 can be trained"),
+        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight' is missing; if the head is tied"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: object, message: str) -> None:
+    tensors = _weights()
+    change(tensors)  # type: ignore[operator]
+    with pytest.raises(UserError, match=message):
+        _load(_folder(tmp_path / "model", tensors))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights(), num_files=3)
+    second = folder / "model-00002-of-00003.safetensors"
+    content = second.read_bytes()
+    second.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors: is no readable safetensors file"):
+        checkpoint.read_index(folder)
+    second.unlink()
+    with pytest.raises(UserError, match=r"index.json: names model-00002-of-00003.safetensors, which is not in the folder"):
+        checkpoint.read_index(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="holds 2 safetensors files but no model.safetensors.index.json"):
+        checkpoint.read_index(folder)
+
+
+def test_an_index_that_lies_or_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights(), num_files=2)
+    path = folder / "model.safetensors.index.json"
+    good = json.loads(path.read_text(encoding="utf-8"))
+    for file in ("../model.safetensors", "/etc/passwd", "weights.bin", 3):
+        path.write_text(json.dumps({"weight_map": good["weight_map"] | {"lm_head.weight": file}}), encoding="utf-8")
+        with pytest.raises(UserError, match=r"a plain \*.safetensors file name is needed"):
+            checkpoint.read_index(folder)
+    wrong = good["weight_map"] | {"another.weight": "model-00001-of-00002.safetensors"}
+    path.write_text(json.dumps({"weight_map": wrong}), encoding="utf-8")
+    with pytest.raises(UserError, match="holds 'another.weight', which it does not"):
+        checkpoint.read_index(folder)
+    path.write_text("{ not json", encoding="utf-8")
+    with pytest.raises(UserError, match="line 1: not valid JSON"):
+        checkpoint.read_index(folder)
+
+
+def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04anything")
+    with pytest.raises(UserError, match=r"only pickled weights \(pytorch_model.bin\), which are never loaded"):
+        checkpoint.read_index(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=r"holds no \*.safetensors file"):
+        checkpoint.read_index(folder)
+    with pytest.raises(UserError, match="is not a folder"):
+        checkpoint.read_index(tmp_path / "nowhere")
+
+
+def test_real_checkpoints_load_exactly(assets: Path) -> None:
+    for name in ("story_llama", "tiny_llama3", "tiny_qwen3"):
+        folder = assets / "models" / name
+        stored, loaded = load_file(folder / "model.safetensors"), _load(folder)
+        if name == "story_llama":
+            stored["model.embed_tokens.weight"] = stored.pop("lm_head.weight")
+        assert loaded.keys() == stored.keys()
+        for key, tensor in stored.items():
+            assert torch.equal(loaded[key], tensor.float()), key

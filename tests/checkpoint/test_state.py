@@ -1,0 +1,144 @@
+"""Training state: what is saved comes back on any number of ranks, and every changed byte is noticed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lptune import checkpoint, distributed
+from lptune.checkpoint.manifest import NAME
+from lptune.config import UserError
+from tests.launch import run_ranks
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    # 5 rows over 2 ranks are uneven, and 1 row leaves a rank with none.
+    return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+
+
+def _trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = _model(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _saved(folder: Path, step: int = 2, keep_last: int = 9) -> Path:
+    model, optimizer = _trained(0)
+    with distributed.session("cpu") as world:
+        return checkpoint.save_state(folder, step, model, optimizer, {"seed": 0}, world, keep_last)
+
+
+def test_state_comes_back_bitwise(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    expected_model, expected_optimizer = _trained(0)
+    model, optimizer = _trained(1)
+    checkpoint.load_state(checkpoint.verify(path), model, optimizer)
+    for a, b in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in expected_optimizer.state[b].items():
+            assert torch.equal(optimizer.state[a][key], value), key
+
+
+def _save_or_load(rank: int, num_ranks: int, folder: str, mode: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with distributed.session("cpu") as world:
+        model = _model(3 if mode == "save" else 4)
+        fully_shard(model, mesh=world.mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        torch.manual_seed(0)
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if mode == "save":
+            checkpoint.save_state(Path(folder), 1, model, optimizer, {}, world, 1)
+        else:
+            checkpoint.load_state(checkpoint.verify(Path(folder) / "step-00000001"), model, optimizer)
+            checkpoint.save_state(Path(folder) / str(num_ranks), 1, model, optimizer, {}, world, 1)
+
+
+def test_state_reshards_to_other_numbers_of_ranks_bitwise(tmp_path: Path) -> None:
+    run_ranks(2, _save_or_load, str(tmp_path), "save")
+    for num_ranks in (1, 3):
+        run_ranks(num_ranks, _save_or_load, str(tmp_path), "load")
+    states = []
+    for folder in (tmp_path, tmp_path / "1", tmp_path / "3"):
+        model, optimizer = _trained(1)
+        checkpoint.load_state(checkpoint.verify(folder / "step-00000001"), model, optimizer)
+        states.append([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
+    for other in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
+
+
+def test_every_single_flipped_missing_or_truncated_file_is_noticed(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "good")
+    files = sorted(file.name for file in path.iterdir())
+    assert files == [NAME, "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
+    for name in files:
+        for damage in ("delete", "truncate", "flip"):
+            copy = tmp_path / "bad" / path.name
+            shutil.copytree(path, copy)
+            content = bytearray((copy / name).read_bytes())
+            if damage == "delete":
+                (copy / name).unlink()
+            elif damage == "truncate":
+                (copy / name).write_bytes(content[:-1])
+            else:
+                content[len(content) // 2] ^= 1
+                (copy / name).write_bytes(content)
+            # json ignores a missing final newline: the manifest's own content is then intact.
+            if (name, damage) != (NAME, "truncate"):
+                with pytest.raises(UserError):
+                    checkpoint.verify(copy)
+            shutil.rmtree(tmp_path / "bad")
+
+
+def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    path.rename(tmp_path / "step-00000007")
+    with pytest.raises(UserError, match="is of step 2, the folder says step-00000007; it was renamed or swapped"):
+        checkpoint.verify(tmp_path / "step-00000007")
+
+
+def test_the_newest_that_verifies_is_found_and_the_damaged_one_named(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        _saved(tmp_path, step)
+    (tmp_path / ".tmp-step-00000011").mkdir()
+    (tmp_path / "step-00000010" / "state.json").write_text("{}", encoding="utf-8")
+    warnings: list[str] = []
+    found = checkpoint.find_checkpoint(tmp_path, "auto", warnings.append)
+    assert found is not None
+    assert found.step == 2
+    assert len(warnings) == 1
+    assert "step-00000010/state.json: has 2 bytes" in warnings[0]
+    assert checkpoint.find_checkpoint(tmp_path, "none", warnings.append) is None
+    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", warnings.append) is None
+    with pytest.raises(UserError, match="no such checkpoint folder"):
+        checkpoint.find_checkpoint(tmp_path, str(tmp_path / "step-00000099"), warnings.append)
+
+
+def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        _saved(tmp_path, step, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_no_pickle_in_any_file(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+    json.loads((path / "state.json").read_text(encoding="utf-8"))
+
+
+def test_a_model_of_other_shape_is_refused(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    other = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 1))
+    with pytest.raises(UserError, match=r"'0.weight' has rows of shape \[8\], the model has \[9\]"):
+        checkpoint.load_state(checkpoint.verify(path), other, torch.optim.AdamW(other.parameters()))

@@ -1,0 +1,208 @@
+"""The main job, through the command line: what a run writes, and that it is right."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.recipes.conftest import Run, environment, losses, read_metrics
+
+
+def test_int8_run_leaves_metrics_plan_config_checkpoint_and_export(run_recipe: Run, tmp_path: Path) -> None:
+    done = run_recipe("precision.kind=int8_rowcol", "num_samples=2")
+    run = tmp_path / "run"
+    assert "verified:" in done.stdout
+    assert "int8 folded" in done.stdout
+    assert f"export: {run / 'export'}" in done.stdout
+    assert "samples before training: 0 of 2" in done.stdout
+
+    records = read_metrics(run)
+    assert [record["step"] for record in records] == list(range(13))
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 6, 12]
+    for record in records[1:]:
+        assert record["low_precision_flops_fraction"] > 0.5
+        assert record["tokens_per_s"] == pytest.approx(8 * 128 / record["step_time_s"])
+        assert 0 < record["num_target_tokens"] < 8 * 128
+        assert math.isfinite(record["grad_norm"])
+    assert records[12]["eval_loss"] < 0.8 * records[0]["eval_loss"]
+
+    plan = json.loads((run / "precision_plan.json").read_text(encoding="utf-8"))
+    assert plan["kind"] == "int8_rowcol"
+    assert plan["num_converted"] == sum(layer["reason"] is None for layer in plan["layers"]) == 14
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    assert config["precision"]["grad_weight"] == "column"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+def test_the_export_loads_in_transformers_with_our_logits_and_is_trained_further(
+    run_recipe: Run, tmp_path: Path, tiny_config: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lptune import checkpoint, models
+
+    run_recipe("precision.kind=int8_rowcol")
+    export = tmp_path / "run" / "export"
+    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    index = checkpoint.read_index(export)
+    ours = models.build_on_meta(models.read_config(export))
+    ours.to_empty(device="cpu")
+    ours.reset_buffers("cpu")
+    checkpoint.load_hf(ours, index)
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(export)("What comes after Monday?")["input_ids"]])
+    with torch.no_grad():
+        difference = (ours(tokens) - theirs(tokens).logits).abs().max()
+    assert difference <= 1e-4
+
+    first = read_metrics(tmp_path / "run")
+    run_recipe(f"model.path={export}", f"output_dir={tmp_path / 'second'}", "num_steps=6")
+    second = read_metrics(tmp_path / "second")
+    # Evaluated in float32 without INT8: close to the first run's end, and better still at its own.
+    assert second[0]["eval_loss"] == pytest.approx(first[-1]["eval_loss"], rel=0.02)
+    assert second[-1]["eval_loss"] < second[0]["eval_loss"]
+
+
+def test_export_keeps_names_files_and_dtype(run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    run_recipe("num_steps=1", "export.dtype=bfloat16")
+    base, exported = load_file(tiny_checkpoint / "model.safetensors"), load_file(tmp_path / "run/export/model.safetensors")
+    assert {name: tensor.shape for name, tensor in exported.items()} == {name: t.shape for name, t in base.items()}
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "run/export/config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    names = {path.name for path in (tmp_path / "run/export").iterdir()}
+    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol"])
+def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None:
+    common = (f"precision.kind={kind}", "optimizer.lr=1e-3", "num_steps=6")
+    for ranks in (1, 2):
+        run_recipe(*common, f"output_dir={tmp_path / str(ranks)}", ranks=ranks)
+    one, two = read_metrics(tmp_path / "1"), read_metrics(tmp_path / "2")
+    assert [r["num_target_tokens"] for r in one[1:]] == [r["num_target_tokens"] for r in two[1:]]
+    # Same micro-batches, gradients summed in another order: float32 rounding, which 8-bit rounding flips amplify.
+    later = 1e-6 if kind == "none" else 1e-3
+    for step, (a, b) in enumerate(zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True)):
+        assert a == pytest.approx(b, rel=1e-6 if step == 0 else later), step
+    assert one[0]["eval_loss"] == pytest.approx(two[0]["eval_loss"], rel=1e-6)
+
+
+def test_a_seed_gives_the_same_losses_twice_and_another_seed_others(run_recipe: Run, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run_recipe("precision.kind=int8_rowcol", "num_steps=4", f"seed={seed}", f"output_dir={tmp_path / name}")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+def test_accumulation_does_not_change_the_loss(run_recipe: Run, tmp_path: Path) -> None:
+    for micro in (2, 8):
+        run_recipe("num_steps=4", f"micro_batch_size={micro}", f"output_dir={tmp_path / str(micro)}")
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("activation_checkpointing=selective",),
+        ("activation_checkpointing=full",),
+        ("parallel.reshard_after_forward=false",),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_memory_settings_do_not_change_a_bit(run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    common = ("precision.kind=int8_rowcol", "num_steps=3")
+    run_recipe(*common)
+    run_recipe(*common, *overrides, f"output_dir={tmp_path / 'other'}")
+    assert losses(tmp_path / "other") == losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("overrides", [("compile=block", "activation_checkpointing=selective"), ("compile=model",)])
+def test_compiled_runs_verify_and_train_alike(run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    common = ("precision.kind=int8_rowcol", "num_steps=3", "eval_every_steps=0")
+    run_recipe(*common)
+    done = run_recipe(*common, *overrides, f"output_dir={tmp_path / 'compiled'}")
+    assert "verified:" in done.stdout
+    assert "recompile" not in done.stderr
+    eager, compiled = losses(tmp_path / "run"), losses(tmp_path / "compiled")
+    # Fused elementwise code rounds differently by a float32 ulp, and a value near a rounding edge then flips.
+    assert compiled[0] == pytest.approx(eager[0], rel=1e-4)
+    assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
+    run_recipe: Run, tmp_path: Path, tiny_config: Path
+) -> None:
+    common = ("precision.kind=int8_rowcol", "checkpoint.every_steps=3", "num_steps=16")
+    run_recipe(*common, f"output_dir={tmp_path / 'whole'}")
+    command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", str(tiny_config), *common]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for kill_after in (4, 10):
+        with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < kill_after + 1):
+                time.sleep(0.005)
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+    done = run_recipe(*common)
+    assert "continuing" in done.stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [r.get("eval_loss") for r in read_metrics(tmp_path / "run")] == [
+        r.get("eval_loss") for r in read_metrics(tmp_path / "whole")
+    ]
+    for name in ("model", "optimizer"):
+        file = f"checkpoints/step-00000016/{name}-00000.safetensors"
+        ours, theirs = load_file(tmp_path / "run" / file), load_file(tmp_path / "whole" / file)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, tmp_path: Path) -> None:
+    run_recipe("schedule.kind=constant", "num_steps=4")
+    assert "already finished" in run_recipe("schedule.kind=constant", "num_steps=4").stdout
+    # What a resume may change: length, precision, checkpointing, ranks.
+    run_recipe(
+        "schedule.kind=constant", "num_steps=6", "precision.kind=int8_rowcol", "activation_checkpointing=full", ranks=2
+    )
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(7))
+
+
+def test_what_a_resume_may_not_change_is_refused_with_both_values(run_recipe: Run, tmp_path: Path) -> None:
+    run_recipe("num_steps=2")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for override in ("seed=5", "data.seq_len=64", "global_batch_size=4", "data.max_rows=500"):
+        done = run_recipe("num_steps=4", override, code=2)
+        key = "data" if override.startswith("data.max_rows") else override.partition("=")[0]
+        assert f"was saved with {key} " in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(run_recipe: Run, tmp_path: Path, tiny_config: Path) -> None:
+    command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", str(tiny_config)]
+    with subprocess.Popen([*command, "num_steps=100000"], env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL) as first:
+        try:
+            while first.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
+                time.sleep(0.02)
+            done = run_recipe(code=2)
+        finally:
+            first.kill()
+    assert "another run is writing to" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(run_recipe: Run, tmp_path: Path) -> None:
+    common = ("schedule.kind=constant", "checkpoint.every_steps=2")
+    run_recipe(*common, "num_steps=4")
+    damaged = tmp_path / "run/checkpoints/step-00000004/model-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    done = run_recipe(*common, "num_steps=5")
+    assert f"checkpoint passed over: {damaged}" in done.stdout
+    assert "continuing" in done.stdout
+    assert "step-00000002" in done.stdout
+    assert damaged.exists()

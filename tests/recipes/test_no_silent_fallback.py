@@ -1,0 +1,50 @@
+"""A fall-back to compute dtype planted in one GEMM of one layer ends the run, and the layer is named."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lptune import linear
+from lptune.cli import recipe
+from lptune.config import FinetuneConfig, load_config
+from lptune.kernels import GEMMS
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
+    convert = linear.convert
+
+    def convert_and_plant(model: nn.Module, *args: Any, **kwargs: Any) -> linear.Plan:
+        plan = convert(model, *args, **kwargs)
+        layer = model.get_submodule(LAYER)
+        assert isinstance(layer, linear.LowPrecisionLinear)
+        layer.spec = dataclasses.replace(layer.spec, **{gemm: "high"})
+        return plan
+
+    monkeypatch.setattr(linear, "convert", convert_and_plant)
+
+
+@pytest.mark.parametrize("mode", ["compile=none", "compile=block"])
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_the_run_fails_with_the_layers_name(
+    monkeypatch: pytest.MonkeyPatch, tiny_config: Path, tmp_path: Path, gemm: str, mode: str
+) -> None:
+    if mode == "compile=block" and gemm != "grad_input":
+        pytest.skip("one GEMM is compiled here, all three in tests/linear/test_verify.py: a compilation takes long")
+    _plant(monkeypatch, gemm)
+    overrides = ["precision.kind=int8_rowcol", "eval_every_steps=0", "activation_checkpointing=selective", mode]
+    cfg = load_config(FinetuneConfig, tiny_config, overrides)
+    with pytest.raises(linear.PrecisionNotAppliedError, match=f"layer {LAYER}: {gemm} was to run .* ran 0 times"):
+        recipe.load_main(RECIPE)(cfg)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_without_verification_it_would_have_run(monkeypatch: pytest.MonkeyPatch, tiny_config: Path) -> None:
+    _plant(monkeypatch, "output")
+    overrides = ["precision.kind=int8_rowcol", "precision.verify=false", "num_steps=1", "eval_every_steps=0"]
+    recipe.load_main(RECIPE)(load_config(FinetuneConfig, tiny_config, overrides))

@@ -1,0 +1,116 @@
+"""Schedules, optimizer groups, clipping, greedy answers, metrics."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lptune import training
+from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig, UserError
+
+
+def _rates(num_steps: int = 10, **keys: object) -> list[float]:
+    cfg = ScheduleConfig(**keys)  # type: ignore[arg-type]
+    return [training.learning_rate(step, num_steps, 2.0, cfg) for step in range(num_steps)]
+
+
+def test_warm_up_rises_linearly_to_the_peak() -> None:
+    assert _rates(warmup_steps=4, kind="constant") == [0.5, 1.0, 1.5, 2.0] + [2.0] * 6
+
+
+def test_cosine_and_linear_fall_from_peak_to_floor() -> None:
+    cosine, linear = _rates(kind="cosine"), _rates(kind="linear", min_lr_ratio=0.5)
+    assert cosine[0] == linear[0] == 2.0
+    assert cosine[5] == pytest.approx(1.0)
+    assert linear[5] == pytest.approx(2.0 * (0.5 + 0.5 * 0.5))
+    for rates in (cosine, linear):
+        assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+    assert training.learning_rate(10, 10, 2.0, ScheduleConfig(min_lr_ratio=0.1)) == pytest.approx(0.2)
+
+
+def test_warm_up_longer_than_the_run_is_no_division_by_zero() -> None:
+    assert _rates(3, warmup_steps=5) == pytest.approx([0.4, 0.8, 1.2])
+
+
+def test_weight_decay_is_on_matrices_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = training.build_optimizer(model, OptimizerConfig(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.1,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+        "1.bias": 0.0,
+    }
+
+
+def test_clipping_reports_the_norm_before_and_bounds_the_norm_after() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.grad, model.bias.grad = torch.full((4, 4), 3.0), torch.full((4,), 4.0)
+    norm = training.clip_grad_norm(model, 1.0)
+    expected = math.sqrt(16 * 9 + 4 * 16)
+    assert float(norm) == pytest.approx(expected)
+    after = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))  # type: ignore[union-attr]
+    assert after == pytest.approx(1.0, rel=1e-5)
+    model.weight.grad.fill_(3.0)
+    training.clip_grad_norm(model, 0.0)
+    assert (model.weight.grad == 3.0).all()
+
+
+class _Counter(nn.Module):
+    """Predicts token + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot((tokens_BS + 1) % 50, 50).float()
+
+
+def test_greedy_answers_rows_of_different_length_and_stops() -> None:
+    answers = training.greedy(_Counter(), [[3], [10, 20], [6, 7]], max_new_tokens=4, stop_ids=[9, 23], pad_id=0)
+    assert answers == [[4, 5, 6, 7], [21, 22], [8]]
+    assert training.greedy(_Counter(), [], max_new_tokens=4, stop_ids=[], pad_id=0) == []
+
+
+def test_metrics_read_back_bit_for_bit(tmp_path: Path) -> None:
+    loss = 0.1 + 0.2
+    path = tmp_path / "metrics.jsonl"
+    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=2, first_step=0, name="x") as metrics:
+        metrics.write({"step": 1, "loss": loss, "mfu": None})
+        metrics.write({"step": 2, "loss": 1e-300})
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert records == [{"step": 1, "loss": loss, "mfu": None}, {"step": 2, "loss": 1e-300}]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with training.MetricsWriter(path, LoggingConfig(), enabled=False, num_steps=2, first_step=0, name="x") as metrics:
+        metrics.write({"step": 1, "loss": 1.0})
+    assert not path.exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_extra_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for keys, extra in (
+        ({"tensorboard": True}, "tensorboard"),
+        ({"wandb_project": "p"}, "wandb"),
+        ({"trackio_project": "p"}, "trackio"),
+    ):
+        with pytest.raises(UserError, match=rf"{extra} is not installed; pip install 'lptune\[{extra}\]'"):
+            training.check_logging(LoggingConfig(**keys))  # type: ignore[arg-type]
+    training.check_logging(LoggingConfig())
+
+
+def test_utilization_is_unknown_on_cpu_and_weighted_by_dtype_on_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert training.utilization(1e12, 0.5, torch.device("cpu"), 1) == (None, None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    used = training.utilization(989e12, 1.0, torch.device("cuda"), 1)
+    assert used.bf16_mfu == pytest.approx(1.0)
+    assert used.mfu == pytest.approx(989 / 1979)
+    assert training.utilization(2 * 989e12, 0.0, torch.device("cuda"), 4).mfu == pytest.approx(0.5)
