@@ -19,7 +19,9 @@ def run_ranks(num_ranks: int, function: Callable[..., None], *arguments: Any) ->
     mp.spawn(_rank, args=(num_ranks, port, function, arguments), nprocs=num_ranks, join=True)
 
 
-def _rank(rank: int, num_ranks: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, num_ranks: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -4,7 +4,14 @@ from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.state import check_fingerprint, find_checkpoint, fingerprint, load_state, save_state
+from lptune.checkpoint.state import (
+    check_fingerprint,
+    find_checkpoint,
+    load_state,
+    run_facts,
+    save_state,
+    started_on,
+)
 
 __all__ = [
     "HFIndex",
@@ -13,12 +20,13 @@ __all__ = [
     "check_fingerprint",
     "export_hf",
     "find_checkpoint",
-    "fingerprint",
     "load_hf",
     "load_state",
     "match_tensors",
     "open_run_folder",
     "read_index",
+    "run_facts",
     "save_state",
+    "started_on",
     "verify",
 ]

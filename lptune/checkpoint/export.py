@@ -1,7 +1,7 @@
 """Export: an ordinary Hugging Face folder with the tensor names, files and index of the imported one.
 
-It is written beside its final place, read back and compared tensor by tensor with the weights in memory, and only then
-published and reported.
+It is written beside its final place, read back and compared tensor by tensor with the weights in memory, and
+only then published and reported.
 """
 
 import shutil
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import lptune
-from lptune.checkpoint.files import fresh_folder, fsync_path, publish_folder, read_json, save_tensors, write_json, write_text
+from lptune.checkpoint.files import (
+    fresh_folder,
+    fsync_path,
+    publish_folder,
+    read_json,
+    save_tensors,
+    write_json,
+    write_text,
+)
 from lptune.checkpoint.hf import INDEX_NAME, HFIndex, match_tensors
 from lptune.distributed import World, reshard
 
@@ -35,8 +43,10 @@ def export_hf(
 ) -> Path:
     """Writes `model` as a Hugging Face folder; returns `folder`. All ranks call it, the main rank writes.
 
-    source: the imported checkpoint; its tensor names and shard files are kept, config.json and tokenizer files copied.
-    dtype: `original` (each tensor's stored dtype) or a torch dtype's name. card: what README.md states of the run.
+    source: the imported checkpoint; its tensor names and shard files are kept, config.json and tokenizer
+    files copied.
+    dtype: `original` (each tensor's stored dtype) or a torch dtype's name. card: what README.md states of the
+    run.
     chat_template: written as chat_template.jinja when the run used another than the tokenizer's own.
     Raises RuntimeError if what was written does not read back equal.
     """
@@ -114,7 +124,15 @@ def _write_rest(
 
 
 def _model_card(card: dict[str, Any]) -> str:
-    lines = ["---", "library_name: transformers", "tags: [lptune]", "---", "", f"# {card.get('name', 'Fine-tuned model')}", ""]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [lptune]",
+        "---",
+        "",
+        f"# {card.get('name', 'Fine-tuned model')}",
+        "",
+    ]
     lines += [f"Full fine-tuning with lptune {lptune.__version__} (torch {torch.__version__}).", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in card.items() if key != "name"]

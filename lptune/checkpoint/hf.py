@@ -1,7 +1,8 @@
 """A Hugging Face folder's tensors: which there are, whether they fit, and reading them shard by shard.
 
-Everything that can be wrong is found from the safetensors headers, a few kilobytes, before a weight is read or a run
-folder made. Loading then streams: each rank reads just the rows of its own shard, straight into place.
+Everything that can be wrong is found from the safetensors headers, a few kilobytes, before a weight is read
+or a run folder made. Loading then streams: each rank reads just the rows of its own shard, straight into
+place.
 """
 
 import re
@@ -52,16 +53,23 @@ class HFIndex:
 
 
 def read_index(folder: Path) -> HFIndex:
-    """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be loaded."""
+    """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be
+    loaded.
+    """
     if not folder.is_dir():
-        raise UserError(f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` makes one")
+        raise UserError(
+            f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
+            "makes one"
+        )
     index_path = folder / INDEX_NAME
     if index_path.exists():
         weight_map = _weight_map(index_path)
         tensors: dict[str, StoredTensor] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (folder / file).is_file():
-                raise UserError(f"{index_path}: names {file}, which is not in the folder; download the checkpoint again")
+                raise UserError(
+                    f"{index_path}: names {file}, which is not in the folder; download the checkpoint again"
+                )
             stored = _read_header(folder / file)
             for name in (name for name, its_file in weight_map.items() if its_file == file):
                 if name not in stored:
@@ -72,12 +80,14 @@ def read_index(folder: Path) -> HFIndex:
     if len(files) == 1:
         return HFIndex(folder, _read_header(files[0]), False)
     if files:
-        raise UserError(f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download the checkpoint again")
+        raise UserError(
+            f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download it again"
+        )
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
     if pickled:
         raise UserError(
-            f"{folder}: holds only pickled weights ({pickled[0]}), which are never loaded; convert them to safetensors "
-            "(transformers: save_pretrained)"
+            f"{folder}: holds only pickled weights ({pickled[0]}), which are never loaded; convert them to "
+            "safetensors (transformers: save_pretrained)"
         )
     raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
 
@@ -85,8 +95,8 @@ def read_index(folder: Path) -> HFIndex:
 def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
     """For each parameter of `model`, the stored names it is loaded from and exported to.
 
-    A tied parameter has several names in the model; a checkpoint may store any of them, or all. Raises UserError when
-    a tensor is missing, unexpected or of another shape.
+    A tied parameter has several names in the model; a checkpoint may store any of them, or all. Raises
+    UserError when a tensor is missing, unexpected or of another shape.
     """
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -103,8 +113,8 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
             found = index.tensors[alias]
             if found.shape != tuple(parameter.shape):
                 raise UserError(
-                    f"{index.folder / found.file}: tensor {alias!r} has shape {list(found.shape)}, config.json asks for "
-                    f"{list(parameter.shape)}"
+                    f"{index.folder / found.file}: tensor {alias!r} has shape {list(found.shape)}, "
+                    f"config.json asks for {list(parameter.shape)}; they do not belong together"
                 )
         matched[name] = stored
     if missing:
@@ -115,14 +125,15 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
     if unexpected:
         file = index.tensors[unexpected[0]].file
         raise UserError(
-            f"{index.folder / file}: tensor {unexpected[0]!r} is not part of this model{_and_more(unexpected)}; config.json and "
-            "weights do not belong together"
+            f"{index.folder / file}: tensor {unexpected[0]!r} is not part of this "
+            f"model{_and_more(unexpected)}; config.json and weights do not belong together"
         )
     return matched
 
 
 def load_hf(model: nn.Module, index: HFIndex) -> None:
-    """Reads each parameter's rows (its local shard under FSDP) from the folder, in place, cast to the parameter's dtype.
+    """Reads each parameter's rows (its local shard under FSDP) from the folder, in place, cast to the
+    parameter's dtype.
 
     `model` has real storage; `match_tensors` has been satisfied before sharding or is checked here.
     """
@@ -153,10 +164,14 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def read_rows(tensors: Any, name: str, local: Tensor, start: int) -> int:
-    """Copies rows [start, start + len(local)) of the stored tensor `name` into `local`; returns the elements read."""
+    """Copies rows [start, start + len(local)) of the stored tensor `name` into `local`; returns the elements
+    read.
+    """
     if local.numel() == 0:
         return 0
-    rows = tensors.get_slice(name)[start : start + local.shape[0]] if local.dim() else tensors.get_tensor(name)
+    rows = (
+        tensors.get_slice(name)[start : start + local.shape[0]] if local.dim() else tensors.get_tensor(name)
+    )
     assert rows.shape == local.shape, (name, rows.shape, local.shape)
     local.copy_(rows)
     return int(rows.numel())
@@ -178,7 +193,9 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: has no weight_map; download the checkpoint again")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise UserError(f"{path}: {name!r} is mapped to {file!r}; a plain *.safetensors file name is needed")
+            raise UserError(
+                f"{path}: {name!r} is mapped to {file!r}; a plain *.safetensors file name is needed"
+            )
     return weight_map
 
 
@@ -190,8 +207,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             dtype = DTYPES.get(header.get_dtype())
             if dtype is None and not _DERIVED.search(name):
                 raise UserError(
-                    f"{path}: tensor {name!r} is stored as {header.get_dtype()}; only {', '.join(DTYPES)} can be trained "
-                    "(a quantized checkpoint cannot)"
+                    f"{path}: tensor {name!r} is stored as {header.get_dtype()}; only "
+                    f"{', '.join(DTYPES)} can be trained (a quantized checkpoint cannot)"
                 )
             found[name] = StoredTensor(path.name, tuple(header.get_shape()), dtype or torch.float32)
     return found

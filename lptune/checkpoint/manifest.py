@@ -1,7 +1,8 @@
 """manifest.json: what a checkpoint folder must hold, byte for byte.
 
-safetensors notices truncation but no flipped bit, and nothing notices a file of another step. The manifest lists every
-file's size and sha256, the step, and which rows of which tensor lie where; it carries a digest of itself.
+safetensors notices truncation but no flipped bit, and nothing notices a file of another step. The manifest
+lists every file's size and sha256, the step, and which rows of which tensor lie where; it carries a digest of
+itself.
 """
 
 import hashlib
@@ -64,7 +65,9 @@ def write_manifest(folder: Path, step: int, world_size: int, shards: dict[str, l
 
 
 def verify(folder: Path) -> Manifest:
-    """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first fault."""
+    """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first
+    fault.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     if not (folder / NAME).is_file():
@@ -77,7 +80,9 @@ def verify(folder: Path) -> Manifest:
     if digest != _digest(content):
         raise UserError(f"{path}: its own digest does not match; the file was changed")
     if folder.name != step_folder_name(content["step"]):
-        raise UserError(f"{path}: is of step {content['step']}, the folder says {folder.name}; it was renamed or swapped")
+        raise UserError(
+            f"{path}: is of step {content['step']}, the folder says {folder.name}; it was renamed or swapped"
+        )
     for name, expected in content["files"].items():
         file = folder / name
         if not file.is_file():

@@ -1,7 +1,8 @@
 """One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/.
 
-A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the process, so a killed run
-never leaves a stale one. The folder is made only after everything the user can have wrong was checked.
+A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the
+process, so a killed run never leaves a stale one. The folder is made only after everything the user can have
+wrong was checked.
 """
 
 import fcntl
@@ -61,7 +62,9 @@ class RunFolder:
 
 
 @contextmanager
-def open_run_folder(path: Path, resume: str, checkpoint: Manifest | None, world: World) -> Iterator[RunFolder]:
+def open_run_folder(
+    path: Path, resume: str, checkpoint: Manifest | None, world: World
+) -> Iterator[RunFolder]:
     """Makes (or re-enters) the run's folder and holds its lock. All ranks call it; the main rank writes."""
     run = RunFolder(path)
     if not world.is_main:
@@ -69,13 +72,17 @@ def open_run_folder(path: Path, resume: str, checkpoint: Manifest | None, world:
         yield run
         return
     if resume == "none" and (run.metrics.exists() or run.checkpoints.exists()):
-        raise UserError(f"output_dir: {path} holds another run; choose a new folder, or continue it with resume=auto")
+        raise UserError(
+            f"output_dir: {path} holds another run; choose a new folder, or continue it with resume=auto"
+        )
     path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"output_dir: another run is writing to {path}; wait for it or choose another folder") from None
+            raise UserError(
+                f"output_dir: another run is writing to {path}; wait for it or choose another folder"
+            ) from None
         run.checkpoints.mkdir(exist_ok=True)
         # Without a checkpoint there is nothing to continue: what an interrupted start left is overwritten.
         run.keep_metrics_until(checkpoint.step if checkpoint else -1)

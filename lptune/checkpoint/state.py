@@ -1,7 +1,8 @@
 """Training state: float32 master weights and optimizer moments by parameter name, and a few numbers.
 
-The position in the data is the step (the order of rows is a function of seed and epoch), and no other random state
-exists, so weights, moments, step and fingerprint are all that an exact continuation needs. Tensors are plain and in high
+The position in the data is the step (the order of rows is a function of seed and epoch), and no other random
+state exists, so weights, moments, step and fingerprint are all that an exact continuation needs. Tensors are
+plain and in high
 precision: a run may resume under another precision, compile mode or number of ranks.
 
     step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …one pair per rank
@@ -12,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from lptune.checkpoint.manifest import Manifest, Shard, step_folder_name, verify
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import World, reshard
 
-Fingerprint = Mapping[str, Any]
+Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -34,21 +36,24 @@ def save_state(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    fingerprint: Fingerprint,
+    facts: Facts,
     world: World,
     keep_last: int,
 ) -> Path:
     """Publishes `folder/step-N` (all ranks call it) and removes checkpoints beyond the newest `keep_last`."""
-    final = folder / step_folder_name(step)
-    if final.exists():  # A run that resumed at this very step has nothing new to save.
-        return final
     reshard(model)
+    final = folder / step_folder_name(step)
     partial = folder / f".tmp-{final.name}"
     if world.is_main:
+        if final.exists():  # Damaged, and therefore passed over when this run resumed from an older one.
+            _set_aside(final)
         fresh_folder(partial)
     world.barrier()
-    shards = {}
-    for kind, tensors in (("model", _model_tensors(model)), ("optimizer", _optimizer_tensors(model, optimizer))):
+    shards: dict[str, list[dict[str, Any]]] = {}
+    for kind, tensors in (
+        ("model", _model_tensors(model)),
+        ("optimizer", _optimizer_tensors(model, optimizer)),
+    ):
         name = f"{kind}-{world.rank:05d}.safetensors"
         local = {key: local_rows(tensor) for key, tensor in tensors.items()}
         # A rank that holds no row of a tensor stores nothing for it.
@@ -62,7 +67,7 @@ def save_state(
     write_json(partial / f"shards-{world.rank:05d}.json", shards)
     world.barrier()
     if world.is_main:
-        write_json(partial / "state.json", {"step": step, "fingerprint": dict(fingerprint)})
+        write_json(partial / "state.json", {"step": step, **facts})
         write_manifest(partial, step, world.size, _merge_shards(partial, world.size))
         publish_folder(partial, final)
         for old in list_checkpoints(folder)[keep_last:]:
@@ -73,19 +78,18 @@ def save_state(
 
 def load_state(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows."""
-    optimizer_state: dict[str, Tensor] = {}
     for parameter in model.parameters():
         optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
         optimizer.state[parameter]["step"] = torch.tensor(
             float(manifest.step), dtype=torch.float32, device=parameter.device
         )
-    optimizer_state = _optimizer_tensors(model, optimizer)
-    for name, tensor in (_model_tensors(model) | optimizer_state).items():
+    for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         _read(manifest, name, tensor)
 
 
 def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
-    """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that verifies.
+    """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that
+    verifies.
 
     warn: called with a line for each damaged checkpoint that is passed over. Damaged ones are never deleted.
     """
@@ -101,10 +105,15 @@ def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
     return None
 
 
-def fingerprint(cfg: FinetuneConfig, data_digest: str) -> Fingerprint:
-    """What must not change between the parts of one run. Precision, compilation, ranks and length may."""
+def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date) -> Facts:
+    """What state.json says of a run beside its step.
+
+    fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
+    may.
+    started_on: the day that chat templates which write a date see, in every part of the run.
+    """
     folder = Path(cfg.model.path)
-    return {
+    fingerprint = {
         # What decides the data comes before the data, so that the cause is named and not its consequence.
         "seed": cfg.seed,
         "data.seq_len": cfg.data.seq_len,
@@ -113,17 +122,35 @@ def fingerprint(cfg: FinetuneConfig, data_digest: str) -> Fingerprint:
         "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
         "data": data_digest[:16],
     }
+    return {"fingerprint": fingerprint, "started_on": started_on.isoformat()}
 
 
-def check_fingerprint(manifest: Manifest, fingerprint: Fingerprint) -> None:
+def started_on(manifest: Manifest | None) -> date:
+    """The day the run began: today, if there is nothing to resume."""
+    return date.fromisoformat(_facts(manifest)["started_on"]) if manifest else date.today()
+
+
+def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
     """Refuses to resume a run whose data, model or seed differ, naming both values."""
-    saved = read_json(manifest.folder / "state.json")["fingerprint"]
-    for key, value in fingerprint.items():
+    saved = _facts(manifest)["fingerprint"]
+    for key, value in facts["fingerprint"].items():
         if saved.get(key) != value:
             raise UserError(
-                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}; restore it, or start "
-                "anew in another output_dir"
+                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}; "
+                "restore it, or start anew in another output_dir"
             )
+
+
+def _facts(manifest: Manifest) -> Facts:
+    facts: Facts = read_json(manifest.folder / "state.json")
+    return facts
+
+
+def _set_aside(folder: Path) -> None:
+    number = 1
+    while (target := folder.with_name(f"damaged-{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(target)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -162,11 +189,20 @@ def _read(manifest: Manifest, name: str, tensor: Tensor) -> None:
         if first >= last:
             continue
         with safe_open(str(manifest.folder / shard.file), framework="pt", device="cpu") as tensors:
-            rows = tensors.get_slice(name)[first - shard.start : last - shard.start] if local.dim() else tensors.get_tensor(name)
+            rows = (
+                tensors.get_slice(name)[first - shard.start : last - shard.start]
+                if local.dim()
+                else tensors.get_tensor(name)
+            )
         target = local[first - start : last - start] if local.dim() else local
         if rows.shape != target.shape:
-            raise UserError(f"{manifest.folder}: tensor {name!r} has rows of shape {list(rows.shape[1:])}, the model has {list(target.shape[1:])}")
+            raise UserError(
+                f"{manifest.folder}: tensor {name!r} has rows of shape {list(rows.shape[1:])}, the model has "
+                f"{list(target.shape[1:])}"
+            )
         target.copy_(rows)
         num_read += rows.numel()
     if num_read != local.numel():
-        raise UserError(f"{manifest.folder}: holds {num_read} elements of {name!r} where {local.numel()} are needed")
+        raise UserError(
+            f"{manifest.folder}: holds {num_read} elements of {name!r} where {local.numel()} are needed"
+        )

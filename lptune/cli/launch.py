@@ -169,7 +169,7 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str]) -> NoReturn:
     _silence("torch.distributed")
     try:
         _forward_once(signals, SignalException)
-        torch.distributed.run.run(args)  # type: ignore[no-untyped-call]
+        torch.distributed.run.run(args)
         sys.exit(0)
     except torch.distributed.DistNetworkError as error:
         raise UserError(f"run: torchrun: {str(error).splitlines()[0]}") from None

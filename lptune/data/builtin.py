@@ -2,8 +2,8 @@
 
 A transformer of half a million weights, started from random numbers, must learn something visible in two
 minutes of a CPU. What it picks up so quickly is *composition*: a fact seen under three wordings is soon known
-under a fourth; an order (days, letters, numbers) learnt from some pairs holds for the others; a place in a list
-can be copied whatever the words are. So a row is one wording x one thing x one question about it, and a
+under a fourth; an order (days, letters, numbers) learnt from some pairs holds for the others; a place in a
+list can be copied whatever the words are. So a row is one wording x one thing x one question about it, and a
 held-out row is a combination never seen whose parts were. Facts that no other row teaches would only measure
 the size of the set.
 

@@ -242,7 +242,8 @@ class _Builder:
             self.counts.num_dropped_documents += 1
             return
         first = int(targets[0])
-        end = first + int(np.argmin(np.r_[is_target[first:], False]))
+        gaps = np.flatnonzero(np.diff(targets) > 1)
+        end = int(targets[gaps[0] if len(gaps) else -1]) + 1
         key = _key(tokens[:first])
         if len(tokens) > self.seq_len:
             self.counts.num_truncated_documents += 1

@@ -16,7 +16,6 @@ as `apply_chat_template` does it.
 from typing import NamedTuple
 
 from lptune.config import DataConfig, UserError
-from lptune.data.alphabet import without
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
 from lptune.data.messages import inline_calls
@@ -124,9 +123,10 @@ class Layout:
         text, spans = turns.text, turns.spans
         alphabet = self.tokenizer.alphabet
         places = alphabet.unknown(text) if alphabet else []
-        if places:
+        if alphabet and places:
             self._count_unknown(text, places)
-            text, spans = without(text, places, spans)
+            if alphabet.shifts_offsets:
+                text, spans = alphabet.without(text, places, spans)
         return Written(text, spans)
 
     def notes(self) -> list[str]:
@@ -139,7 +139,10 @@ class Layout:
                 f"are learned as the whole conversation shows them"
             )
         if self.num_unknown_characters:
-            examples = " ".join(ascii(character)[1:-1] for character in list(self._unknown_examples)[:8])
+            examples = " ".join(
+                character if character.isprintable() else ascii(character)
+                for character in list(self._unknown_examples)[:8]
+            )
             notes.append(
                 f"the tokenizer drops {self.num_unknown_characters:,} characters that it does not know "
                 f"({examples} …)"

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Tokenizer:
     start is nothing special.
     """
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -125,7 +126,7 @@ class Tokenizer:
             )
         return dataclasses.replace(self, template=template)
 
-    @property
+    @cached_property
     def special_texts(self) -> frozenset[str]:
         """Texts that the tokenizer never splits and that mean something to the model: `<|im_end|>`, `</s>`
         …
@@ -172,8 +173,9 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     tokenizer = Tokenizer(
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
-        pad_id=pad_id, alphabet=alphabet_of(spec, special_texts), continuation=_continuation(backend, special),
-        prefix_ids=prefix, suffix_ids=suffix, template=None,
+        pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
+        alphabet=alphabet_of(spec, special_texts),
+        continuation=_continuation(backend, special),
     )  # fmt: skip
     where, sources = _own_templates(folder, config)
     if chat_template is not None:
@@ -233,7 +235,8 @@ def _special_tokens(folder: Path, config: dict[str, Any], name: str) -> dict[str
                     values[key] = text
                 elif source is config:
                     values.pop(key, None)
-    return values
+    own = {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
+    return {**own, **values}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:

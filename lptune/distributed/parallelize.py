@@ -1,8 +1,8 @@
 """`parallelize()`: activation checkpointing, compilation and FSDP2, in the only order that works.
 
     checkpointing first, so that what is compiled includes the recomputation and the compiler can plan it;
-    compilation next, on each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
-    all blocks of a kind;
+    compilation next, on each block's forward, so that FSDP's hooks stay outside the graph and one graph
+    serves all blocks of a kind;
     `fully_shard` last, block by block and then the root (embeddings, final norm, head).
 
 Parameters stay float32 (the master weights); FSDP casts a gathered block to the compute dtype and reduces
@@ -26,12 +26,13 @@ from lptune.distributed.session import World
 def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     """Applies checkpointing, compilation and sharding to `model` (a Decoder, usually on meta), in place.
 
-    Every rank calls it with the same model. Afterwards parameters are DTensors, sharded by rows over the mesh axis `fsdp`.
+    Every rank calls it with the same model. Afterwards parameters are DTensors, sharded by rows over the mesh
+    axis `fsdp`.
     """
-    blocks: list[nn.Module] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    blocks: list[Any] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
     if cfg.activation_checkpointing != "none":
         for block in blocks:
-            block.__class__ = _checkpointed(type(block), cfg.activation_checkpointing)
+            block.__class__ = _checkpointed(block.__class__, cfg.activation_checkpointing)
     if cfg.compile != "none":
         _require_compiler()
         # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
@@ -47,15 +48,22 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     shard: dict[str, Any] = {"mesh": world.mesh, "mp_policy": mp_policy}
     for block in blocks:
         fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
-    # The root's weights are used last in forward and first in backward: freeing them between would gather twice.
+    # The root's weights are used last in forward and first in backward: freeing them between would gather
+    # twice.
     fully_shard(model, **shard, reshard_after_forward=False)
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward reduces gradients over ranks; off while micro-batches accumulate."""
+    assert isinstance(model, FSDPModule), "parallelize() comes first"
+    model.set_requires_gradient_sync(enabled)
 
 
 def reshard(model: nn.Module) -> None:
     """Makes `model.parameters()` the sharded ones again.
 
-    FSDP leaves a module's gathered weights in place after a forward without a backward (an evaluation), for all modules
-    that do not reshard after forward. Who reads parameters by name calls this first.
+    FSDP leaves a module's gathered weights in place after a forward without a backward (an evaluation), for
+    all modules that do not reshard after forward. Who reads parameters by name calls this first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -63,7 +71,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @functools.cache
-def _checkpointed(cls: type[nn.Module], mode: str) -> type[nn.Module]:
+def _checkpointed(cls: Any, mode: str) -> type[nn.Module]:
     """A subclass of `cls` whose forward is checkpointed: no wrapper module, so parameter names stay."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +107,7 @@ def _expensive_ops() -> frozenset[Any]:
 
 def _varlen_ops() -> list[Any]:
     try:
-        import torch.nn.attention.varlen  # noqa: F401  (registers the op)
+        import torch.nn.attention.varlen  # registers the op
 
         return [torch.ops.torch_attn._varlen_attn.default]
     except (ImportError, AttributeError):
@@ -115,5 +123,6 @@ def _require_compiler() -> None:
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if not any(shutil.which(name) for name in candidates):
         raise UserError(
-            f"compile: needs a C++ compiler, and {' or '.join(candidates)} is not on the PATH; install one or set compile=none"
+            f"compile: needs a C++ compiler, and {' or '.join(candidates)} is not on the PATH; "
+            "install one or set compile=none"
         )

@@ -1,7 +1,8 @@
 """A session: the process group of a run, its device and its mesh.
 
-One rank and many are the same code. Without a launcher there is a process group of one (over an in-memory store: no
-socket is opened), so that FSDP, DTensor and every collective below run in the single-device case too.
+One rank and many are the same code. Without a launcher there is a process group of one (over an in-memory
+store: no socket is opened), so that FSDP, DTensor and every collective below run in the single-device case
+too.
 """
 
 import os
@@ -56,9 +57,11 @@ class World:
 
 @contextmanager
 def session(device: str = "auto") -> Iterator[World]:
-    """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single rank.
+    """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
+    rank.
 
-    device: auto | cpu | cuda. Raises UserError when cuda is asked for and not there. The group is destroyed at exit.
+    device: auto | cpu | cuda. Raises UserError when cuda is asked for and not there. The group is destroyed
+    at exit.
     """
     device_type = _device_type(device)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,14 +80,16 @@ def session(device: str = "auto") -> Iterator[World]:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("fsdp",))
         yield World(rank=rank, size=size, device=here, mesh=mesh)
     finally:
         dist.destroy_process_group()
-        # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL; in an
-        # interpreter that is finalizing by then it aborts the process (seen in 2 of 27 exits). Let it have the GIL.
+        # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
+        # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 27 exits). Let it
+        # have the GIL.
         time.sleep(0.1)
 
 

@@ -1,8 +1,9 @@
 """INT8 GEMM with the scales applied to the accumulator.
 
-`out = (a @ b) * scale_a * scale_b`: int8 products, int32 accumulation, scales and rounding to the output dtype
-last. The sum is exact, so every backend gives the same bits. Contractions longer than an int32 holds
-(133,144 products: many tokens in grad_weight, a 152k vocabulary in grad_input) are split and summed in float32.
+`out = (a @ b) * scale_a * scale_b`: int8 products, int32 accumulation, scales and rounding to the output
+dtype last. The sum is exact, so every backend gives the same bits. Contractions longer than an int32 holds
+(133,144 products: many tokens in grad_weight, a 152k vocabulary in grad_input) are split and summed in
+float32.
 """
 
 import torch
@@ -17,7 +18,6 @@ from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 _EPILOGUE_ELEMENTS = 1 << 18
 
 
-@torch.library.custom_op("lptune::int8_scaled_mm", mutates_args=())
 def int8_scaled_mm(
     a_MK: Tensor,
     b_KN: Tensor,
@@ -27,20 +27,34 @@ def int8_scaled_mm(
     layer: Tensor,
     gemm: int,
 ) -> Tensor:
-    """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None stands for a scale of 1.
+    """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None: a scale of 1.
 
     a_MK, b_KN: int8, any strides (fastest: a row-major, b column-major). Scales: float32, (M, 1) and (1, N).
     layer: `layer_handle` of the calling layer; gemm: index into GEMMS. Both only feed `record_gemms`.
+    Raises ValueError for other dtypes and shapes.
     """
     _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
+    out_MN: Tensor = _int8_scaled_mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, layer, gemm)
+    return out_MN
+
+
+@torch.library.custom_op("lptune::int8_scaled_mm", mutates_args=())
+def _int8_scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    gemm: int,
+) -> Tensor:
     m, k = a_MK.shape
     mm = _mm_reference if choose_backend(a_MK.device.type) == "reference" else _mm_torch
     if k <= INT32_SAFE_CONTRACTION:
         acc_MN = mm(a_MK, b_KN)
     else:
-        parts = range(0, k, INT32_SAFE_CONTRACTION)
         acc_MN = torch.zeros(m, b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
-        for start in parts:
+        for start in range(0, k, INT32_SAFE_CONTRACTION):
             part = slice(start, start + INT32_SAFE_CONTRACTION)
             acc_MN += mm(a_MK[:, part], b_KN[part])
     out_MN = _apply_scales(acc_MN, scale_a_M1, scale_b_1N, out_dtype)
@@ -48,7 +62,7 @@ def int8_scaled_mm(
     return out_MN
 
 
-@int8_scaled_mm.register_fake
+@_int8_scaled_mm.register_fake
 def _(
     a_MK: Tensor,
     b_KN: Tensor,
@@ -61,17 +75,22 @@ def _(
     return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
 
 
-@torch.library.custom_op("lptune::cast", mutates_args=())
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)` that survives torch.compile.
 
-    Inductor drops a float32 -> bfloat16 -> float32 round trip, and with it the rounding of the weight before its
-    quantization, so that compiled and eager runs would disagree on every scale.
+    Inductor drops a float32 -> bfloat16 -> float32 round trip, and with it the rounding of the weight before
+    its quantization, so that compiled and eager runs would disagree on every scale.
     """
+    out: Tensor = _cast(x, dtype)
+    return out
+
+
+@torch.library.custom_op("lptune::cast", mutates_args=())
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
 
 
-@cast.register_fake
+@_cast.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
@@ -80,7 +99,9 @@ def _check(a_MK: Tensor, b_KN: Tensor, scale_a_M1: Tensor | None, scale_b_1N: Te
     if a_MK.dtype != torch.int8 or b_KN.dtype != torch.int8:
         raise ValueError(f"int8_scaled_mm needs int8 operands, got {a_MK.dtype} and {b_KN.dtype}")
     if a_MK.dim() != 2 or b_KN.dim() != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        raise ValueError(f"int8_scaled_mm needs (M, K) and (K, N), got {tuple(a_MK.shape)} and {tuple(b_KN.shape)}")
+        raise ValueError(
+            f"int8_scaled_mm needs (M, K) and (K, N), got {tuple(a_MK.shape)} and {tuple(b_KN.shape)}"
+        )
     if scale_a_M1 is not None and scale_a_M1.shape != (a_MK.shape[0], 1):
         raise ValueError(f"int8_scaled_mm needs scale_a of shape (M, 1), got {tuple(scale_a_M1.shape)}")
     if scale_b_1N is not None and scale_b_1N.shape != (1, b_KN.shape[1]):

@@ -11,9 +11,10 @@ from lptune.linear.convert import convert, unconvert
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
-from lptune.linear.verify import PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
+    "FirstStep",
     "LayerPlan",
     "LinearSpec",
     "LowPrecisionLinear",

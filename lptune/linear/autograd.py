@@ -4,18 +4,21 @@
     grad_input  = g @ W      contracts over N: rows of g, columns of W
     grad_weight = g.T @ x    contracts over T: columns of g, columns of x  one scale per column of each
 
-A scale can leave the sum only where it is constant along the contraction. W was quantized by rows for `output`, and
-in `grad_input` those scales vary along the contraction. They are pushed into the other operand instead:
+A scale can leave the sum only where it is constant along the contraction. W was quantized by rows for
+`output`, and in `grad_input` those scales vary along the contraction. They are pushed into the other operand
+instead:
 
     g @ (q * s) = (g * s.T) @ q        `folded`
 
-so g * s.T is quantized by rows and multiplied by the very int8 weight that forward used: W is rounded once, not
-twice. That matters under an 8-bit all-gather, where the original weight is not there to be quantized by column. The
-same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allows x to be saved in 8 bits; outlier channels
-of x then share a scale with ordinary ones, so it is an option and `column` the default (docs/numerics.md).
+so g * s.T is quantized by rows and multiplied by the very int8 weight that forward used: W is rounded once,
+not twice. That matters under an 8-bit all-gather, where the original weight is not there to be quantized by
+column. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allows x to be saved in 8 bits;
+outlier channels of x then share a scale with ordinary ones, so it is an option and `column` the default
+(docs/numerics.md).
 
-Backward keeps the weight itself, not its int8 copy: FSDP frees and gathers the weight's storage between forward
-and backward, while a saved copy would hold the whole unsharded model. Quantizing again gives the same bits.
+Backward keeps the weight itself, not its int8 copy: FSDP frees and gathers the weight's storage between
+forward and backward, while a saved copy would hold the whole unsharded model. Quantizing again gives the same
+bits.
 """
 
 from typing import Any
@@ -29,14 +32,23 @@ from lptune.numerics import dequantize, quantize_columns, quantize_rows
 _OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
 
 
-class Int8RowColLinear(torch.autograd.Function):
-    """`x @ w.T` with each GEMM in INT8 or high precision, as the arguments of `apply` say."""
+def int8_rowcol_linear(
+    x_TK: Tensor, w_NK: Tensor, layer: Tensor, output: str, grad_input: str, grad_weight: str
+) -> Tensor:
+    """`x @ w.T`, differentiable, with each of its three GEMMs as `LinearSpec` says.
 
+    x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it.
+    layer: `layer_handle` under which the executed GEMMs are counted.
+    """
+    out_TN: Tensor = _Int8RowColLinear.apply(x_TK, w_NK, layer, output, grad_input, grad_weight)  # type: ignore[no-untyped-call]
+    return out_TN
+
+
+class _Int8RowColLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TK: Tensor, w_NK: Tensor, layer: Tensor, output: str, grad_input: str, grad_weight: str
     ) -> Tensor:
-        """x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it."""
         ctx.grad_input, ctx.grad_weight = grad_input, grad_weight
         weight_NK = _compute_weight(w_NK, x_TK.dtype)
         need_x_rows = output == "low" or grad_weight == "folded"
@@ -44,7 +56,9 @@ class Int8RowColLinear(torch.autograd.Function):
         if output == "low":
             assert x is not None
             w = quantize_rows(weight_NK)
-            out_TN = int8_scaled_mm(x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, _OUTPUT)
+            out_TN = int8_scaled_mm(
+                x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, _OUTPUT
+            )
         else:
             out_TN = x_TK @ weight_NK.t()
         if grad_weight == "folded":
@@ -56,7 +70,6 @@ class Int8RowColLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Gradients of x and w in g's dtype."""
         w_NK, layer, *x_saved = ctx.saved_tensors
         g_TN = g_TN.contiguous()
         gx_TK = gw_NK = None

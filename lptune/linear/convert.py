@@ -23,8 +23,8 @@ _ALIGNMENT = 16
 def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str] = ()) -> Plan:
     """Replaces, in place, each `nn.Linear` of `model` that `precision` selects; returns the plan.
 
-    Works on any module tree, before or after weights are loaded, on any device including meta. Parameters are the
-    same objects as before. Call it before `fully_shard` and before compiling.
+    Works on any module tree, before or after weights are loaded, on any device including meta. Parameters are
+    the same objects as before. Call it before `fully_shard` and before compiling.
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
     (`lm_head`, `layers.0.*`, `*.o_proj`). Raises UserError for a pattern that matches nothing and when no
@@ -54,8 +54,8 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
     if not plan.converted:
         why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
         raise UserError(
-            f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in compute dtype. "
-            "Change precision.skip or set kind: none"
+            f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in "
+            "compute dtype. Change precision.skip or set kind: none"
         )
     return plan
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.kernels import layer_handle
-from lptune.linear.autograd import Int8RowColLinear
+from lptune.linear.autograd import int8_rowcol_linear
 from lptune.linear.spec import LinearSpec
 
 
@@ -26,10 +26,10 @@ class LowPrecisionLinear(nn.Linear):
         """x: (..., in_features) in compute dtype -> (..., out_features) in the same."""
         x_TK = x.reshape(-1, x.shape[-1])
         spec = self.spec
-        out_TN = Int8RowColLinear.apply(
+        out_TN: Tensor = int8_rowcol_linear(
             x_TK, self.weight, self.handle, spec.output, spec.grad_input, spec.grad_weight
         )
-        out: Tensor = out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
+        out = out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:

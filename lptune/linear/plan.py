@@ -48,7 +48,7 @@ class Plan:
         """What precision_plan.json holds."""
         rows = []
         for layer in self.layers:
-            shape, output, grad_input, grad_weight, gather = layer.columns()
+            _, output, grad_input, grad_weight, gather = layer.columns()
             rows.append(
                 {
                     "name": layer.name,
@@ -64,7 +64,9 @@ class Plan:
         return {"kind": self.kind, "num_converted": len(self.converted), "layers": rows}
 
     def table(self) -> str:
-        """Text table; layers that differ only in their number share a row (`model.layers.0-27.mlp.up_proj`)."""
+        """Text table; layers that differ only in their number share a row
+        (`model.layers.0-27.mlp.up_proj`).
+        """
         header = ("layer", "shape (out x in)", *GEMMS, "all-gather", "note")
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
@@ -77,7 +79,9 @@ class Plan:
             for row in (header, *rows)
         ]
         lines.insert(1, "-" * len(lines[0]))
-        summary = f"precision {self.kind}: {len(self.converted)} of {len(self.layers)} linear layers converted"
+        summary = (
+            f"precision {self.kind}: {len(self.converted)} of {len(self.layers)} linear layers converted"
+        )
         return "\n".join([summary, *lines])
 
 

@@ -1,12 +1,13 @@
 """Did the first step really run in low precision?
 
-The kernels count what they executed (`kernels.record_gemms`), and that is held against the plan, layer by layer and
-GEMM by GEMM. It works the same eagerly, compiled and under recomputation, since the count is taken where the GEMM
-runs and not where it was asked for.
+The kernels count what they executed (`kernels.record_gemms`), and that is held against the plan, layer by
+layer and GEMM by GEMM. It works the same eagerly, compiled and under recomputation, since the count is taken
+where the GEMM runs and not where it was asked for.
 
-What is right: in a step of m forward and backward passes, a planned grad_input or grad_weight runs m times (a multiple of
-m for a layer called more than once per pass, like a head that works in chunks), `output` as often or, where
-activation checkpointing recomputes it, twice as often. A GEMM planned in high precision never runs in low.
+What is right: in a step of m forward and backward passes, a planned grad_input or grad_weight runs m times (a
+multiple of m for a layer called more than once per pass, like a head that works in chunks), `output` as often
+or, where activation checkpointing recomputes it, twice as often. A GEMM planned in high precision never runs
+in low.
 """
 
 from collections.abc import Iterator
@@ -29,13 +30,15 @@ class Verified:
 
     num_gemms: int = 0
     """Low-precision GEMMs that executed, recomputation included."""
-    low_precision_flops_fraction: float = 0.0
-    """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits."""
+    low_precision_flops_fraction: float | None = None
+    """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits; None before a step
+    ended.
+    """
 
 
 @contextmanager
 def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verified]:
-    """Counts the GEMMs of one step of `num_passes` forward and backward passes and checks them against `plan`.
+    """Counts the GEMMs of one step of `num_passes` forward and backward passes and holds them against `plan`.
 
     Raises PrecisionNotAppliedError naming the layers whose GEMMs did not run as planned.
     """
@@ -43,18 +46,37 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
     with record_gemms() as executed:
         yield verified
     trained = _trained(model, plan)
-    faults, low_flops, all_flops = [], 0.0, 0.0
-    for layer in plan.layers:
-        all_flops += 3.0 * layer.in_features * layer.out_features
+    faults: list[str] = []
+    low_flops = 0.0
     for number, layer in enumerate(plan.converted):
         faults += _faults(layer, number, executed, num_passes, trained[layer.name])
         assert layer.spec is not None
-        low_flops += layer.in_features * layer.out_features * len(layer.spec.low_gemms())
+        low_flops += 2.0 * layer.in_features * layer.out_features * len(layer.spec.low_gemms())
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise PrecisionNotAppliedError(f"the first step did not run as planned: {shown}")
+        raise PrecisionNotAppliedError(f"the step did not run as planned: {shown}")
     verified.num_gemms = sum(executed.values())
-    verified.low_precision_flops_fraction = low_flops / all_flops if all_flops else 0.0
+    verified.low_precision_flops_fraction = low_flops / max(plan.flops_per_token, 1.0)
+
+
+class FirstStep:
+    """`verify_step` for the first step of a run and nothing for the others, so that a loop can always enter
+    it.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, enabled: bool) -> None:
+        self._model, self._plan, self._enabled = model, plan, enabled
+        self.verified = Verified()
+
+    @contextmanager
+    def __call__(self, num_passes: int) -> Iterator[None]:
+        """Around the forward and backward passes of each step."""
+        if not self._enabled:
+            yield
+            return
+        self._enabled = False
+        with verify_step(self._model, self._plan, num_passes) as self.verified:
+            yield
 
 
 def _trained(model: nn.Module, plan: Plan) -> dict[str, tuple[bool, bool]]:
@@ -79,7 +101,8 @@ def _faults(
     input_trained, weight_trained = trained
     allowed: dict[str, tuple[int, ...]] = {
         "output": (calls, 2 * calls),
-        # Nothing trained stands before the layer: its input may still need a gradient, if the caller asked for it.
+        # Nothing trained stands before the layer: its input may still need a gradient, if the caller asked
+        # for it.
         "grad_input": (calls,) if input_trained else (0, calls),
         "grad_weight": (calls,) if weight_trained else (0,),
     }

@@ -1,11 +1,13 @@
 """Quantization with one scale per row or per column.
 
 A scale always dequantizes, `x ≈ q * scale`, is float32, and is `amax / max` of what it covers: a row of the
-matrix as stored (`quantize_rows`, what a GEMM contracting over the row needs) or a column (`quantize_columns`).
-One scale per row and not per tensor: an outlier token or channel then coarsens itself only.
+matrix as stored (`quantize_rows`, what a GEMM contracting over the row needs) or a column
+(`quantize_columns`). One scale per row and not per tensor: an outlier token or channel then coarsens itself
+only.
 
 Three choices that cost others accuracy:
-- scales are float32 whatever the input: an amax of 1e-6 in float16 underflows a scale kept in float16 to zero;
+- scales are float32 whatever the input: an amax of 1e-6 in float16 underflows a scale kept in float16 to
+zero;
 - only a scale of exactly 0 is replaced (by 1). A floor such as 1e-12 ruins small gradients: after folding a
   weight scale into g, |g * s| near 1e-10 is ordinary;
 - an inf or NaN makes its scale NaN, so that it comes out of the GEMM as NaN and never as a plausible number.
@@ -34,12 +36,16 @@ class QuantizedColumns(NamedTuple):
 
 
 def quantize_rows(x_MK: Tensor, fmt: Format = INT8) -> QuantizedRows:
-    """One scale per row. x_MK: any float dtype, (M, K), K > 0. |q * scale - x| <= scale / 2 for finite rows."""
+    """One scale per row. x_MK: any float dtype, (M, K), K > 0. |q * scale - x| <= scale / 2 for finite
+    rows.
+    """
     return QuantizedRows(*_quantize(x_MK, 1, fmt))
 
 
 def quantize_columns(x_MK: Tensor, fmt: Format = INT8) -> QuantizedColumns:
-    """One scale per column. x_MK: any float dtype, (M, K), M > 0. |q * scale - x| <= scale / 2 for finite columns."""
+    """One scale per column. x_MK: any float dtype, (M, K), M > 0. |q * scale - x| <= scale / 2 for finite
+    columns.
+    """
     return QuantizedColumns(*_quantize(x_MK, 0, fmt))
 
 
@@ -56,7 +62,8 @@ def _quantize(x: Tensor, dim: int, fmt: Format) -> tuple[Tensor, Tensor]:
     # amax / 127 is 0 for a zero row and also where float32 underflows.
     scale = torch.where(scale == 0, 1.0, scale)
     scale = torch.where(scale == torch.inf, torch.nan, scale)
-    # The clamp only acts where the scale is subnormal and therefore coarse; elsewhere |x / scale| <= 127.00002.
+    # The clamp only acts where the scale is subnormal and therefore coarse; elsewhere |x / scale| <=
+    # 127.00002.
     q = (x32 / scale).round().clamp(-fmt.max, fmt.max)
     # A NaN has no int8; its scale already says NaN.
     return torch.where(q.isnan(), 0.0, q).to(fmt.dtype), scale

@@ -1,7 +1,7 @@
 """Greedy answers to a few prompts, to be read beside the loss.
 
-Each new token runs the whole row again (no key-value cache): a sample costs what a training step of its length
-costs, times its tokens. Right for twenty short prompts between training steps, wrong for serving.
+Each new token runs the whole row again (no key-value cache): a sample costs what a training step of its
+length costs, times its tokens. Right for twenty short prompts between training steps, wrong for serving.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,18 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def greedy(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int], pad_id: int
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    pad_id: int,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, up to and without its first stop token.
 
-    model: called as model(tokens_BS) -> logits (B, S, V), in the mode it is in (a decoder has no dropout, and switching
-    would compile it anew). Rows are padded on the right; causal attention keeps the padding out of every token that is read.
+    model: called as model(tokens_BS) -> logits (B, S, V), in the mode it is in (a decoder has no dropout, and
+    switching would compile it anew). Rows are padded on the right; causal attention keeps the padding out of
+    every token that is read.
     """
     if not prompts:
         return []

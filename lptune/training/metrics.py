@@ -1,4 +1,6 @@
-"""Metrics: one JSON object per step in metrics.jsonl, a progress bar or plain lines, and trackers on request."""
+"""Metrics: one JSON object per step in metrics.jsonl, a progress bar or plain lines, and trackers on
+request.
+"""
 
 import importlib
 import importlib.util
@@ -14,7 +16,9 @@ from lptune.config import LoggingConfig, UserError
 
 
 def check_logging(cfg: LoggingConfig) -> None:
-    """Raises UserError when a tracker is asked for whose extra is not installed; called before anything is written."""
+    """Raises UserError when a tracker is asked for whose extra is not installed; called before anything is
+    written.
+    """
     wanted = {
         "logging.tensorboard": ("tensorboard", cfg.tensorboard),
         "logging.wandb_project": ("wandb", cfg.wandb_project),
@@ -29,10 +33,10 @@ class MetricsWriter:
     """Writes a step's record everywhere it goes. On ranks other than the main one it does nothing."""
 
     def __init__(
-        self, path: Path, cfg: LoggingConfig, *, enabled: bool, num_steps: int, first_step: int, name: str
+        self, path: Path, cfg: LoggingConfig, *, enabled: bool, first_step: int, num_steps: int
     ) -> None:
         self._file = path.open("a", encoding="utf-8") if enabled else None
-        self._trackers = _trackers(path.parent, cfg, name) if enabled else []
+        self._trackers = _trackers(path.parent, cfg) if enabled else []
         self._num_steps = num_steps
         interactive = enabled and sys.stderr.isatty()
         self._bar = tqdm(total=num_steps, initial=first_step, unit="step") if interactive else None
@@ -59,13 +63,18 @@ class MetricsWriter:
         self._file.flush()
         step = record["step"]
         for tracker in self._trackers:
-            tracker.log({k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}, step)
+            tracker.log(
+                {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}, step
+            )
         shown = _shown(record)
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix(shown)
         if self._lines and (step <= 10 or step % 10 == 0 or step == self._num_steps or "eval_loss" in record):
-            print(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
+            print(
+                f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()),
+                flush=True,
+            )
 
     def say(self, text: str) -> None:
         """Prints a line without tearing the bar."""
@@ -108,12 +117,12 @@ class _Tracker:
         self._module.finish()
 
 
-def _trackers(folder: Path, cfg: LoggingConfig, name: str) -> list[Any]:
+def _trackers(folder: Path, cfg: LoggingConfig) -> list[Any]:
     trackers: list[Any] = []
     if cfg.tensorboard:
         trackers.append(_TensorBoard(folder))
     if cfg.wandb_project:
-        trackers.append(_Tracker("wandb", cfg.wandb_project, name))
+        trackers.append(_Tracker("wandb", cfg.wandb_project, folder.name))
     if cfg.trackio_project:
-        trackers.append(_Tracker("trackio", cfg.trackio_project, name))
+        trackers.append(_Tracker("trackio", cfg.trackio_project, folder.name))
     return trackers

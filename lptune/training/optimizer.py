@@ -1,7 +1,7 @@
 """AdamW on float32 master weights, and the global gradient norm.
 
-Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move. Parameters are
-therefore float32 here, and FSDP casts them to the compute dtype when it gathers.
+Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
+Parameters are therefore float32 here, and FSDP casts them to the compute dtype when it gathers.
 """
 
 from typing import Any
@@ -25,13 +25,15 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optim
         lr=cfg.lr,
         betas=(cfg.beta1, cfg.beta2),
         eps=cfg.eps,
-        # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
+        # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and
+        # CUDA.
         fused=True,
     )
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales all gradients so that their global norm is at most `max_norm` (0: leaves them); returns the norm before.
+    """Scales all gradients so that their global norm is at most `max_norm` (0: leaves them); returns the norm
+    before.
 
     A 0-dimensional float32 tensor, equal on all ranks.
     """

@@ -1,4 +1,6 @@
-"""The learning rate as a function of the step alone, so that there is nothing to save and nothing to restore."""
+"""The learning rate as a function of the step alone, so that there is nothing to save and nothing to
+restore.
+"""
 
 import math
 

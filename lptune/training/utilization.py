@@ -1,8 +1,8 @@
 """How much of the device a step used: model FLOPs utilization against each dtype's own peak, and memory.
 
 A run in which a share f of the GEMM FLOPs runs in 8 bits at twice the bf16 peak could at best take
-`(1 - f) / peak_bf16 + f / peak_8bit` per FLOP. `mfu` measures against that; `bf16_mfu` against bf16's peak alone, the figure that
-compares with bf16 runs and may exceed 1.
+`(1 - f) / peak_bf16 + f / peak_8bit` per FLOP. `mfu` measures against that; `bf16_mfu` against bf16's peak
+alone, the figure that compares with bf16 runs and may exceed 1.
 """
 
 import resource

@@ -33,7 +33,7 @@ def _trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _saved(folder: Path, step: int = 2, keep_last: int = 9) -> Path:
     model, optimizer = _trained(0)
     with distributed.session("cpu") as world:
-        return checkpoint.save_state(folder, step, model, optimizer, {"seed": 0}, world, keep_last)
+        return checkpoint.save_state(folder, step, model, optimizer, {"fingerprint": {}}, world, keep_last)
 
 
 def test_state_comes_back_bitwise(tmp_path: Path) -> None:
@@ -104,7 +104,9 @@ def test_every_single_flipped_missing_or_truncated_file_is_noticed(tmp_path: Pat
 def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     path.rename(tmp_path / "step-00000007")
-    with pytest.raises(UserError, match="is of step 2, the folder says step-00000007; it was renamed or swapped"):
+    with pytest.raises(
+        UserError, match="is of step 2, the folder says step-00000007; it was renamed or swapped"
+    ):
         checkpoint.verify(tmp_path / "step-00000007")
 
 

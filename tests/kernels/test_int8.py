@@ -1,9 +1,10 @@
 """The INT8 GEMM op: exact against float64, its fake implementation, its counter."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from lptune import kernels
 from lptune.config import UserError
 from lptune.kernels import int8_scaled_mm, layer_handle, record_gemms
 from lptune.kernels.backend import choose_backend
@@ -21,11 +22,11 @@ def _operands(m: int, k: int, n: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.fixture(params=["torch", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LPTUNE_KERNELS", request.param)
     choose_backend.cache_clear()
-    request.addfinalizer(choose_backend.cache_clear)
-    return str(request.param)
+    yield str(request.param)
+    choose_backend.cache_clear()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -58,7 +59,9 @@ def test_contractions_beyond_int32_are_split(backend: str) -> None:
     exact = -127.0 * 127.0 * k
     assert exact < -(2**31)
     # Two parts, each rounded to float32 once, and their sum once.
-    assert torch.allclose(out.double(), torch.full((2, 3), exact, dtype=torch.float64), rtol=2 * 2**-24, atol=0)
+    assert torch.allclose(
+        out.double(), torch.full((2, 3), exact, dtype=torch.float64), rtol=2 * 2**-24, atol=0
+    )
 
 
 def test_nan_scales_come_out_as_nan() -> None:
@@ -71,15 +74,18 @@ def test_nan_scales_come_out_as_nan() -> None:
 
 def test_opcheck() -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
-    arguments = [(a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 1), (a, b, None, scale_b, torch.float32, NO_LAYER, 2)]
+    arguments = [
+        (a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 1),
+        (a, b, None, scale_b, torch.float32, NO_LAYER, 2),
+    ]
     for args in arguments:
-        torch.library.opcheck(int8_scaled_mm, args)
-    torch.library.opcheck(kernels.cast, (torch.randn(3, 4), torch.bfloat16))
+        torch.library.opcheck(torch.ops.lptune.int8_scaled_mm.default, args)
+    torch.library.opcheck(torch.ops.lptune.cast.default, (torch.randn(3, 4), torch.bfloat16))
 
 
 def test_bad_operands_are_named() -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
-    with pytest.raises(ValueError, match="int8 operands, got torch.float32"):
+    with pytest.raises(ValueError, match=r"int8 operands, got torch\.float32"):
         int8_scaled_mm(a.float(), b, None, None, torch.float32, NO_LAYER, 0)
     with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\), got \(8, 16\) and \(24, 16\)"):
         int8_scaled_mm(a, b.t(), None, None, torch.float32, NO_LAYER, 0)
@@ -89,7 +95,9 @@ def test_bad_operands_are_named() -> None:
         int8_scaled_mm(a, b, None, scale_a, torch.float32, NO_LAYER, 0)
 
 
-def test_an_unknown_backend_is_one_line(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_an_unknown_backend_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     request.addfinalizer(choose_backend.cache_clear)
     monkeypatch.setenv("LPTUNE_KERNELS", "cuda")
     choose_backend.cache_clear()

@@ -31,7 +31,12 @@ def _run(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.
     out = layer(x)
     out.backward(g)
     assert x.grad is not None
-    return {"output": out.detach(), "grad_input": x.grad, "grad_weight": layer.weight.grad, "grad_bias": layer.bias.grad}  # type: ignore[dict-item]
+    return {
+        "output": out.detach(),
+        "grad_input": x.grad,
+        "grad_weight": layer.weight.grad,
+        "grad_bias": layer.bias.grad,
+    }  # type: ignore[dict-item]
 
 
 def _truth(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -67,7 +72,11 @@ def _bounds(layer: nn.Module, x: torch.Tensor, g: torch.Tensor, keys: dict[str, 
     # The sums are random: 5 % for the spread of a norm over T * N or more products.
     bound = {
         name: 1.05 * math.sqrt(sum(part**2 for part in parts)) + rounding
-        for name, parts in (("output", (noise(x, 1), noise(w, 1))), ("grad_input", grad_input), ("grad_weight", grad_weight))
+        for name, parts in (
+            ("output", (noise(x, 1), noise(w, 1))),
+            ("grad_input", grad_input),
+            ("grad_weight", grad_weight),
+        )
     }
     return bound | {"grad_bias": 2.0**-7 if x.dtype == torch.bfloat16 else 2.0**-20}
 
@@ -92,7 +101,8 @@ def test_every_gemm_is_within_the_formats_noise_and_not_without_it(
 
 
 def test_folding_rounds_the_weight_once() -> None:
-    # With g exactly representable after folding, what is left is the weight's own quantization: the one of forward.
+    # With g exactly representable after folding, what is left is the weight's own quantization: the one of
+    # forward.
     layer, (x, _) = _layer(torch.float32), _inputs(torch.float32)
     g = torch.zeros(T, N)
     g[:, 7] = 1.0  # one row of W: g * scale has one nonzero per row, which quantizes exactly
@@ -116,7 +126,10 @@ def test_high_gemms_are_the_compute_dtypes_own_bitwise() -> None:
     [("folded", "column"), ("column", "folded"), ("requantized", "high"), ("high", "column")],
 )
 def test_compiled_equals_eager_bitwise(grad_input: str, grad_weight: str) -> None:
-    layer, (x, g) = _layer(torch.float32, grad_input=grad_input, grad_weight=grad_weight), _inputs(torch.float32)
+    layer, (x, g) = (
+        _layer(torch.float32, grad_input=grad_input, grad_weight=grad_weight),
+        _inputs(torch.float32),
+    )
     eager = _run(layer, x, g)
     compiled = _run(torch.compile(layer, fullgraph=True, dynamic=False), x, g)  # type: ignore[arg-type]
     for name, value in eager.items():
@@ -133,7 +146,10 @@ def test_float32_weight_under_bfloat16_compute_is_rounded_before_quantization_co
     rounded = _layer(torch.float32)
     with torch.no_grad():
         rounded.weight.copy_(layer.weight.bfloat16().float())
-        for each in (layer, rounded):  # the bias takes part in no quantization, and Inductor drops its rounding
+        for each in (
+            layer,
+            rounded,
+        ):  # the bias takes part in no quantization, and Inductor drops its rounding
             each.bias.zero_()
     eager = _run(layer, x, g)
     assert torch.equal(eager["output"], _run(rounded, x, g)["output"])

@@ -41,7 +41,9 @@ def test_a_planted_fall_back_in_one_gemm_is_named(gemm: str, compiled: bool) -> 
     plan = linear.convert(model, INT8)
     model[2].spec = dataclasses.replace(model[2].spec, **{gemm: "high"})  # type: ignore[arg-type, type-var]
     with (
-        pytest.raises(linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run .* ran 0 times") as raised,
+        pytest.raises(
+            linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run .* ran 0 times"
+        ) as raised,
         linear.verify_step(model, plan, 2),
     ):
         _step(torch.compile(model, fullgraph=True) if compiled else model)
@@ -54,17 +56,27 @@ def test_a_layer_that_became_plain_is_named() -> None:
     plan = linear.convert(model, INT8)
     low = model[4]
     low.forward = lambda x: nn.functional.linear(x, low.weight, low.bias)
-    with pytest.raises(linear.PrecisionNotAppliedError, match="layer 4: output"), linear.verify_step(model, plan, 2):
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 4: output"),
+        linear.verify_step(model, plan, 2),
+    ):
         _step(model)
 
 
 def test_a_fall_back_in_one_of_two_passes_is_named() -> None:
     model = _model()
     plan = linear.convert(model, INT8)
-    with pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: output"), linear.verify_step(model, plan, 2):
+
+    def two_passes() -> None:
         _step(model, 1)
         linear.unconvert(model)
         _step(model, 1)
+
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: output"),
+        linear.verify_step(model, plan, 2),
+    ):
+        two_passes()
 
 
 def test_low_precision_where_high_was_planned_is_named() -> None:

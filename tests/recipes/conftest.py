@@ -20,7 +20,9 @@ Run = Callable[..., Finished]
 def environment() -> dict[str, str]:
     """One thread per process, so that sums are taken in one order, and nothing of a launcher above us."""
     dropped = ("LPTUNE_", "TORCHELASTIC_", "PET_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ("RANK", "WORLD_SIZE")}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ("RANK", "WORLD_SIZE")
+    }
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -58,13 +60,17 @@ def tiny_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
-    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` as a subprocess; fails the test on another exit code."""
+    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` as a subprocess; fails the test on
+    another exit code.
+    """
 
     def call(*overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config) -> Finished:
         command = [sys.executable, "-m", "lptune.cli.main", "run"]
         command += [f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command += ["full_finetune", "--config", str(config), *overrides]
-        done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

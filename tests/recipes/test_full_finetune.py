@@ -72,12 +72,25 @@ def test_the_export_loads_in_transformers_with_our_logits_and_is_trained_further
 
 def test_export_keeps_names_files_and_dtype(run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path) -> None:
     run_recipe("num_steps=1", "export.dtype=bfloat16")
-    base, exported = load_file(tiny_checkpoint / "model.safetensors"), load_file(tmp_path / "run/export/model.safetensors")
-    assert {name: tensor.shape for name, tensor in exported.items()} == {name: t.shape for name, t in base.items()}
+    base, exported = (
+        load_file(tiny_checkpoint / "model.safetensors"),
+        load_file(tmp_path / "run/export/model.safetensors"),
+    )
+    assert {name: tensor.shape for name, tensor in exported.items()} == {
+        name: t.shape for name, t in base.items()
+    }
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "run/export/config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "run/export/config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    )
     names = {path.name for path in (tmp_path / "run/export").iterdir()}
-    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    assert names >= {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    }
 
 
 @pytest.mark.parametrize("kind", ["none", "int8_rowcol"])
@@ -87,7 +100,8 @@ def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None
         run_recipe(*common, f"output_dir={tmp_path / str(ranks)}", ranks=ranks)
     one, two = read_metrics(tmp_path / "1"), read_metrics(tmp_path / "2")
     assert [r["num_target_tokens"] for r in one[1:]] == [r["num_target_tokens"] for r in two[1:]]
-    # Same micro-batches, gradients summed in another order: float32 rounding, which 8-bit rounding flips amplify.
+    # Same micro-batches, gradients summed in another order: float32 rounding, which 8-bit rounding flips
+    # amplify.
     later = 1e-6 if kind == "none" else 1e-3
     for step, (a, b) in enumerate(zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True)):
         assert a == pytest.approx(b, rel=1e-6 if step == 0 else later), step
@@ -96,7 +110,9 @@ def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None
 
 def test_a_seed_gives_the_same_losses_twice_and_another_seed_others(run_recipe: Run, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run_recipe("precision.kind=int8_rowcol", "num_steps=4", f"seed={seed}", f"output_dir={tmp_path / name}")
+        run_recipe(
+            "precision.kind=int8_rowcol", "num_steps=4", f"seed={seed}", f"output_dir={tmp_path / name}"
+        )
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
@@ -116,15 +132,21 @@ def test_accumulation_does_not_change_the_loss(run_recipe: Run, tmp_path: Path) 
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_memory_settings_do_not_change_a_bit(run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_memory_settings_do_not_change_a_bit(
+    run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     common = ("precision.kind=int8_rowcol", "num_steps=3")
     run_recipe(*common)
     run_recipe(*common, *overrides, f"output_dir={tmp_path / 'other'}")
     assert losses(tmp_path / "other") == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("overrides", [("compile=block", "activation_checkpointing=selective"), ("compile=model",)])
-def test_compiled_runs_verify_and_train_alike(run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [("compile=block", "activation_checkpointing=selective"), ("compile=model",)]
+)
+def test_compiled_runs_verify_and_train_alike(
+    run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     common = ("precision.kind=int8_rowcol", "num_steps=3", "eval_every_steps=0")
     run_recipe(*common)
     done = run_recipe(*common, *overrides, f"output_dir={tmp_path / 'compiled'}")
@@ -141,11 +163,22 @@ def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninter
 ) -> None:
     common = ("precision.kind=int8_rowcol", "checkpoint.every_steps=3", "num_steps=16")
     run_recipe(*common, f"output_dir={tmp_path / 'whole'}")
-    command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", str(tiny_config), *common]
+    command = [
+        sys.executable,
+        "-m",
+        "lptune.cli.main",
+        "run",
+        "full_finetune",
+        "--config",
+        str(tiny_config),
+        *common,
+    ]
     metrics = tmp_path / "run" / "metrics.jsonl"
     for kill_after in (4, 10):
         with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < kill_after + 1):
+            while process.poll() is None and (
+                not metrics.exists() or metrics.read_text().count("\n") < kill_after + 1
+            ):
                 time.sleep(0.005)
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
@@ -166,7 +199,11 @@ def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, t
     assert "already finished" in run_recipe("schedule.kind=constant", "num_steps=4").stdout
     # What a resume may change: length, precision, checkpointing, ranks.
     run_recipe(
-        "schedule.kind=constant", "num_steps=6", "precision.kind=int8_rowcol", "activation_checkpointing=full", ranks=2
+        "schedule.kind=constant",
+        "num_steps=6",
+        "precision.kind=int8_rowcol",
+        "activation_checkpointing=full",
+        ranks=2,
     )
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(7))
 
@@ -184,7 +221,9 @@ def test_what_a_resume_may_not_change_is_refused_with_both_values(run_recipe: Ru
 
 def test_a_folder_belongs_to_one_run_at_a_time(run_recipe: Run, tmp_path: Path, tiny_config: Path) -> None:
     command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", str(tiny_config)]
-    with subprocess.Popen([*command, "num_steps=100000"], env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL) as first:
+    with subprocess.Popen(
+        [*command, "num_steps=100000"], env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL
+    ) as first:
         try:
             while first.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
                 time.sleep(0.02)

@@ -35,11 +35,20 @@ def test_the_run_fails_with_the_layers_name(
     monkeypatch: pytest.MonkeyPatch, tiny_config: Path, tmp_path: Path, gemm: str, mode: str
 ) -> None:
     if mode == "compile=block" and gemm != "grad_input":
-        pytest.skip("one GEMM is compiled here, all three in tests/linear/test_verify.py: a compilation takes long")
+        pytest.skip(
+            "one GEMM is compiled here, all three in tests/linear/test_verify.py: a compilation takes long"
+        )
     _plant(monkeypatch, gemm)
-    overrides = ["precision.kind=int8_rowcol", "eval_every_steps=0", "activation_checkpointing=selective", mode]
+    overrides = [
+        "precision.kind=int8_rowcol",
+        "eval_every_steps=0",
+        "activation_checkpointing=selective",
+        mode,
+    ]
     cfg = load_config(FinetuneConfig, tiny_config, overrides)
-    with pytest.raises(linear.PrecisionNotAppliedError, match=f"layer {LAYER}: {gemm} was to run .* ran 0 times"):
+    with pytest.raises(
+        linear.PrecisionNotAppliedError, match=f"layer {LAYER}: {gemm} was to run .* ran 0 times"
+    ):
         recipe.load_main(RECIPE)(cfg)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 

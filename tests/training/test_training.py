@@ -1,5 +1,6 @@
 """Schedules, optimizer groups, clipping, greedy answers, metrics."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_cosine_and_linear_fall_from_peak_to_floor() -> None:
     assert cosine[5] == pytest.approx(1.0)
     assert linear[5] == pytest.approx(2.0 * (0.5 + 0.5 * 0.5))
     for rates in (cosine, linear):
-        assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+        assert all(a > b for a, b in itertools.pairwise(rates))
     assert training.learning_rate(10, 10, 2.0, ScheduleConfig(min_lr_ratio=0.1)) == pytest.approx(0.2)
 
 
@@ -72,7 +73,9 @@ class _Counter(nn.Module):
 
 
 def test_greedy_answers_rows_of_different_length_and_stops() -> None:
-    answers = training.greedy(_Counter(), [[3], [10, 20], [6, 7]], max_new_tokens=4, stop_ids=[9, 23], pad_id=0)
+    answers = training.greedy(
+        _Counter(), [[3], [10, 20], [6, 7]], max_new_tokens=4, stop_ids=[9, 23], pad_id=0
+    )
     assert answers == [[4, 5, 6, 7], [21, 22], [8]]
     assert training.greedy(_Counter(), [], max_new_tokens=4, stop_ids=[], pad_id=0) == []
 
@@ -80,7 +83,7 @@ def test_greedy_answers_rows_of_different_length_and_stops() -> None:
 def test_metrics_read_back_bit_for_bit(tmp_path: Path) -> None:
     loss = 0.1 + 0.2
     path = tmp_path / "metrics.jsonl"
-    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=2, first_step=0, name="x") as metrics:
+    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=2, first_step=0) as metrics:
         metrics.write({"step": 1, "loss": loss, "mfu": None})
         metrics.write({"step": 2, "loss": 1e-300})
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -89,7 +92,7 @@ def test_metrics_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    with training.MetricsWriter(path, LoggingConfig(), enabled=False, num_steps=2, first_step=0, name="x") as metrics:
+    with training.MetricsWriter(path, LoggingConfig(), enabled=False, num_steps=2, first_step=0) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
     assert not path.exists()
     assert capsys.readouterr().out == ""
@@ -107,7 +110,9 @@ def test_a_missing_extra_is_named_with_its_install_line(monkeypatch: pytest.Monk
     training.check_logging(LoggingConfig())
 
 
-def test_utilization_is_unknown_on_cpu_and_weighted_by_dtype_on_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilization_is_unknown_on_cpu_and_weighted_by_dtype_on_known_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert training.utilization(1e12, 0.5, torch.device("cpu"), 1) == (None, None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     used = training.utilization(989e12, 1.0, torch.device("cuda"), 1)

@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Each creates .venv and installs into it when needed.
+# Another interpreter: `make test PYTHON=python3.12`. Another index (say, torch without CUDA): pip's own PIP_EXTRA_INDEX_URL.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-slow check bench docs
+
+help:
+	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
+	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
+	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make check        ruff and mypy"
+	@echo "make bench        every benchmark of benchmarks/"
+	@echo "make docs         check the links of the documentation"
+
+# Only pyproject.toml and constraints.txt decide what is installed; the source is used in place.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: lptune needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev,data]'
+	@touch $@
+
+quickstart: .venv/.installed
+	test -e checkpoints/quickstart || $(BIN)/lptune new-checkpoint llama3_2/quickstart checkpoints/quickstart
+	$(BIN)/lptune run full_finetune --config quickstart
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/.installed
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/.installed
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: .venv/.installed
+	$(BIN)/python -m pytest -q tests/test_architecture.py -k links

@@ -1,0 +1,156 @@
+"""ls, cat, cp and validate: what is found by name, and what a misspelt name gets."""
+
+# ruff: noqa: E501  (messages are compared whole)
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import catalog
+from lptune.config import UserError
+from tests.cli.conftest import Command, Lptune, clean_environment
+
+GOOD = "model: {path: a}\ndata: {source: builtin}\n"
+
+
+def test_ls_shows_every_recipe_with_its_first_line_and_every_config(command: Command) -> None:
+    code, stdout, stderr = command("ls")
+    assert (code, stderr) == (0, "")
+    for name, path in catalog.recipes().items():
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        assert any(line.split(maxsplit=1) == [name, first] for line in stdout.splitlines()), name
+    assert {f"  {name}" for name in catalog.configs()} <= set(stdout.splitlines())
+    assert "full_finetune" in catalog.recipes()
+    assert "llama3_2/1b" in catalog.configs()
+
+
+def test_cat_prints_the_file(command: Command) -> None:
+    for name, path in (
+        ("full_finetune", catalog.recipes()["full_finetune"]),
+        ("qwen3/8b", catalog.configs()["qwen3/8b"]),
+    ):
+        assert command("cat", name) == (0, path.read_text(), "")
+
+
+def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
+    assert command("cp", "full_finetune", "mine.py") == (0, "copied full_finetune to mine.py\n", "")
+    assert Path("mine.py").read_text() == catalog.recipes()["full_finetune"].read_text()
+    assert command("cp", "llama3_2/1b", ".")[0] == 0
+    assert Path("1b.yaml").read_text() == catalog.configs()["llama3_2/1b"].read_text()
+    assert command("cp", "llama3_2/1b", "a/b/c.yaml") == (
+        2,
+        "",
+        "error: a/b: no such folder; make it, or add --parents\n",
+    )
+    assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
+    assert command("validate", "a/b/c.yaml", "--recipe", "mine.py")[0] == 0
+    assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents")[0] == 2
+
+
+def test_cp_never_overwrites_unless_forced(command: Command) -> None:
+    Path("mine.py").write_text("mine")
+    assert command("cp", "full_finetune", "mine.py") == (
+        2,
+        "",
+        "error: mine.py: exists; add --force to overwrite it\n",
+    )
+    assert Path("mine.py").read_text() == "mine"
+    assert command("cp", "full_finetune", "mine.py", "--force")[0] == 0
+    assert Path("mine.py").read_text() != "mine"
+    own = str(catalog.recipes()["full_finetune"])
+    assert command("cp", "full_finetune", own, "--force")[0] == 2
+    assert Path(own).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("find", "name", "message"),
+    [
+        (catalog.find_recipe, "full_finetun", "full_finetun: no such recipe (did you mean 'full_finetune'?)"),
+        (catalog.find_recipe, "recipes/full_fintune.py", "recipes/full_fintune.py: no such recipe (did you mean 'full_finetune'?)"),
+        (catalog.find_config, "llama3_2/1B", "llama3_2/1B: no such config (did you mean 'llama3_2/1b'?)"),
+        (catalog.find_config, "lama3_2/1b.yaml", "lama3_2/1b.yaml: no such config (did you mean 'llama3_2/1b'?)"),
+        (catalog.find_config, "configs/llama3_2/2b.yaml", "configs/llama3_2/2b.yaml: no such config (did you mean 'llama3_2/"),
+        (catalog.find_config, "zzzzz", "zzzzz: no such config; `lptune ls` shows what there is"),
+        (catalog.find_config, "/", "/: is a folder; give the name or the path of a config"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError) as caught:
+        find(name)
+    assert str(caught.value).startswith(message)
+
+
+def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:
+    Path("c.yaml").write_text(GOOD)
+    Path("here").mkdir()
+    assert command("validate", "c.yaml") == (
+        0,
+        "ok: c.yaml fits full_finetune (FinetuneConfig)\nnote: model.path: a does not exist here yet\n",
+        "",
+    )
+    _, stdout, _ = command(
+        "validate", "c.yaml", "model.path=here", "data.source=rows.jsonl", "data.eval_source=owner/set"
+    )
+    assert stdout.splitlines()[1:] == ["note: data.source: rows.jsonl does not exist here yet"]
+    assert command("validate", "c.yaml", "seed=x")[0] == 2
+
+
+def test_a_usage_error_is_one_line(command: Command) -> None:
+    code, stdout, stderr = command("rn")
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: No such command 'rn'.*did you mean 'run'.*; see `lptune --help`\n", stderr, re.IGNORECASE
+    )
+    for arguments in (
+        ["--vresion"],
+        ["cat"],
+        ["cp", "full_finetune"],
+        ["ls", "more"],
+        ["validate", "--recip", "x"],
+    ):
+        code, stdout, stderr = command(*arguments)
+        assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+        assert stderr.startswith("error: ")
+
+
+def test_without_a_command_the_help_is_shown(command: Command) -> None:
+    code, stdout, _ = command()
+    assert code == 0
+    assert stdout == command("--help")[1]
+    assert "new-checkpoint" in stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "seed=1"], ["new-checkpoint", "--help"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    program = (
+        "import atexit, sys\n"
+        "from lptune.cli.main import main\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'huggingface_hub', 'safetensors', 'jinja2'}\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_a_closed_pipe_is_no_traceback(lptune: Lptune, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m lptune.cli.main cat full_finetune | head -1"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

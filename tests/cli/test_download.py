@@ -1,0 +1,164 @@
+"""`lptune download` against a hub on the loopback address: what is fetched, what is pinned, what is refused."""
+
+# ruff: noqa: E501  (messages are compared whole)
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Lptune
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b"{}",
+    "model.safetensors": b"weights",
+    "model.safetensors.index.json": b"{}",
+    "tokenizer.json": b"{}",
+    "tokenizer.model": b"sentencepiece",
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ bos_token }}",
+    "merges.txt": b"a b",
+    "vocab.txt": b"a",
+    "README.md": b"# a model",
+    "pytorch_model.bin": b"pickle",
+    "modeling_custom.py": b"import os",
+    "training_args.pt": b"pickle",
+    "consolidated.safetensors": b"the same weights again",
+    "original/params.json": b"{}",
+}
+WANTED = {
+    "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.txt",
+}  # fmt: skip
+REPOSITORIES = {"owner/good": FILES, "owner/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for."""
+
+    requested: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def answer(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        type(self).requested.append(path)
+        parts = path.split("/")
+        if parts[:2] == ["api", "models"]:
+            name = "/".join(parts[2:4])
+            revision = parts[5] if len(parts) > 5 else "main"
+            if name == "owner/gated":
+                return self.refuse(403, "GatedRepo")
+            if name not in REPOSITORIES:
+                return self.refuse(404, "RepoNotFound")
+            if revision not in ("main", COMMIT):
+                return self.refuse(404, "RevisionNotFound")
+            files = REPOSITORIES[name]
+            if parts[4:5] == ["tree"]:
+                tree = [
+                    {"type": "file", "oid": "a" * 40, "size": len(data), "path": file}
+                    for file, data in files.items()
+                ]
+                return self.send(json.dumps(tree).encode())
+            siblings = [{"rfilename": file} for file in files]
+            return self.send(
+                json.dumps({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}).encode()
+            )
+        name, file = "/".join(parts[:2]), "/".join(parts[4:])
+        if parts[2:4] == ["resolve", COMMIT] and file in REPOSITORIES.get(name, {}):
+            return self.send(REPOSITORIES[name][file])
+        return self.refuse(404, "EntryNotFound")
+
+    def send(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hash(content) & 0xFFFFFFFF:040x}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def hub(lptune: Lptune, tmp_path: Path) -> Iterator[Lptune]:
+    """`lptune` in an environment whose hub is a server of this test."""
+    Hub.requested = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
+    thread.start()
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf_home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    yield lambda *arguments, **more: lptune(*arguments, **(environment | more))
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_only_safetensors_json_and_tokenizer_files_are_fetched_and_the_commit_is_printed(
+    hub: Lptune, tmp_path: Path
+) -> None:
+    done = hub("download", "owner/good")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "checkpoints" / "good"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert files == WANTED
+    assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
+    assert done.stdout.splitlines() == [
+        "downloaded owner/good to checkpoints/good",
+        f"pinned: lptune download owner/good --revision {COMMIT} --output-dir checkpoints/good",
+    ]
+    fetched = {path.partition(f"resolve/{COMMIT}/")[2] for path in Hub.requested if "/resolve/" in path}
+    assert fetched == WANTED
+    pinned = hub("download", "owner/good", "--revision", COMMIT, "--output-dir", "again")
+    assert pinned.returncode == 0
+    assert {path.name for path in (tmp_path / "again").iterdir() if path.is_file()} == WANTED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["owner/pickled"], {}, "owner/pickled: holds no safetensors, only pytorch_model.bin, a pickle, which is never loaded; choose a repository or revision that does"),
+        (["owner/none"], {}, "owner/none: is not on the hub, or private (set HF_TOKEN)"),
+        (["owner/gated"], {}, "owner/gated: is gated; accept its terms on the hub, then set HF_TOKEN"),
+        (["owner/good", "--revision", "v9"], {}, "owner/good: has no revision 'v9'"),
+        (["not a repo"], {}, "not a repo: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B"),
+        (["owner/good"], {"HF_HUB_OFFLINE": "1"}, "owner/good: cannot be downloaded: offline (HF_HUB_OFFLINE is set, or the hub cannot be reached)"),
+        (["owner/good"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "owner/good: cannot be downloaded: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_downloaded_is_one_line_and_leaves_no_folder(
+    hub: Lptune, tmp_path: Path, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    done = hub("download", *arguments, **environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_token_is_no_option(hub: Lptune) -> None:
+    done = hub("download", "owner/good", "--token", "secret")
+    assert done.returncode == 2
+    assert "--token" in done.stderr

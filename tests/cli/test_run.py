@@ -1,0 +1,284 @@
+"""`lptune run` with toy recipes: exit codes, messages and signals, in this process and through torchrun."""
+
+# ruff: noqa: E501  (messages are compared whole)
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command, Lptune, clean_environment
+
+CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
+
+RECIPE = '''"""A toy: what it does is the config's output_dir."""
+import os
+import signal
+import sys
+import time
+
+from lptune.config import DivergedError, FinetuneConfig, UserError
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def main(cfg: FinetuneConfig) -> None:
+    print(f"rank {RANK} of {os.environ.get('WORLD_SIZE')} seed {cfg.seed} pid {os.getpid()}\\n", end="", flush=True)
+    what = cfg.output_dir
+    if what == "mistake":
+        raise UserError("rows.jsonl: line 3: not JSON; mend it")
+    if what == "mistake-of-rank-1":
+        if RANK == 1:
+            time.sleep(0.2)
+            raise UserError("rows.jsonl: line 3: only here")
+        time.sleep(60)
+    if what == "mistake-breaks-the-peer":
+        if RANK == 1:
+            raise UserError("rows.jsonl: line 3: only here")
+        raise RuntimeError("connection closed by peer")
+    if what == "bug":
+        raise ZeroDivisionError("one thing by nothing")
+    if what == "diverged":
+        raise DivergedError("step 3: loss nan")
+    if what.startswith("exit-"):
+        sys.exit(int(what.removeprefix("exit-")))
+    if what == "killed" and RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "saves":
+        def save(number, _):
+            time.sleep(1.0)
+            print(f"rank {RANK} saved\\n", end="", flush=True)
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+    if what in ("killed", "saves", "sleep"):
+        print("waiting\\n", end="", flush=True)
+        time.sleep(60)
+'''
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> list[str]:
+    """The arguments RECIPE --config CONFIG of a toy."""
+    (tmp_path / "toy.py").write_text(RECIPE)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    return ["toy.py", "--config", "toy.yaml"]
+
+
+CASES = [
+    ("done", 0, ""),
+    ("mistake", 2, "error: rows.jsonl: line 3: not JSON; mend it\n"),
+    ("diverged", 3, "error: step 3: loss nan\n"),
+    ("exit-143", 143, ""),
+]
+
+
+@pytest.mark.parametrize(("what", "code", "stderr"), CASES)
+def test_one_rank_runs_in_process_and_keeps_the_exit_code(
+    lptune: Lptune, toy: list[str], what: str, code: int, stderr: str
+) -> None:
+    done = lptune("run", *toy, f"output_dir={what}", "seed=7")
+    assert (done.returncode, done.stderr) == (code, stderr)
+    assert "rank 0 of None seed 7" in done.stdout
+
+
+@pytest.mark.parametrize(("what", "code", "stderr"), CASES[:3])
+def test_two_ranks_keep_the_exit_code_and_print_a_mistake_once(
+    lptune: Lptune, toy: list[str], what: str, code: int, stderr: str
+) -> None:
+    done = lptune("run", "--nproc-per-node", "2", *toy, f"output_dir={what}", "seed=7")
+    assert (done.returncode, done.stderr) == (code, stderr)
+    if what == "done":
+        assert {line.partition(" seed")[0] for line in done.stdout.splitlines()} == {
+            "rank 0 of 2",
+            "rank 1 of 2",
+        }
+
+
+@pytest.mark.parametrize("what", ["mistake-of-rank-1", "mistake-breaks-the-peer"])
+def test_the_mistake_of_one_rank_is_printed_without_its_peers_collateral_errors(
+    lptune: Lptune, toy: list[str], what: str
+) -> None:
+    done = lptune("run", "--nproc-per-node=2", *toy, f"output_dir={what}")
+    assert (done.returncode, done.stderr) == (2, "error: rank 1: rows.jsonl: line 3: only here\n")
+
+
+def test_a_bug_shows_its_traceback_and_exits_1(lptune: Lptune, toy: list[str]) -> None:
+    for flags in ([], ["--nproc-per-node=2"]):
+        done = lptune("run", *flags, *toy, "output_dir=bug")
+        assert done.returncode == 1
+        assert "ZeroDivisionError: one thing by nothing" in done.stderr
+        assert "ChildFailedError" not in done.stderr
+
+
+def test_a_killed_rank_is_named(lptune: Lptune, toy: list[str]) -> None:
+    done = lptune("run", "--nproc-per-node", "2", *toy, "output_dir=killed")
+    assert (done.returncode, done.stderr) == (137, "error: rank 1 was killed by SIGKILL\n")
+
+
+def test_plain_torchrun_runs_the_same_command_line(tmp_path: Path, toy: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    done = subprocess.run(
+        [*command, "lptune.cli.main", "run", *toy, "output_dir=mistake"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "error: rows.jsonl: line 3: not JSON; mend it" in done.stderr
+    assert {line.partition(" seed")[0] for line in done.stdout.splitlines()} <= {"rank 0 of 2", "rank 1 of 2"}
+
+
+def start(
+    tmp_path: Path, toy: list[str], what: str, ranks: int = 2
+) -> "tuple[subprocess.Popen[str], list[int]]":
+    """A launcher whose ranks are all waiting, and their process ids."""
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "lptune.cli.main",
+            "run",
+            f"--nproc-per-node={ranks}",
+            *toy,
+            f"output_dir={what}",
+        ],
+        cwd=tmp_path,
+        env=clean_environment() | {"TMPDIR": str(tmp_path)},  # a killed launcher leaves its folder
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    pids, num_waiting = [], 0
+    while num_waiting < ranks:
+        line = launcher.stdout.readline()
+        assert line, launcher.communicate()
+        if "pid" in line:
+            pids.append(int(line.split()[-1]))
+        num_waiting += line == "waiting\n"
+    return launcher, pids
+
+
+def wait_until_gone(pids: list[int], within_s: float = 10.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if not any(Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in status(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "\nState:\tZ"
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+
+
+@linux_only
+def test_ranks_die_with_a_killed_launcher(tmp_path: Path, toy: list[str]) -> None:
+    launcher, pids = start(tmp_path, toy, "sleep")
+    launcher.kill()
+    launcher.communicate()
+    assert wait_until_gone(pids)
+
+
+@linux_only
+def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path, toy: list[str]) -> None:
+    environment = clean_environment() | {"RANK": "0", "WORLD_SIZE": "2", "LPTUNE_LAUNCHER_PID": "1"}
+    if os.getpid() == 1:
+        pytest.skip("this process is the launcher that the test pretends is gone")
+    done = subprocess.run(
+        [sys.executable, "-m", "lptune.cli.main", "run", *toy],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+@linux_only
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_reaches_the_ranks(
+    tmp_path: Path, toy: list[str], number: int, code: int
+) -> None:
+    launcher, pids = start(tmp_path, toy, "sleep")
+    launcher.send_signal(number)
+    _, stderr = launcher.communicate(timeout=30)
+    assert (launcher.returncode, stderr) == (code, "")
+    assert wait_until_gone(pids)
+
+
+@linux_only
+def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[str]) -> None:
+    launcher, _ = start(tmp_path, toy, "saves")
+    for _ in range(3):
+        launcher.terminate()
+        time.sleep(0.1)
+    stdout, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert sorted(stdout.split("\n")) == ["", "rank 0 saved", "rank 1 saved"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node", "0", "toy.py", "--config", "toy.yaml"], "run: --nproc-per-node: must be a positive integer, found '0'"),
+        (["--nproc-per-node", "two", "toy.py", "--config", "toy.yaml"], "run: --nproc-per-node: must be a positive integer, found 'two'"),
+        (["--nnodes", "-1", "toy.py", "--config", "toy.yaml"], "run: --nnodes: must be a positive integer, found '-1'"),
+        (["toy.py"], "run: --config is required; `lptune ls` shows what there is"),
+        (["--config", "toy.yaml"], "run: no recipe given; `lptune ls` shows what there is"),
+        (["toy.py", "--confg", "toy.yaml"], "run: no such option here: --confg (did you mean '--config'?)"),
+        (["toy.py", "--config", "toy.yaml", "--rdzv-backend", "c10d"], "run: no such option here: --rdzv-backend; torchrun's flags stand before RECIPE"),
+        (["--rdzv-backnd", "c10d", "toy.py", "--config", "toy.yaml"], "run: no such option: --rdzv-backnd (did you mean '--rdzv-backend'?); see `lptune run --help`"),
+        (["--max-restarts", "many", "toy.py", "--config", "toy.yaml"], "run: torchrun: argument --max-restarts/--max_restarts: invalid int value: 'many'; see `torchrun --help`"),
+        (["--no-python", "toy.py", "--config", "toy.yaml"], "run: --no-python and --run-path do not go with a recipe"),
+        (["--signals-to-handle", "SIGFOO", "toy.py", "--config", "toy.yaml"], "run: --signals-to-handle: no such signal: SIGFOO"),
+        (["full_finetun", "--config", "toy.yaml"], "full_finetun: no such recipe (did you mean 'full_finetune'?)"),
+        (["toy.py", "--config", "no.yaml"], "no.yaml: no such config; `lptune ls` shows what there is"),
+        (["--nproc-per-node", "2", "toy.py", "--config", "toy.yaml", "sed=1"], "argument 'sed=1': unknown key 'sed' (did you mean 'seed'?)"),
+        (["--nproc-per-node", "2", "toy.py", "--config", "toy.yaml", "seed"], "argument 'seed': overrides have the form key=value, e.g. optimizer.lr=1e-5"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(
+    command: Command, toy: list[str], arguments: list[str], message: str
+) -> None:
+    assert command("run", *arguments) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def main(cfg: FinetuneConfig", "toy.py: line 1: not valid Python: '(' was never closed"),
+        ("x = 1", "toy.py: is no recipe: it has no function `main(cfg: FinetuneConfig)`"),
+        ("def main(cfg): pass", "toy.py: line 1: annotate main's parameter: main(cfg: FinetuneConfig)"),
+        (
+            "def main(cfg: int): pass",
+            "toy.py: the annotation 'int' of main's first parameter is no config class",
+        ),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_line(
+    command: Command, toy: list[str], tmp_path: Path, source: str, message: str
+) -> None:
+    (tmp_path / "toy.py").write_text(source)
+    assert command("run", *toy) == (2, "", f"error: {message}\n")
+
+
+def test_a_recipe_may_bring_its_own_config_class(command: Command, toy: list[str], tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from dataclasses import dataclass\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Mine:\n    width: int = 3\n\n"
+        "def main(cfg: Mine) -> None:\n    print(cfg.width)\n"
+    )
+    (tmp_path / "toy.yaml").write_text("width: 4\n")
+    assert command("run", *toy) == (0, "4\n", "")
+    assert "unknown key 'widht' (did you mean 'width'?)" in command("run", *toy, "widht=5")[2]

@@ -1,0 +1,110 @@
+"""Every YAML of configs/: it loads, it is short, and the commands in its first comment are right."""
+
+import re
+import shlex
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lptune.cli import catalog
+from lptune.config import FinetuneConfig, load_config
+from lptune.models import PRESETS
+
+CONFIGS = catalog.configs()
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen2_5/0.5b", "qwen2_5/1.5b", "qwen2_5/7b",
+    "qwen3/0.6b", "qwen3/1.7b", "qwen3/8b", "qwen3/32b", "mistral/7b", "gemma2/2b", "gemma2/9b", "gemma3/1b",
+    "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
+}  # fmt: skip
+
+SHOWN = {
+    ("quickstart", "schedule.kind"),
+    ("quickstart", "eval_every_steps"),
+}  # defaults that stand in a file for the reader's sake
+
+
+def flat(values: dict[str, typing.Any], prefix: str = "") -> dict[str, typing.Any]:
+    found: dict[str, typing.Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `lptune …` lines of the first comment, split as a shell does."""
+    comment = "\n".join(line[1:] for line in text.split("\n\n")[0].splitlines()).replace("\\\n", " ")
+    return [
+        shlex.split(line, comments=True)
+        for line in comment.splitlines()
+        if line.strip().startswith("lptune ")
+    ]
+
+
+def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
+    assert {name for name in CONFIGS if "/" in name} == SIZES
+    assert set(CONFIGS.values()) == set((ROOT / "configs").rglob("*.y*ml"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_path: Path) -> None:
+    cfg = load_config(FinetuneConfig, CONFIGS[name])
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("model: {path: x}\ndata: {source: x}\n")
+    default = load_config(FinetuneConfig, bare)
+    for key in flat(yaml.safe_load(CONFIGS[name].read_text())):
+        values = [cfg, default]
+        for part in key.split("."):
+            values = [getattr(value, part) for value in values]
+        assert values[0] != values[1] or (name, key) in SHOWN, f"{key}: {values[0]} is the default"
+    assert cfg.precision.kind == "none" or name == "quickstart", "precision is chosen on the command line"
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_its_name_is_a_preset_and_gives_the_output_folder(name: str) -> None:
+    family, size = name.split("/")
+    assert size in PRESETS[family]
+    assert load_config(FinetuneConfig, CONFIGS[name]).output_dir == f"runs/{family}-{size}"
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> None:
+    text = CONFIGS[name].read_text()
+    download, *runs = commands(text)
+    assert download[:2] == ["lptune", "download"]
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", download[2])
+    assert load_config(FinetuneConfig, CONFIGS[name]).model.path == f"checkpoints/{download[2].split('/')[1]}"
+    assert runs
+    assert "precision.kind=int8_rowcol" in text
+    for run in runs:
+        recipe = run.index("full_finetune")
+        assert run[:2] == ["lptune", "run"]
+        assert run[recipe + 1 : recipe + 3] == ["--config", name]
+        flags = run[2:recipe]
+        assert set(flags[::2]) <= {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+        cfg = load_config(FinetuneConfig, CONFIGS[name], run[recipe + 3 :])
+        assert cfg.data.source == "rows.jsonl"
+        options = dict(zip(flags[::2], flags[1::2], strict=True))
+        ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
+        assert cfg.global_batch_size % (cfg.micro_batch_size * ranks) == 0
+
+
+def test_make_quickstart_runs_the_commands_of_its_config() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    new_checkpoint, run = commands(CONFIGS["quickstart"].read_text())
+    for command in (new_checkpoint, run):
+        assert f"$(BIN)/{' '.join(command)}\n" in makefile
+    family, size = new_checkpoint[2].split("/")
+    assert size in PRESETS[family]
+    assert new_checkpoint[3] == load_config(FinetuneConfig, CONFIGS["quickstart"]).model.path
+
+
+def test_the_memory_in_the_first_comment_is_16_bytes_per_parameter() -> None:
+    from lptune.models import build_on_meta, config_from_dict, num_parameters
+
+    for name in ("llama3_2/1b", "phi4/14b", "gemma2/9b"):
+        family, size = name.split("/")
+        model = build_on_meta(config_from_dict(PRESETS[family][size]))
+        assert f"take {16 * num_parameters(model) / 1e9:.0f} GB" in CONFIGS[name].read_text()

@@ -1,0 +1,222 @@
+"""Configs: what a YAML and key=value arguments become, and the one line that each mistake gets."""
+
+# ruff: noqa: E501  (messages are compared whole)
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config, to_yaml
+
+BASE = "model: {path: a}\ndata: {source: builtin}\n"
+
+
+def load(tmp_path: Path, text: str | bytes, *overrides: str) -> FinetuneConfig:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_config(FinetuneConfig, path, overrides)
+
+
+def refused(tmp_path: Path, text: str | bytes, *overrides: str) -> str:
+    """The one line, with the file's path shortened to its name."""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{tmp_path}/", "")
+
+
+def test_yaml_overrides_defaults_and_arguments_override_yaml(tmp_path: Path) -> None:
+    cfg = load(tmp_path, BASE + "seed: 1\noptimizer: {lr: 1e-4}\n", "seed=2", "seed=3")
+    assert (cfg.seed, cfg.optimizer.lr, cfg.optimizer.beta1) == (3, 1e-4, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "c.yaml: model: is required; set it in the file or as an argument model.path=…"),
+        ("model: {path: a}", "c.yaml: data: is required; set it in the file or as an argument data.source=…"),
+        ("model: {path: a}\ndata: {seq_len: 8}", "c.yaml: data.source: is required; set it in the file or as an argument data.source=…"),
+        ("data:\nmodel:\n", "c.yaml: model: is required; set it in the file or as an argument model.path=…"),
+        (BASE + "model: {path: b}", "c.yaml: line 3: not valid YAML: found duplicate key model"),
+        ("model:\n\tpath: a", "c.yaml: line 2: not valid YAML: found character that cannot start any token"),
+        ("x: !!python/object/apply:os.system [ls]", "c.yaml: line 1: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
+        ("a: &a [*a]", "c.yaml: line 1: not valid YAML: YAML recursive aliases are not supported."),
+        ("- a", "c.yaml: must hold `key: value` lines, found a list"),
+        (b"\xff\xfe\x00", "c.yaml: cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (BASE + "optimzer: {lr: 1}", "c.yaml: unknown key 'optimzer' (did you mean 'optimizer'?)"),
+        (BASE + "optimizer: {learning_rate: 1}", "c.yaml: unknown key 'optimizer.learning_rate'; known: kind, lr, weight_decay, beta1, beta2, eps"),
+        (BASE + "optimizer: {weight_deca: 1}", "c.yaml: unknown key 'optimizer.weight_deca' (did you mean 'optimizer.weight_decay'?)"),
+        (BASE + "lr: 1", "c.yaml: unknown key 'lr' (did you mean 'optimizer.lr'?)"),
+        (BASE + "data.seq_len: 8", "c.yaml: unknown key 'data.seq_len'; write it nested, data: {seq_len: …}"),
+        (BASE + "optimizer: [1]", "c.yaml: optimizer: is a section of keys, found [1]"),
+        (BASE + "optimizer: {lr: fast}", "c.yaml: optimizer.lr: must be a number, found 'fast'"),
+        (BASE + "optimizer: {lr: }", "c.yaml: optimizer.lr: must be a number, found nothing"),
+        (BASE + "optimizer: {lr: true}", "c.yaml: optimizer.lr: must be a number, found True"),
+        (BASE + "optimizer: {lr: .nan}", "c.yaml: optimizer.lr: must be greater than 0 and finite, found nan"),
+        (BASE + "optimizer: {lr: .inf}", "c.yaml: optimizer.lr: must be greater than 0 and finite, found inf"),
+        (BASE + "seed: 3.5", "c.yaml: seed: must be an integer, found 3.5"),
+        (BASE + "seed: [1]", "c.yaml: seed: must be an integer, found [1]"),
+        (BASE + "output_dir: false", "c.yaml: output_dir: must be text, found False"),
+        (BASE + "precision: {verify: 1}", "c.yaml: precision.verify: must be true or false, found 1"),
+        (BASE + "precision: {skip: [1]}", "c.yaml: precision.skip: must be a list of names, found [1]"),
+        (BASE + "precision: {kind: int8}", "c.yaml: precision.kind: 'int8' is not one of none, int8_rowcol (did you mean 'int8_rowcol'?)"),
+        (BASE + "output_dir: ${nope}", "c.yaml: output_dir: Interpolation key 'nope' not found"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_is_one_line_with_its_key_or_line(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
+    assert refused(tmp_path, text) == message
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer.lr=fast", "optimizer.lr: must be a number, found 'fast'"),
+        ("optimizer.lr=null", "optimizer.lr: must be a number, found nothing"),
+        ("optimizer.lr=[1", "not valid YAML: did not find expected ',' or ']'"),
+        ("optimizer.lr", "overrides have the form key=value, e.g. optimizer.lr=1e-5"),
+        ("a..b=1", "overrides have the form key=value, e.g. optimizer.lr=1e-5"),
+        ("optimizer.lrr=1", "unknown key 'optimizer.lrr' (did you mean 'optimizer.lr'?)"),
+        ("model=a", "model: is a section of keys, found 'a'"),
+        ("data={source: a, seq_len: b}", "data.seq_len: must be an integer, found 'b'"),
+        ("micro_batch_size=3", "global_batch_size: 32 is not a multiple of micro_batch_size (3)"),
+        ("seed=-1", "seed: must be at least 0, found -1"),
+    ],
+)
+def test_a_mistake_in_an_argument_names_the_argument(tmp_path: Path, argument: str, message: str) -> None:
+    assert refused(tmp_path, BASE, "output_dir=b", argument) == f"argument {argument!r}: {message}"
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_an_argument(tmp_path: Path) -> None:
+    assert refused(tmp_path, BASE + "seed: x", "output_dir=b").startswith("c.yaml: seed:")
+
+
+def test_missing_file_and_folder_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such config file$"):
+        load_config(FinetuneConfig, tmp_path / "no.yaml")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(FinetuneConfig, tmp_path)
+
+
+def test_text_arguments_are_taken_as_they_stand(tmp_path: Path) -> None:
+    template = "{% for m in messages %}Q: {{ m['content'] }} = #1\n{% endfor %}"
+    cfg = load(tmp_path, BASE, f"data.chat_template={template}", "data.prompt_template=Q: {question}\nA: ")
+    assert cfg.data.chat_template == template
+    assert cfg.data.prompt_template == "Q: {question}\nA: "
+    assert load(tmp_path, BASE, "data.text_column=null").data.text_column is None
+
+
+def test_lists_come_as_yaml_or_separated_by_commas(tmp_path: Path) -> None:
+    wanted = ("lm_head", "model.layers.0.*")
+    assert load(tmp_path, BASE, "precision.skip=[lm_head, model.layers.0.*]").precision.skip == wanted
+    assert load(tmp_path, BASE, "precision.skip=lm_head,model.layers.0.*").precision.skip == wanted
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, BASE + "precision:\n") == load(tmp_path, BASE)
+
+
+def test_configs_are_frozen(tmp_path: Path) -> None:
+    cfg = load(tmp_path, BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.seed = 1  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.optimizer.lr = 1.0  # type: ignore[misc]
+
+
+def test_values_of_the_environment_are_used_but_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    text = BASE + "seed: ${oc.env:LPTUNE_TEST_SEED,'7'}\noutput_dir: runs/${oc.env:LPTUNE_TEST_SECRET}\n"
+    cfg = load(tmp_path, text + "logging: {wandb_project: '${output_dir}'}")
+    assert (cfg.output_dir, cfg.logging.wandb_project, cfg.seed) == ("runs/s3cret", "runs/s3cret", 7)
+    assert "s3cret" not in to_yaml(cfg)
+    assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
+def leaves(cls: type, prefix: str = "") -> dict[str, typing.Any]:
+    found: dict[str, typing.Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            found |= leaves(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            found[prefix + name] = hint
+    return found
+
+
+def a_value(key: str, hint: typing.Any) -> st.SearchStrategy[typing.Any]:
+    text = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(
+        lambda t: "${" not in t and t != "???" and "\\" not in t
+    )
+    if hint is float:
+        return st.floats(1e-9, 0.999)
+    if hint is int:
+        return st.integers(4, 2**40).map(lambda n: n * 4 if key.endswith("global_batch_size") else n)
+    if hint is bool:
+        return st.booleans()
+    if typing.get_origin(hint) is tuple:
+        return st.lists(text, max_size=3).map(tuple)
+    return st.none() | text if type(None) in typing.get_args(hint) and str in typing.get_args(hint) else text
+
+
+FREE = {
+    key: hint
+    for key, hint in leaves(FinetuneConfig).items()
+    if key in ("output_dir", "resume", "seed", "precision.skip", "precision.verify", "optimizer.lr", "optimizer.beta1")
+    or key.endswith(("_column", "_template", "path", "data.source", "_steps", "_project", "split"))
+    if hint != (int | None)
+}  # fmt: skip
+
+
+@given(st.fixed_dictionaries({}, optional={key: a_value(key, hint) for key, hint in FREE.items()}))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_to_yaml_and_load_config_are_inverse(tmp_path: Path, chosen: dict[str, typing.Any]) -> None:
+    nested: dict[str, typing.Any] = {"model": {"path": "a"}, "data": {"source": "builtin"}}
+    for key, value in chosen.items():
+        *sections, leaf = key.split(".")
+        section = nested
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = list(value) if isinstance(value, tuple) else value
+    cfg = load(tmp_path, yaml.safe_dump(nested, allow_unicode=True))
+    for key, value in chosen.items():
+        found: typing.Any = cfg
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == value, key
+    assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
+@given(
+    st.text(max_size=60) | st.lists(st.sampled_from(["model", "data", ":", " ", "\n", "{", "}", "a", "- ", "&x", "*x", "!!", "null", "seed", "?", "'", "${", "}"]), max_size=25).map("".join),
+    st.lists(st.sampled_from(key_paths(FinetuneConfig)).flatmap(lambda k: st.text(max_size=12).map(lambda v: f"{k}={v}")) | st.text(max_size=10), max_size=2),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_input_gets_past_the_one_line_error(tmp_path: Path, text: str, arguments: list[str]) -> None:
+    try:
+        load(tmp_path, text.encode("utf-8", "surrogatepass"), *arguments)
+        message = ""
+    except UserError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+def test_closest_finds_misspellings_and_beginnings_only() -> None:
+    assert closest("optimzer", ["optimizer", "output_dir"]) == " (did you mean 'optimizer'?)"
+    assert closest("int8", ["none", "int8_rowcol"]) == " (did you mean 'int8_rowcol'?)"
+    assert closest("Int8_RowCol", ["none", "int8_rowcol"]) == " (did you mean 'int8_rowcol'?)"
+    assert closest("zzz", ["none", "int8_rowcol"]) == ""
+    assert closest("", ["none"]) == ""
+
+
+def test_key_paths_lists_every_leaf() -> None:
+    assert key_paths(FinetuneConfig) == list(leaves(FinetuneConfig))
+    assert "precision.kind" in key_paths(FinetuneConfig)

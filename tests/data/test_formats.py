@@ -1,0 +1,377 @@
+"""Columns decide the format; what is ambiguous is asked, not guessed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.config import DataConfig, UserError
+from lptune.data.errors import BadRows, RowError
+from lptune.data.formats import Conversation, Format, Pair, Text, detect_format
+from lptune.data.messages import inline_calls, read_messages, read_tools
+from lptune.data.sources import Row, read_rows
+
+
+def detect(*rows: dict[str, Any], **keys: Any) -> Format:
+    return detect_format(
+        DataConfig(source="r.jsonl", **keys),
+        [Row(f"r.jsonl line {i}", row) for i, row in enumerate(rows, 1)],
+        "r.jsonl",
+    )
+
+
+SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"instruction": "i", "input": "", "output": "o"},
+            "pairs (prompt: instruction, input: input, response: output)",
+        ),
+        (
+            {"instruction": "i", "input": "", "output": "o", "text": "all"},
+            "pairs (prompt: instruction, input: input, response: output)",
+        ),
+        (
+            {"instruction": "i", "context": "c", "response": "r", "category": "x"},
+            "pairs (prompt: instruction, input: context, response: response)",
+        ),
+        ({"Question": "q", "Answer": "a"}, "pairs (prompt: Question, response: Answer)"),
+        ({"prompt": "p", "completion": "c"}, "pairs (prompt: prompt, response: completion)"),
+        ({"prompt": "p", "response": "c"}, "pairs (prompt: prompt, response: response)"),
+        ({"query": "p", "response": "c", "type": "x"}, "pairs (prompt: query, response: response)"),
+        ({"input": "p", "output": "c"}, "pairs (prompt: input, response: output)"),
+        ({"problem": "p", "solution": "c"}, "pairs (prompt: problem, response: solution)"),
+        ({"messages": SAY}, "chat (messages: messages)"),
+        ({"messages": SAY, "tools": None}, "chat (messages: messages, tools: tools)"),
+        (
+            {"conversations": [{"from": "human", "value": "x"}], "tools": ""},
+            "chat (messages: conversations, tools: tools)",
+        ),
+        ({"prompt": "p", "prompt_id": "1", "messages": SAY}, "chat (messages: messages)"),
+        ({"prompt": SAY[:1], "completion": SAY[1:]}, "chat (response: completion, messages: prompt)"),
+        ({"text": "t"}, "text (text: text)"),
+        ({"content": "t", "url": "u"}, "text (text: content)"),
+    ],
+)
+def test_formats_are_detected_from_the_columns(row: dict[str, Any], expected: str) -> None:
+    assert detect(row).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        (
+            {"a": "x", "b": "y"},
+            {},
+            "cannot tell prompt and response, messages or text; set data.prompt_column .*columns: a, b",
+        ),
+        (
+            {"prompt": "x", "b": "y"},
+            {},
+            "cannot tell a response column; set data.response_column; its columns: prompt, b",
+        ),
+        (
+            {"a": "x", "answer": "y"},
+            {},
+            "cannot tell a prompt column; set data.prompt_column; its columns: a, answer",
+        ),
+        (
+            {"prompt": "x", "question": "z", "answer": "y"},
+            {},
+            "columns prompt, question could each be the prompt; set data.prompt_column",
+        ),
+        (
+            {"prompt": "x", "response": "z", "answer": "y"},
+            {},
+            "columns response, answer could each be the response; set data.response_column",
+        ),
+        (
+            {"question": "x", "input": "i", "context": "c", "answer": "y"},
+            {},
+            "columns input, context could each be .* set data.input_column",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_column": "qestion"},
+            "data.prompt_column: r.jsonl has no column 'qestion' .did you mean 'question'",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"response_column": "anwser"},
+            "data.response_column: .* 'anwser' .did you mean 'answer'",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"text_column": "zzz"},
+            "data.text_column: r.jsonl has no column 'zzz'; its columns: question, answer",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"format": "chat"},
+            "no column for messages among question, answer; set data.messages_column",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"format": "text"},
+            "no column for text among question, answer; set data.text_column",
+        ),
+        (
+            {"text": "x"},
+            {"format": "pairs"},
+            "no column for the response among text; set data.response_column",
+        ),
+        (
+            {"prompt": "p", "chosen": "c", "rejected": "r"},
+            {},
+            "preferences .* full_finetune .* set data.response_column=chosen",
+        ),
+        ({"text": "p"}, {"prompt_template": "{text}"}, "no column for the response"),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_template": "Q: {qestion}"},
+            "data.prompt_template: .* 'qestion' .did you mean 'question'",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_template": "Q: {question"},
+            "data.prompt_template: expected '}'",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_template": "Q: {}"},
+            "data.prompt_template: placeholders are",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_template": "{question!r}"},
+            "data.prompt_template: placeholders are",
+        ),
+        (
+            {"question": "x", "answer": "y"},
+            {"prompt_template": "{question} {answer}"},
+            "must not hold {answer}",
+        ),
+        (
+            {"messages": SAY},
+            {"prompt_template": "{messages}"},
+            "data.prompt_template: needs pairs, but r.jsonl is read as chat",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_one_line_with_the_columns_and_the_key(
+    row: dict, keys: dict, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        detect(row, **keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_choose_among_columns() -> None:
+    row = {"prompt": "p", "question": "q", "chosen": "c", "rejected": "r", "notes": "n"}
+    fmt = detect(row, prompt_column="question", response_column="chosen", input_column="notes")
+    assert fmt.document(Row("x", row)) == Pair("q", "n", "c", None)
+    assert detect(row, text_column="notes").document(Row("x", row)) == Text("n")
+
+
+def test_a_null_first_row_does_not_hide_the_format() -> None:
+    assert detect({"messages": None}, {"messages": SAY}).kind == "chat"
+
+
+def test_a_prompt_template_is_filled_once() -> None:
+    row = {"question": "What is {answer} and {{x}}?", "level": 3, "answer": "a"}
+    fmt = detect(row, prompt_template="{{Q}} ({level}): {question}\nA: ")
+    assert fmt.document(Row("x", row)) == Pair(
+        "{Q} (3): What is {answer} and {{x}}?\nA: ", "", "a", "{Q} (3): What is {answer} and {{x}}?\nA: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q"}, "has no column 'answer'; its columns: question"),
+        ({"question": "q", "anwser": "a"}, "has no column 'answer' .did you mean 'anwser'"),
+        ({"question": "q", "answer": None}, "column 'answer' is null"),
+        ({"question": " ", "answer": "a"}, "column 'question' is empty"),
+        ({"question": "q", "answer": ["a"]}, "column 'answer' must be text, found a list"),
+        ({"question": {"text": "q"}, "answer": "a"}, "column 'question' must be text, found a dict"),
+        (
+            {"question": SAY, "answer": "a"},
+            "column 'question' holds chat messages; set data.messages_column=question",
+        ),
+    ],
+)
+def test_an_unusable_pair_names_column_and_problem(row: dict, message: str) -> None:
+    fmt = detect({"question": "q", "answer": "a"})
+    with pytest.raises(RowError, match=message):
+        fmt.document(Row("x", row))
+
+
+def test_numbers_and_booleans_are_text() -> None:
+    fmt = detect({"question": "q", "answer": "a"})
+    assert fmt.document(Row("x", {"question": 3, "answer": True})) == Pair("3", "", "True", None)
+
+
+def test_sharegpt_becomes_the_common_form() -> None:
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    value = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "{}"},
+        {"from": "gpt", "value": "a"},
+    ]
+    assert read_messages(value, "conversations") == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "{}"},
+        {"role": "assistant", "content": "a"},
+    ]
+
+
+def test_openai_messages_become_the_common_form() -> None:
+    value = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": None,
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "r"},
+        {"role": "assistant", "content": "", "function_call": {"name": "g", "arguments": "{}"}},
+    ]
+    messages = read_messages(value, "messages")
+    assert messages == [
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}],
+        },
+    ]
+    assert inline_calls(messages)[1] == {
+        "role": "assistant",
+        "content": '{"name": "f", "arguments": {"x": 1}}',
+    }
+
+
+def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
+    wrapped = [{"type": "function", "function": {"name": "f"}}]
+    assert read_tools([{"name": "f"}], "tools") == wrapped
+    assert read_tools(json.dumps([{"name": "f"}]), "tools") == wrapped
+    assert read_tools(wrapped, "tools") == wrapped
+    assert [read_tools(value, "tools") for value in (None, "", "[]", [])] == [None] * 4
+    for bad in ("{", "[3]", 7):
+        with pytest.raises(RowError, match="column 'tools'"):
+            read_tools(bad, "tools")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("hi", "column 'messages' must hold a list of messages, found 'hi'"),
+        (None, "must hold a list of messages, found None"),
+        ([], "holds no messages"),
+        (["hi"], "message 1 of 'messages' must be an object with role and content, found 'hi'"),
+        ([{"content": "x"}], "message 1 of 'messages' has no 'role' .keys: content"),
+        ([SAY[0], {"role": "assistant"}], "message 2 of 'messages' has no 'content' .keys: role"),
+        ([{"role": "assistant", "content": None}], "message 1 of 'messages' has no text: 'content' is null"),
+        ([{"role": "assitant", "content": "x"}], "unknown role 'assitant' .did you mean 'assistant'"),
+        ([{"role": 3, "content": "x"}], "unknown role 3"),
+        ([{"role": "user", "content": 3}], "must have text as its 'content', found 3"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "content parts that are no text .image_url.",
+        ),
+        ([{"from": "function_call", "value": "f(x)"}], "message 1 of 'messages' is not valid JSON: 'f"),
+        ([{"from": "function_call", "value": "[]"}], "must hold a function call"),
+        ([{"from": "function_call", "value": '{"arguments": {}}'}], "has a function call without a name"),
+        (SAY[:1], "column 'messages' holds no assistant message"),
+    ],
+)
+def test_unusable_messages_are_named(value: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        Format(kind="chat", messages="messages").document(Row("x", {"messages": value}))
+
+
+def test_a_response_column_closes_a_conversation() -> None:
+    asked = [{"from": "human", "value": "q"}]
+    for answer in ("a", {"from": "gpt", "value": "a"}, [{"role": "assistant", "content": "a"}]):
+        row = {"conversations": asked, "chosen": answer, "rejected": answer}
+        document = detect(row, response_column="chosen").document(Row("x", row))
+        assert isinstance(document, Conversation)
+        assert document.messages == SAY
+
+
+ASSET_FORMATS = {
+    "gsm8k_train.jsonl": "pairs (prompt: question, response: answer)",
+    "alpaca_en_demo.json": "pairs (prompt: instruction, input: input, response: output)",
+    "rasbt_instruction.json": "pairs (prompt: instruction, input: input, response: output)",
+    "identity.json": "pairs (prompt: instruction, input: input, response: output)",
+    "openai_messages.jsonl": "chat (messages: messages)",
+    "glaive_toolcall_en_demo.json": "chat (messages: conversations, tools: tools)",
+    "c4_demo.jsonl": "text (text: text)",
+    "wiki_demo.txt": "text (text: text)",
+    "tinyshakespeare.txt": "text (text: text)",
+    "multilingual.txt": "text (text: text)",
+}
+
+
+@pytest.mark.parametrize("name", ASSET_FORMATS)
+def test_real_files_are_recognised_and_every_row_is_usable(assets: Path, name: str) -> None:
+    source = str(assets / "data" / name)
+    rows = list(read_rows(source, BadRows("error")))
+    fmt = detect_format(DataConfig(source=source), rows[:32], source)
+    assert fmt.describe() == ASSET_FORMATS[name]
+    for row in rows:
+        fmt.document(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rasbt_preference.json", "holds preferences .columns chosen, rejected."),
+        ("dpo_en_demo.json", "holds preferences .columns chosen, rejected."),
+        (
+            "alpaca_seed_tasks.jsonl",
+            r"column 'instances' holds nested rows \(input, output\); write one row for each",
+        ),
+    ],
+)
+def test_real_files_of_other_shapes_get_a_clear_line(assets: Path, name: str, message: str) -> None:
+    source = str(assets / "data" / name)
+    rows = list(read_rows(source, BadRows("error"), max_rows=32))
+    with pytest.raises(UserError, match=message):
+        detect_format(DataConfig(source=source), rows, source)
+
+
+def test_real_preferences_train_on_the_chosen_side_when_told(assets: Path) -> None:
+    for name in ("rasbt_preference.json", "dpo_en_demo.json"):
+        source = str(assets / "data" / name)
+        rows = list(read_rows(source, BadRows("error")))
+        fmt = detect_format(DataConfig(source=source, response_column="chosen"), rows[:32], source)
+        for row in rows:
+            document = fmt.document(row)
+            answer = document.response if isinstance(document, Pair) else document.messages[-1]["content"]
+            chosen = row.values["chosen"]
+            assert answer == (chosen if isinstance(chosen, str) else chosen["value"])

@@ -1,0 +1,127 @@
+"""Every document stands in exactly one row, whole; rows are as full as best-fit decreasing makes them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lptune.data import Packing, pack
+from lptune.data.order import permutation, random_keys, shuffled
+from lptune.data.packing import one_document_per_row
+
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
+
+
+def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
+    """Space left in each row, one document after the other: the plain algorithm."""
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(left)) if left[row] >= length]
+        if fitting:
+            left[min(fitting, key=lambda row: left[row])] -= length
+        else:
+            left.append(capacity - length)
+    return left
+
+
+def space_left(packing: Packing, lengths: list[int], capacity: int) -> list[int]:
+    tokens = np.asarray(lengths)[packing.documents]
+    return (capacity - np.add.reduceat(tokens, packing.row_offsets[:-1])).tolist()
+
+
+@given(LENGTHS, st.integers(64, 100), st.integers(0, 3))
+def test_every_document_is_packed_once_and_no_row_overflows(
+    lengths: list[int], capacity: int, seed: int
+) -> None:
+    packing = pack(lengths, capacity, seed)
+    assert sorted(packing.documents.tolist()) == list(range(len(lengths)))
+    assert packing.row_offsets[0] == 0
+    assert packing.row_offsets[-1] == len(lengths)
+    assert (np.diff(packing.row_offsets) > 0).all(), "no row is empty"
+    assert min(space_left(packing, lengths, capacity)) >= 0
+
+
+@given(LENGTHS, st.integers(64, 100))
+def test_placing_groups_equals_best_fit_decreasing_one_by_one(lengths: list[int], capacity: int) -> None:
+    assert sorted(space_left(pack(lengths, capacity, 0), lengths, capacity)) == sorted(
+        best_fit_decreasing(lengths, capacity)
+    )
+
+
+@given(LENGTHS, st.integers(64, 100))
+def test_the_number_of_rows_is_near_the_lower_bound(lengths: list[int], capacity: int) -> None:
+    # Best-fit decreasing needs at most 11/9 of the optimum + 6/9 rows (Dósa 2007); the optimum is at least
+    # the tokens' volume,
+    # and at least the number of documents longer than half a row.
+    lower = max(-(-sum(lengths) // capacity), sum(length > capacity / 2 for length in lengths))
+    rows = pack(lengths, capacity, 0).num_rows
+    assert rows >= lower
+    if max(lengths) <= capacity // 4:  # any-fit: each row but the last is filled to more than 3/4
+        assert rows <= 4 / 3 * lower + 1
+
+
+def test_packing_depends_on_lengths_and_seed_alone() -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 1000)
+    first, again, other = pack(lengths, 64, 1), pack(lengths.tolist(), 64, 1), pack(lengths, 64, 2)
+    assert np.array_equal(first.documents, again.documents)
+    assert np.array_equal(first.row_offsets, again.row_offsets)
+    assert not np.array_equal(first.documents, other.documents)
+    assert first.num_rows == other.num_rows
+
+
+@pytest.mark.parametrize("lengths", [[64], [64] * 5, [1] * 64, [1] * 65, [33, 32, 31], [63, 1, 1]])
+def test_exact_fits_leave_nothing(lengths: list[int]) -> None:
+    assert pack(lengths, 64, 0).num_rows == -(-sum(lengths) // 64) or lengths == [64] * 5
+    assert pack(lengths, 64, 0).num_rows == len(best_fit_decreasing(lengths, 64))
+
+
+def test_a_million_documents_pack_without_a_search_per_document() -> None:
+    # Work is counted, not time: the number of group placements is bounded by the lengths, whatever the
+    # documents.
+    lengths = np.minimum(random_keys(0, "test", 1_000_000) % np.uint64(2048) + np.uint64(1), 2048).astype(
+        np.int64
+    )
+    packing = pack(lengths, 2048, 0)
+    assert lengths.sum() / (packing.num_rows * 2048) > 0.995
+
+
+def test_without_packing_each_document_has_its_row() -> None:
+    packing = one_document_per_row(3)
+    assert packing.documents.tolist() == [0, 1, 2]
+    assert packing.row_offsets.tolist() == [0, 1, 2, 3]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**63), st.integers(0, 2**31), st.integers(1, 300))
+def test_an_epochs_order_is_a_permutation(seed: int, epoch: int, num_rows: int) -> None:
+    order = permutation(seed, epoch, num_rows)
+    assert sorted(order.tolist()) == list(range(num_rows))
+
+
+def test_orders_differ_between_seeds_and_epochs_and_never_change() -> None:
+    orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    # The stream of Philox is guaranteed by numpy; a change of these numbers would break every resume.
+    assert permutation(0, 0, 10).tolist() == GOLDEN_ORDER
+    assert random_keys(7, "packing", 2).tolist() == GOLDEN_KEYS
+
+
+GOLDEN_ORDER = [6, 5, 7, 8, 0, 9, 3, 4, 1, 2]
+GOLDEN_KEYS = [3586410811760743958, 11644992548695711192]
+
+
+def test_an_epochs_order_is_uniform() -> None:
+    # Where row 0 lands over 4000 epochs: each of 8 places has p = 1/8; 5 standard deviations of a binomial
+    # count.
+    places = np.array([np.flatnonzero(permutation(3, epoch, 8) == 0)[0] for epoch in range(4000)])
+    counts = np.bincount(places, minlength=8)
+    assert (np.abs(counts - 500) < 5 * np.sqrt(4000 / 8 * 7 / 8)).all()
+
+
+def test_ranks_depend_on_key_and_seed_alone() -> None:
+    keys = np.arange(100, dtype=np.uint64)
+    ranks = shuffled(keys, 5)
+    assert np.array_equal(shuffled(keys[::-1], 5), ranks[::-1])
+    assert len(set(ranks.tolist())) == 100
+    assert not np.array_equal(ranks, shuffled(keys, 6))
+    assert abs((np.argsort(ranks) < 50)[:50].mean() - 0.5) < 5 * 0.5 / np.sqrt(50)

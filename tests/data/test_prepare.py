@@ -1,0 +1,458 @@
+"""From a file to rows: what is learned, cut, dropped, held out, and what is said about it."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lptune.config import DataConfig, UserError
+from lptune.data import Prepared, Tokenizer, documents, load_tokenizer, prepare
+from lptune.data.prepare import split_by_prompt
+from tests.data.chat_templates import (
+    CHATML,
+    CHATML_MARKED,
+    GEMMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    WITHOUT_SPECIAL_TOKENS,
+    config,
+)
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder())
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    def write(*rows: Any, name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def run(source: str, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
+    return prepare(
+        DataConfig(source=source, **{"seq_len": 256, **keys}), tokenizer, seed=seed, vocab_size=vocab_size
+    )
+
+
+def texts(prepared: Prepared, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Prompt and answer of each training document, special tokens shown."""
+    rows = prepared.train
+    pairs = [rows.prompt_and_answer(i) for i in range(rows.num_documents)]
+    return [
+        (tokenizer.decode(a, skip_special=False), tokenizer.decode(b, skip_special=False)) for a, b in pairs
+    ]
+
+
+PAIRS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
+
+
+def test_a_pair_without_a_template_is_prompt_newline_response_eos(
+    jsonl: Callable, tokenizer: Tokenizer
+) -> None:
+    source = jsonl(
+        {"instruction": "Add", "input": "2 + 2", "output": "4"},
+        {"instruction": "Say hi", "input": "", "output": "hi"},
+    )
+    prepared = run(source, tokenizer)
+    assert texts(prepared, tokenizer) == [("Add\n2 + 2\n", "4<|endoftext|>"), ("Say hi\n", "hi<|endoftext|>")]
+    assert prepared.train.documents.is_target_T.sum() == prepared.train.num_target_tokens
+
+
+def test_the_prompt_of_a_pair_is_exactly_what_inference_tokenizes(
+    jsonl: Callable, tokenizer: Tokenizer
+) -> None:
+    prepared = run(jsonl(*PAIRS), tokenizer, prompt_template="Q: {question}\nA: ")
+    for i, row in enumerate(PAIRS):
+        prompt, answer = prepared.train.prompt_and_answer(i)
+        assert prompt == tokenizer.encode(f"Q: {row['question']}\nA: ")
+        assert answer == [*tokenizer.encode(row["answer"]), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral_chatml", "titan_2k", "qwen2"])
+def test_bos_stands_where_the_tokenizer_puts_it(
+    asset_tokenizer: Callable[[str], Tokenizer], jsonl: Callable, name: str
+) -> None:
+    tokenizer = asset_tokenizer(f"tokenizers/{name}").with_chat_template("none")
+    prepared = run(jsonl(*PAIRS), tokenizer, vocab_size=tokenizer.vocab_size)
+    for i, row in enumerate(PAIRS):
+        prompt, answer = prepared.train.prompt_and_answer(i)
+        assert prompt == tokenizer.encode(row["question"] + "\n")
+        assert answer[-1] == tokenizer.eos_id
+        if tokenizer.alphabet is not None:
+            assert any("the tokenizer drops 280 characters" in line for line in prepared.report)
+            continue
+        # Sentencepiece keeps a text's leading space as a token of its own where the file says so.
+        assert (
+            tokenizer.decode([*prompt, *answer]).replace("\n ", "\n") == f"{row['question']}\n{row['answer']}"
+        )
+
+
+def test_with_a_template_a_pair_is_a_chat(jsonl: Callable, tokenizer_folder: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
+    source = jsonl({"instruction": "Add", "input": "2 + 2", "output": "4"})
+    prepared = run(source, tokenizer, system_prompt="Be brief.")
+    prompt = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd\n2 + 2<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert texts(prepared, tokenizer) == [(prompt, "4<|im_end|>")]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, QWEN3])
+def test_chat_tokens_equal_apply_chat_template_and_only_the_assistant_is_learned(
+    assets: Path, tokenizer_folder: Callable[..., Path], template: str
+) -> None:
+    folder = tokenizer_folder(chat_template=template, eos_token="<|im_end|>")
+    tokenizer, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    source = assets / "data" / "openai_messages.jsonl"
+    prepared = run(str(source), tokenizer, seq_len=512)
+    rows = prepared.train
+    messages = [json.loads(line)["messages"] for line in source.read_text().splitlines()]
+    assert rows.num_documents == len(messages)
+    for i, chat in enumerate(messages):
+        begin, end = rows.documents.offsets_N1[i : i + 2]
+        expected = theirs.apply_chat_template(chat, return_dict=False)
+        assert rows.documents.tokens_T[begin:end].tolist() == expected
+        learned = rows.documents.tokens_T[begin:end][rows.documents.is_target_T[begin:end]]
+        empty_thoughts = "<think>\n\n</think>\n\n" if template == QWEN3 else ""
+        assert (
+            tokenizer.decode(learned, skip_special=False)
+            == f"{empty_thoughts}{chat[-1]['content']}<|im_end|>"
+        )
+        prompt, _ = rows.prompt_and_answer(i)
+        assert prompt == theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
+
+
+def test_train_on_prompt_learns_every_token_but_the_first(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    plain, full = run(jsonl(*PAIRS), tokenizer), run(jsonl(*PAIRS), tokenizer, train_on_prompt=True)
+    assert full.train.num_target_tokens == full.train.num_tokens - len(PAIRS)
+    assert np.array_equal(full.train.documents.tokens_T, plain.train.documents.tokens_T)
+    assert full.train.prompt_and_answer(3) == plain.train.prompt_and_answer(3)
+
+
+def test_long_documents_are_cut_and_those_without_a_target_dropped(
+    jsonl: Callable, tokenizer: Tokenizer
+) -> None:
+    long_answer = {"question": "x", "answer": "word " * 100}
+    long_prompt = {"question": "word " * 100, "answer": "y"}
+    prepared = run(jsonl(long_answer, long_prompt, *PAIRS), tokenizer, seq_len=32)
+    assert prepared.train.num_documents == len(PAIRS) + 1
+    assert prepared.train.documents.lengths.max() == 32
+    full = run(jsonl(long_answer, long_prompt, *PAIRS), tokenizer, seq_len=1024).train
+    lengths = full.documents.lengths
+    report = "\n".join(prepared.report)
+    assert (
+        f"cut {lengths[0] + lengths[1] - 64:,} tokens off 2 documents longer than data.seq_len=32" in report
+    )
+    assert "dropped 1 documents without a target" in report
+
+
+def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    long = "To be, or not to be: that is the question. " * 40
+    prepared = run(
+        jsonl({"text": long}, {"text": "short"}, {"text": ""}), tokenizer, seq_len=64, on_bad_row="skip"
+    )
+    rows = prepared.train
+    expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in (long, "short")]
+    learned = [
+        rows.documents.tokens_T[a + 1 : b].tolist()
+        for a, b in zip(rows.documents.offsets_N1, rows.documents.offsets_N1[1:], strict=False)
+    ]
+    assert [token for chunk in learned[:-1] for token in chunk] == expected[0][1:]
+    assert learned[-1] == expected[1][1:]
+    assert rows.num_target_tokens == sum(map(len, expected)) - 2
+    assert "skipped 1 bad rows, the first: " in "\n".join(prepared.report)
+    assert "truncated" not in "\n".join(prepared.report)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "llama2", "mistral_chatml"])
+def test_encoding_a_long_text_in_pieces_changes_no_token(
+    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 2000)
+    tokenizer = asset_tokenizer(f"tokenizers/{name}")
+    for file in ("tinyshakespeare.txt", "multilingual.txt", "wiki_demo.txt"):
+        text = (assets / "data" / file).read_text()[:60_000]
+        pieces = documents._pieces(documents.Written(text), tokenizer)
+        assert "".join(pieces) == text
+        assert (len(pieces) > 10) == (name in ("qwen2", "gpt2") and not file.startswith("wiki"))
+        joined = [token for piece in pieces for token in tokenizer.encode(piece, add_special=False)]
+        assert joined == tokenizer.encode(text, add_special=False)
+
+
+def test_bad_rows_stop_with_their_place_or_are_skipped_and_counted(
+    jsonl: Callable, tokenizer: Tokenizer
+) -> None:
+    source = jsonl(
+        *PAIRS[:34], {"question": "q"}, "{broken", {"question": "q", "answer": "half \ud83d"}, *PAIRS[34:]
+    )
+    with pytest.raises(
+        UserError, match=r"rows.jsonl line 35: has no column 'answer'.* \(or set data.on_bad_row=skip\)"
+    ):
+        run(source, tokenizer)
+    prepared = run(source, tokenizer, on_bad_row="skip")
+    assert prepared.train.num_documents == len(PAIRS)
+    report = "\n".join(prepared.report)
+    assert "skipped 3 bad rows, the first: " in report
+    assert "line 35: has no column 'answer'" in report
+    source = jsonl({"question": "q", "answer": "half \ud83d"})
+    with pytest.raises(UserError, match=r"line 1: holds '\\ud83d', half of a surrogate pair"):
+        run(source, tokenizer)
+    with pytest.raises(UserError, match=r"no usable row: 1 bad, the first: .*line 1: holds"):
+        run(source, tokenizer, on_bad_row="skip")
+
+
+def test_what_a_template_refuses_names_the_row(
+    jsonl: Callable, tokenizer_folder: Callable[..., Path]
+) -> None:
+    system = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    source = jsonl({"messages": system["messages"][1:]}, system)
+    tokenizer = load_tokenizer(tokenizer_folder(**config("gemma")))
+    with pytest.raises(
+        UserError, match=r"rows.jsonl line 2: the chat template refuses it: System role not supported; change"
+    ):
+        run(source, tokenizer)
+    assert run(source, tokenizer, on_bad_row="skip").train.num_documents == 1
+    with pytest.raises(UserError, match=r"line 1: .*System role not supported"):
+        run(source, tokenizer, system_prompt="x")
+
+
+def test_what_does_not_go_together_is_one_line(
+    jsonl: Callable, tokenizer_folder: Callable[..., Path]
+) -> None:
+    bare = load_tokenizer(tokenizer_folder("bare"))
+    chat = load_tokenizer(tokenizer_folder("chat", **config("chatml")))
+    mute = load_tokenizer(tokenizer_folder("mute", eos_token=None))
+    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
+    cases: list[tuple[Any, Tokenizer, dict, str]] = [
+        (say, bare, {}, "has no chat template, and the data are chats; set data.chat_template"),
+        (PAIRS[0], bare, {"system_prompt": "x"}, "data.system_prompt: is written by a chat template"),
+        ({"text": "t"}, chat, {"system_prompt": "x"}, "data.system_prompt: .* raw text has none"),
+        (
+            PAIRS[0],
+            chat,
+            {"prompt_template": "{question}"},
+            "set data.chat_template=none to use a prompt template",
+        ),
+        (PAIRS[0], mute, {}, "names no eos token, so the model would never learn to stop"),
+        (
+            PAIRS[0],
+            bare,
+            {"vocab_size": 50},
+            r"token '.*' has id \d+, the model's vocabulary ends at 49 .vocab_size 50.; use the",
+        ),
+        (
+            PAIRS[0],
+            bare,
+            {"seq_len": 4},
+            "all 1 rows are masked: no document has a target within data.seq_len=4 tokens",
+        ),
+        (
+            PAIRS[0],
+            bare,
+            {"eval_fraction": 0.5},
+            "data.eval_fraction: .* gives one document, and each side needs one",
+        ),
+    ]
+    for row, tokenizer, keys, message in cases:
+        with pytest.raises(UserError, match=message):
+            run(jsonl(row), tokenizer, **keys)
+    twice = jsonl({"question": "q", "answer": "a"}, {"question": "q", "answer": "b"})
+    with pytest.raises(UserError, match="gives 2 documents with one and the same prompt"):
+        run(twice, bare, eval_fraction=0.5)
+    assert (
+        run(jsonl(PAIRS[0]), chat, chat_template="none", prompt_template="{question}").train.num_documents
+        == 1
+    )
+    assert run(jsonl({"text": "some text"}), mute).train.num_documents == 1
+
+
+def test_the_configs_chat_template_reaches_the_rows(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
+    prepared = run(jsonl(say), tokenizer, chat_template=CHATML)
+    assert texts(prepared, tokenizer) == [
+        ("<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n", "a<|im_end|>")
+    ]
+
+
+def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Callable[..., Path]) -> None:
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+    row = {"messages": [{"role": "user", "content": "{{name}}"}, call], "tools": [{"name": "f"}]}
+    tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
+    prepared = run(jsonl(row), tokenizer)
+    report = "\n".join(prepared.report)
+    assert "knows no tool_calls: the calls of 1 conversations are written as JSON text" in report
+    assert "writes no tool definitions: those of 1 conversations are left out" in report
+    assert "1 rows hold placeholders such as {{name}}" in report
+    assert texts(prepared, tokenizer)[0][1] == '{"name": "f", "arguments": {"x": 1}}<|im_end|>'
+    assert "the model will not learn where to stop" in "\n".join(
+        run(jsonl(row), tokenizer, chat_template=WITHOUT_SPECIAL_TOKENS).report
+    )
+
+
+def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    prepared = run(jsonl(*PAIRS), tokenizer, eval_fraction=0.25)
+    train, evaluation = prepared.train, prepared.evaluation
+    assert evaluation is not None
+    assert prepared.report[0].endswith(
+        "rows.jsonl: 40 rows as pairs (prompt: question, response: answer), plain layout"
+    )
+    for name, rows in (("training", train), ("evaluation", evaluation)):
+        line = (
+            f"{name}: {rows.num_documents:,} documents, {rows.num_tokens:,} tokens "
+            f"({rows.num_target_tokens:,} targets) in "
+            f"{rows.num_rows:,} rows of 256, {rows.fill:.1%} full"
+        )
+        assert line in prepared.report
+
+
+def test_no_prompt_stands_on_both_sides(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    rows = [{"question": f"What is {i % 30}?", "answer": f"Answer {i}"} for i in range(120)]
+    sizes = []
+    for seed in range(5):
+        prepared = run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=seed)
+        assert prepared.evaluation is not None
+        train, held = prepared.train, prepared.evaluation
+        prompts = [
+            {tuple(side.prompt_and_answer(i)[0]) for i in range(side.num_documents)} for side in (train, held)
+        ]
+        assert not prompts[0] & prompts[1]
+        assert train.num_documents + held.num_documents == 120
+        sizes.append(held.num_documents)
+    assert sizes == [24] * 5
+    once, again = (run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=1) for _ in range(2))
+    assert once.evaluation is not None
+    assert again.evaluation is not None
+    assert once.train.digest == again.train.digest
+    assert once.evaluation.digest == again.evaluation.digest
+    other = run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=2)
+    assert other.train.digest != once.train.digest
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=100), st.floats(0.001, 0.999), st.integers(0, 5))
+def test_splits_keep_prompts_whole_and_both_sides_alive(keys: list[int], fraction: float, seed: int) -> None:
+    held_out = split_by_prompt(np.array(keys, dtype=np.uint64), fraction, seed)
+    if len(set(keys)) == 1:
+        assert held_out is None
+        return
+    assert held_out is not None
+    assert 0 < held_out.sum() < len(keys)
+    assert not {k for k, h in zip(keys, held_out, strict=True) if h} & {
+        k for k, h in zip(keys, held_out, strict=True) if not h
+    }
+    largest = max(Counter(keys).values())
+    assert abs(held_out.sum() - fraction * len(keys)) <= largest + 1
+
+
+def test_one_long_text_is_held_out_in_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(f"Line {i} of the book." for i in range(500)))
+    prepared = run(str(path), tokenizer, seq_len=64, eval_fraction=0.1)
+    assert prepared.evaluation is not None
+    chunks = prepared.train.num_documents + prepared.evaluation.num_documents
+    assert prepared.evaluation.num_documents == round(0.1 * chunks)
+
+
+def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
+    jsonl: Callable, tokenizer: Tokenizer
+) -> None:
+    held = jsonl(*PAIRS[:3], {"question": "new", "answer": "n"}, name="held.jsonl")
+    prepared = run(jsonl(*PAIRS), tokenizer, eval_source=held)
+    assert prepared.evaluation is not None
+    assert (prepared.train.num_documents, prepared.evaluation.num_documents) == (40, 4)
+    assert any("3 of 4 documents of" in line for line in prepared.report)
+    with pytest.raises(UserError, match=r"held.jsonl: columns|held.jsonl: cannot tell"):
+        run(jsonl(*PAIRS), tokenizer, eval_source=jsonl({"a": "b"}, name="held.jsonl"))
+
+
+def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    rows = run(jsonl(*PAIRS), tokenizer, packing=False).train
+    assert rows.num_rows == rows.num_documents == len(PAIRS)
+    assert rows.max_documents == 2
+    packed = run(jsonl(*PAIRS), tokenizer).train
+    assert packed.num_rows < len(PAIRS)
+    assert packed.num_target_tokens == rows.num_target_tokens
+
+
+def test_max_rows_bounds_what_is_read(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    assert run(jsonl(*PAIRS), tokenizer, max_rows=7).train.num_documents == 7
+
+
+def test_the_builtin_set_is_ready_to_train_on(tokenizer: Tokenizer) -> None:
+    prepared = run("builtin", tokenizer, max_rows=300, eval_fraction=0.1)
+    assert prepared.evaluation is not None
+    assert prepared.train.num_documents + prepared.evaluation.num_documents == 300
+
+
+REAL = [
+    ("gsm8k_train.jsonl", "models/story_llama", None),
+    ("gsm8k_train.jsonl", "tokenizers/titan_2k", None),
+    ("alpaca_en_demo.json", "tokenizers/qwen2", None),
+    ("alpaca_en_demo.json", "tokenizers/llama2", None),
+    ("rasbt_instruction.json", "tokenizers/mistral_chatml", None),
+    ("identity.json", "tokenizers/llama2", MISTRAL),
+    ("openai_messages.jsonl", "tokenizers/titan_2k", None),
+    ("openai_messages.jsonl", "models/story_llama", CHATML),
+    ("openai_messages.jsonl", "tokenizers/llama2", LLAMA3),
+    ("glaive_toolcall_en_demo.json", "tokenizers/qwen2", None),
+    ("glaive_toolcall_en_demo.json", "tokenizers/qwen2", QWEN3),
+    ("c4_demo.jsonl", "tokenizers/qwen2", None),
+    ("wiki_demo.txt", "models/story_llama", None),
+    ("tinyshakespeare.txt", "tokenizers/titan_2k", None),
+    ("multilingual.txt", "tokenizers/llama2", None),
+]
+
+
+@pytest.mark.parametrize(("file", "folder", "template"), REAL)
+def test_real_files_become_rows_with_every_real_tokenizer(
+    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], file: str, folder: str, template: str | None
+) -> None:
+    tokenizer = asset_tokenizer(folder)
+    if template is not None:
+        tokenizer = tokenizer.with_chat_template(template)
+    source = str(assets / "data" / file)
+    prepared = run(
+        source, tokenizer, seq_len=1024, eval_fraction=0.05, max_rows=400, vocab_size=tokenizer.vocab_size
+    )
+    assert prepared.evaluation is not None
+    assert prepared.train.fill > 0.8
+    for rows in (prepared.train, prepared.evaluation):
+        batch = rows.batch(range(rows.num_rows))
+        assert batch.num_targets == rows.num_target_tokens > 0
+        for i in range(min(20, rows.num_documents)):
+            prompt, answer = rows.prompt_and_answer(i)
+            assert prompt
+            assert answer
+    if "note" in "\n".join(prepared.report):
+        assert all(len(line) < 300 for line in prepared.report)
+
+
+def test_a_gemma_conversation_learns_up_to_end_of_turn(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " a "}]}
+    prepared = run(jsonl(say), tokenizer, chat_template=GEMMA)
+    assert texts(prepared, tokenizer)[0][1] == "a<end_of_turn>"

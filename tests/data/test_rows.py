@@ -1,0 +1,172 @@
+"""Batches against a naive reference: labels, positions, documents and offsets, token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lptune.config import UserError
+from lptune.data import Loader, Rows, evaluation_batches, pack
+from lptune.data.documents import Documents
+from lptune.data.packing import one_document_per_row
+from lptune.data.rows import EMPTY_ROW, IGNORE
+
+SEQ_LEN = 16
+PAD = 999
+
+
+def make_rows(lengths: list[int], *, seed: int = 0, packing: bool = True) -> Rows:
+    """Documents of distinct tokens, every third of which is no target."""
+    num_tokens = sum(lengths)
+    offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
+    tokens = np.arange(num_tokens, dtype=np.int32) + 1000
+    is_target = tokens % 3 != 0
+    is_target[offsets[:-1]] = False
+    documents = Documents(
+        tokens_T=tokens, is_target_T=is_target, offsets_N1=offsets,
+        answers_N2=np.array([[length // 2, length] for length in lengths], dtype=np.int32),
+        prompt_keys_N=np.arange(len(lengths), dtype=np.uint64),
+    )  # fmt: skip
+    chosen = pack(lengths, SEQ_LEN, seed) if packing else one_document_per_row(len(lengths))
+    return Rows(documents, chosen, seq_len=SEQ_LEN, pad_id=PAD)
+
+
+LENGTHS = st.lists(st.integers(2, SEQ_LEN), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.booleans())
+def test_a_batch_equals_the_naive_reference(lengths: list[int], packing: bool) -> None:
+    rows = make_rows(lengths, packing=packing)
+    numbers = [*range(rows.num_rows), EMPTY_ROW]
+    batch = rows.batch(numbers)
+    starts = []
+    for b, row in enumerate(numbers):
+        documents = (
+            []
+            if row == EMPTY_ROW
+            else rows.packing.documents[slice(*rows.packing.row_offsets[row : row + 2])].tolist()
+        )
+        tokens, labels, positions, document = [], [], [], []
+        for i, number in enumerate(documents):
+            starts.append(b * SEQ_LEN + len(tokens))
+            own = range(rows.documents.offsets_N1[number], rows.documents.offsets_N1[number + 1])
+            for place, t in enumerate(own):
+                has_next = t + 1 in own and rows.documents.is_target_T[t + 1]
+                tokens.append(int(rows.documents.tokens_T[t]))
+                labels.append(int(rows.documents.tokens_T[t + 1]) if has_next else IGNORE)
+                positions.append(place)
+                document.append(i)
+        if len(tokens) < SEQ_LEN:
+            starts.append(b * SEQ_LEN + len(tokens))
+        rest = SEQ_LEN - len(tokens)
+        assert batch.tokens_BS[b].tolist() == tokens + [PAD] * rest
+        assert batch.labels_BS[b].tolist() == labels + [IGNORE] * rest
+        assert batch.positions_BS[b].tolist() == positions + list(range(rest))
+        assert batch.document_BS[b].tolist() == document + [len(documents)] * rest
+    assert batch.offsets.tolist()[: len(starts)] == starts
+    assert set(batch.offsets.tolist()[len(starts) :]) == {len(numbers) * SEQ_LEN}
+    assert len(batch.offsets) == len(numbers) * rows.max_documents + 1
+    assert batch.num_targets == int((batch.labels_BS != IGNORE).sum())
+
+
+@given(LENGTHS)
+def test_all_rows_together_have_every_target_once(lengths: list[int]) -> None:
+    rows = make_rows(lengths)
+    batch = rows.batch(range(rows.num_rows))
+    labels = batch.labels_BS[batch.labels_BS != IGNORE].tolist()
+    assert sorted(labels) == rows.documents.tokens_T[rows.documents.is_target_T].tolist()
+    assert rows.num_target_tokens == batch.num_targets
+    assert rows.num_tokens == sum(lengths)
+    assert rows.fill == sum(lengths) / (rows.num_rows * SEQ_LEN)
+
+
+def test_a_batch_has_the_promised_types_and_constant_shapes() -> None:
+    rows = make_rows([16, 3, 4, 5, 2, 2, 16])
+    shapes = set()
+    for number in range(rows.num_rows):
+        batch = rows.batch([number, EMPTY_ROW]).to("cpu")
+        assert [tensor.dtype for tensor in batch[:5]] == [torch.int64] * 4 + [torch.int32]
+        shapes.add(tuple(tuple(tensor.shape) for tensor in batch[:5]))
+    assert len(shapes) == 1
+
+
+def test_prompt_and_answer_are_the_documents_tokens() -> None:
+    rows = make_rows([5, 8])
+    assert rows.prompt_and_answer(1) == (list(range(1005, 1009)), list(range(1009, 1013)))
+
+
+def test_the_digest_tells_contents_packing_and_length_apart() -> None:
+    base = make_rows([5, 8, 3])
+    assert base.digest == make_rows([5, 8, 3]).digest
+    others = [make_rows([5, 8, 4]), make_rows([8, 5, 3]), make_rows([5, 8, 3], packing=False)]
+    flipped = make_rows([5, 8, 3])
+    flipped.documents.is_target_T[1] ^= True
+    assert len({rows.digest for rows in [base, *others, flipped]}) == 5
+
+
+def stream(
+    rows: Rows, *, num_ranks: int, steps: int, micro: int = 2, total: int = 12
+) -> list[list[list[int]]]:
+    """Micro-batches (their tokens) of each step, ranks one after the other."""
+    loaders = [
+        Loader(rows, seed=3, global_batch_size=total, micro_batch_size=micro, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    return [
+        [batch.tokens_BS.flatten().tolist() for loader in loaders for batch in loader.micro_batches(step)]
+        for step in range(steps)
+    ]
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS, st.sampled_from([2, 3, 6]))
+def test_any_number_of_ranks_sees_the_stream_of_one(lengths: list[int], num_ranks: int) -> None:
+    rows = make_rows(lengths)
+    assert stream(rows, num_ranks=num_ranks, steps=4) == stream(rows, num_ranks=1, steps=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 3))
+def test_epochs_follow_each_other_without_losing_a_row(num_rows: int, num_epochs: int) -> None:
+    rows = make_rows([SEQ_LEN] * num_rows)
+    loader = Loader(rows, seed=0, global_batch_size=6, micro_batch_size=3)
+    steps = loader.num_steps(num_epochs)
+    assert (steps - 1) * 6 < num_epochs * num_rows <= steps * 6
+    seen = [rows.row_at(sample, 0) for sample in range(steps * 6)]
+    for epoch in range(num_epochs):
+        assert sorted(seen[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+    firsts = [
+        batch.tokens_BS[i, 0].item()
+        for step in range(steps)
+        for batch in loader.micro_batches(step)
+        for i in range(3)
+    ]
+    assert firsts == [1000 + SEQ_LEN * rows.packing.documents[row] for row in seen]
+
+
+def test_a_number_of_ranks_that_does_not_divide_names_those_that_do() -> None:
+    rows = make_rows([4])
+    with pytest.raises(
+        UserError, match="do not divide among 4 data ranks; numbers of ranks that do: 1, 2, 3, 6"
+    ):
+        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=4)
+    with pytest.raises(UserError, match=r"12 is not a multiple of micro_batch_size \(5\)"):
+        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=5)
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
+def test_evaluation_sees_every_row_once_in_batches_of_one_shape(
+    num_rows: int, batch_size: int, num_ranks: int
+) -> None:
+    rows = make_rows([SEQ_LEN] * num_rows)
+    by_rank = [
+        list(evaluation_batches(rows, batch_size, rank=rank, num_ranks=num_ranks))
+        for rank in range(num_ranks)
+    ]
+    assert len({len(batches) for batches in by_rank}) == 1, "ranks that leave early hang the others"
+    batches = [batch for batches in by_rank for batch in batches]
+    assert {tuple(batch.tokens_BS.shape) for batch in batches} == {(batch_size, SEQ_LEN)}
+    firsts = [first for batch in batches for first in batch.tokens_BS[:, 0].tolist() if first != PAD]
+    assert sorted(firsts) == [1000 + SEQ_LEN * row for row in range(num_rows)]
+    assert sum(batch.num_targets for batch in batches) == rows.num_target_tokens

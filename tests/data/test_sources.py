@@ -1,0 +1,249 @@
+"""Every row carries its place; a file that cannot be read is one line with file, line, problem and remedy."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lptune.config import UserError
+from lptune.data.errors import BadRows
+from lptune.data.sources import Row, _json_lines, read_rows
+
+
+def read(path: Path | str, *, skip: bool = False, max_rows: int | None = None) -> tuple[list[Row], BadRows]:
+    bad = BadRows("skip" if skip else "error")
+    return list(read_rows(str(path), bad, max_rows=max_rows)), bad
+
+
+def write(tmp_path: Path, name: str, content: str | bytes) -> Path:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+ROWS = [{"q": "a", "a": "b"}, {"q": "ü\u2028x", "a": "d\ne"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", "\n".join(map(json.dumps, ROWS))),
+        (
+            "rows.jsonl",
+            "\n\n" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\r\n",
+        ),
+        ("rows.jsonl", "\ufeff" + "\n".join(map(json.dumps, ROWS)) + "\n"),
+        ("rows.json", json.dumps(ROWS)),
+        ("rows.json", json.dumps({"version": 3, "data": ROWS, "empty": []})),
+        ("rows.json", "\n".join(map(json.dumps, ROWS))),
+        ("ROWS.JSON", "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False)),
+        ("rows.csv", 'q,a\na,b\n\nü\u2028x,"d\ne"\n'),
+        ("rows.csv", '\ufeffq, a \r\na,b\r\nü\u2028x,"d\r\ne"'),
+    ],
+)
+def test_the_same_rows_come_out_of_every_kind_of_file(tmp_path: Path, name: str, content: str) -> None:
+    rows, _ = read(write(tmp_path, name, content))
+    assert [row.values for row in rows] == ROWS
+
+
+def test_places_count_lines_as_an_editor_does(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.jsonl", '{"a": 1}\n\n{"a": 2}\n')
+    assert [row.place for row in read(path)[0]] == [f"{path} line 1", f"{path} line 3"]
+    path = write(tmp_path, "rows.csv", 'a,b\n"x\ny",2\n3,4\n')
+    assert [row.place for row in read(path)[0]] == [f"{path} line 2", f"{path} line 4"]
+    path = write(tmp_path, "rows.json", '[{"a": 1}, {"a": 2}]')
+    assert [row.place for row in read(path)[0]] == [f"{path} row 1", f"{path} row 2"]
+
+
+def test_a_text_file_is_one_text_to_the_last_character(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.txt", "One\r\n\r\n  two\n\n\n")
+    assert read(path)[0] == [Row(str(path), {"text": "One\n\n  two\n\n\n"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", '{"a": 1}\n{"a": \n', "r.jsonl line 2: not valid JSON: Expecting value at column 7"),
+        ("r.jsonl", '{"a": 1}\n{"a": "x}\n', "r.jsonl line 2: not valid JSON: Unterminated string"),
+        ("r.jsonl", '{"a": 1}\n[1]\n', "r.jsonl line 2: must be a JSON object .* found a list"),
+        ("r.jsonl", '{"a": 1}\nnull\n', "r.jsonl line 2: must be a JSON object .* found a null"),
+        ("r.jsonl", '[\n{"a": 1}\n]\n', "r.jsonl line 1: starts a JSON list.*name the file .json"),
+        ("r.jsonl", "[" * 100_000, "r.jsonl line 1: (not valid JSON|starts a JSON list)"),
+        ("r.jsonl", '{"a": ' + "9" * 5000 + "}", "r.jsonl line 1: not valid JSON: Exceeds the limit"),
+        (
+            "r.jsonl",
+            b'{"a": 1}\n{"a": "\xe4"}\n',
+            r"r.jsonl line 2: not UTF-8 text \(byte 0xe4\); save the file as UTF-8",
+        ),
+        ("r.jsonl", '{"a": 1}'.encode("utf-16"), "r.jsonl: is UTF-16 text; save it as UTF-8"),
+        ("r.jsonl", "", "r.jsonl: is empty"),
+        ("r.jsonl", "\ufeff\n \r\n", "r.jsonl: is empty"),
+        ("r.json", "", "r.json: is empty"),
+        ("r.json", "[]", "r.json: holds no rows"),
+        ("r.json", '[{"a": 1},\n{"a": 2},\n]', "r.json line 3: not valid JSON"),
+        ("r.json", '[{"a": 1}, 3]', "r.json row 2: must be an object .* found a number"),
+        ("r.json", "3", "r.json: must hold a list of objects, found a number"),
+        (
+            "r.json",
+            '{"prompt": "x", "response": "y"}',
+            r"r.json: holds one object \(keys prompt, response\), not a list",
+        ),
+        (
+            "r.json",
+            '{"messages": [{"role": "user"}]}',
+            "r.json: holds one object .keys messages., not a list of rows",
+        ),
+        (
+            "r.json",
+            '{"prompt": ["a"], "response": ["b"]}',
+            "r.json: holds an object with 2 lists .prompt, response.",
+        ),
+        (
+            "r.json",
+            '{"train": [{"a": 1}], "test": [{"a": 1}]}',
+            "r.json: holds an object with 2 lists .train, test.",
+        ),
+        ("r.json", "[" * 100_000 + "]" * 100_000, "r.json: not valid JSON: .*recursion"),
+        ("r.csv", "a,b\n1\n", "r.csv line 2: has 1 fields, the header has 2; check commas and quotes"),
+        ("r.csv", "a,b\n1,2,3\n", "r.csv line 2: has 3 fields, the header has 2"),
+        ("r.csv", 'a,b\n1,"2\n3,4\n', "r.csv line 2: not CSV: .*; check the quotes"),
+        ("r.csv", "a,a\n1,2\n", "r.csv line 1: the header names 'a' more than once"),
+        ("r.csv", "a,,b\n1,2,3\n", "r.csv line 1: the header names '' more than once or not at all"),
+        ("r.csv", "a,b\n", "r.csv: holds no rows"),
+        ("r.txt", " \n\n", "r.txt: is empty"),
+        (
+            "r.xlsx",
+            "x",
+            "r.xlsx: unknown kind of file '.xlsx'; data.source reads .json, .jsonl, .csv, .txt, .parquet",
+        ),
+        ("r.parquet", "no parquet", "r.parquet: not a Parquet file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_its_place(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(UserError, match=message) as caught:
+        read(write(tmp_path, name, content))
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_rows_are_skipped_and_counted_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path, "r.jsonl", '{"a": 1}\n{"a"\n\n7\n{"a": 2}\n')
+    rows, bad = read(path, skip=True)
+    assert [row.values["a"] for row in rows] == [1, 2]
+    assert bad.count == 2
+    assert bad.first.startswith(f"{path} line 2: not valid JSON")
+    path = write(tmp_path, "r.csv", "a,b\n1\n2,3\n4,5,6\n")
+    rows, bad = read(path, skip=True)
+    assert ([row.values for row in rows], bad.count) == ([{"a": "2", "b": "3"}], 2)
+    with pytest.raises(
+        UserError, match=r"holds no rows; all 2 rows are bad, the first: .*line 1: not valid JSON"
+    ):
+        read(write(tmp_path, "r.jsonl", "x\ny\n"), skip=True)
+
+
+def test_at_most_max_rows_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "r.jsonl", '{"a": 1}\n{"a": 2}\n{"a": 3}\nbroken\n')
+    assert [len(read(path, max_rows=n)[0]) for n in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_missing_file_names_the_closest_one_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "train.jsonl", "{}")
+    with pytest.raises(UserError, match=r"trian.jsonl: no such file \(did you mean 'train.jsonl'\?\)"):
+        read(tmp_path / "trian.jsonl")
+    with pytest.raises(UserError, match=r"no such file, nor a folder .*nowhere"):
+        read(tmp_path / "nowhere" / "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"builtn: no such file \(did you mean 'builtin'\?\)"):
+        read("builtn")
+
+
+def test_a_folder_lists_the_files_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a folder; data.source must name a file"):
+        read(tmp_path)
+    write(tmp_path, "b.csv", "")
+    with pytest.raises(UserError, match=r"is a folder; data.source must name one of its files: b.csv"):
+        read(tmp_path)
+
+
+def without_extra(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    real = builtins.__import__
+
+    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] in names:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+
+
+def test_a_missing_extra_is_one_line_naming_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_extra(monkeypatch, "pyarrow", "datasets")
+    path = write(tmp_path, "r.parquet", b"PAR1")
+    with pytest.raises(UserError, match=r"Parquet files need an extra: pip install 'lptune\[data\]'"):
+        read(path)
+    monkeypatch.chdir(tmp_path)
+    for hub_id in ("openai/gsm8k", "openai/gsm8k:main"):
+        with pytest.raises(UserError, match=rf"{hub_id}: .* hub dataset, .* pip install 'lptune\[data\]'"):
+            read(hub_id)
+
+
+def test_parquet_rows_are_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 2000), tmp_path / "r.parquet")
+    rows, _ = read(tmp_path / "r.parquet")
+    assert [row.values for row in rows] == ROWS * 2000
+    assert rows[-1].place.endswith("r.parquet row 4000")
+    data = (tmp_path / "r.parquet").read_bytes()
+    with pytest.raises(UserError, match=r"r.parquet: (not a Parquet file|broken)"):
+        read(write(tmp_path, "cut.parquet".replace("cut", "r"), data[:-9]))
+
+
+def test_the_hub_is_asked_for_the_split_and_its_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+    import types
+
+    asked = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, Any]]:
+        asked.append((name, config, split))
+        if split == "trian":
+            raise ValueError("Unknown split 'trian'.\nmore lines")
+        return ROWS
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.chdir(tmp_path)
+    assert [row.values for row in read("openai/gsm8k:main")[0]] == ROWS
+    assert asked == [("openai/gsm8k", "main", "train")]
+    with pytest.raises(
+        UserError, match=r"cannot load split 'trian' from the hub: Unknown split 'trian'.; check"
+    ):
+        list(read_rows("openai/gsm8k", BadRows("error"), split="trian"))
+
+
+def test_builtin_rows_are_pairs() -> None:
+    rows, _ = read("builtin", max_rows=3)
+    assert [list(row.values) for row in rows] == [["prompt", "response"]] * 3
+
+
+@given(
+    st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), min_size=1), max_size=8),
+    st.booleans(),
+)
+def test_any_objects_survive_as_json_lines(rows: list[dict[str, Any]], ascii_only: bool) -> None:
+    text = "\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
+    assert [row.values for row in _json_lines("x", text, BadRows("error"))] == rows

@@ -1,0 +1,175 @@
+"""Rendering equals transformers' token for token; a template can do no harm and fails in one line."""
+
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.config import UserError
+from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
+from lptune.data.errors import RowError
+from lptune.data.templates import MAX_OUTPUT_CHARACTERS
+from tests.data.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+
+transformers = pytest.importorskip("transformers")
+
+
+def render_both(
+    folder: Path, messages: Any, tools: Any = None, *, prompt: bool
+) -> tuple[list[int], list[int]]:
+    ours = load_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=prompt, return_dict=False
+    )
+    text = ours.render_chat(messages, tools, add_generation_prompt=prompt)
+    return ours.encode(text, add_special=False), expected
+
+
+def accepted(name: str, conversation: str) -> bool:
+    return not (name == "gemma" and conversation == "system")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Callable[..., Path], name: str) -> None:
+    folder = tokenizer_folder(**config(name))
+    ours = load_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for title, messages in CONVERSATIONS.items():
+        if not accepted(name, title):
+            continue
+        for upto in range(1, len(messages) + 1):
+            for prompt in (False, True):
+                part = messages[:upto]
+                if name == "mistral" and [m["role"] for m in part] == ["system"]:
+                    continue
+                expected = theirs.apply_chat_template(part, add_generation_prompt=prompt, return_dict=False)
+                text = ours.render_chat(part, add_generation_prompt=prompt)
+                assert ours.encode(text, add_special=False) == expected, (title, upto, prompt)
+
+
+def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Callable[..., Path]) -> None:
+    folder = tokenizer_folder(**config("qwen3"))
+    for upto in range(1, len(TOOL_CONVERSATION) + 1):
+        ours, theirs = render_both(folder, TOOL_CONVERSATION[:upto], TOOLS, prompt=False)
+        assert ours == theirs
+
+
+def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Callable[..., Path]) -> None:
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TEMPLATES["qwen3"]}]
+    folder = tokenizer_folder(chat_template=named, eos_token="<|im_end|>")
+    for messages, tools in ((CONVERSATIONS["system"], None), (TOOL_CONVERSATION, TOOLS)):
+        ours, theirs = render_both(folder, messages, tools, prompt=True)
+        assert ours == theirs
+
+
+def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Path]) -> None:
+    folder = tokenizer_folder(**config("gemma"))
+    (folder / "chat_template.jinja").write_text(CHATML + "\n")
+    ours, theirs = render_both(folder, CONVERSATIONS["system"], prompt=True)
+    assert ours == theirs
+    assert load_tokenizer(folder).chat_template == CHATML + "\n"
+
+
+def test_bos_is_written_once(tokenizer_folder: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder(**config("llama3")))
+    ids = tokenizer.encode(tokenizer.render_chat(CONVERSATIONS["one turn"]), add_special=False)
+    assert ids.count(tokenizer.bos_id) == 1
+    assert ids[0] == tokenizer.bos_id
+
+
+@pytest.mark.parametrize("tokenizer", ["qwen2", "mistral_chatml", "titan_2k"])
+def test_asset_tokenizers_render_their_own_templates_as_transformers_does(
+    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], tokenizer: str
+) -> None:
+    folder = assets / "tokenizers" / tokenizer
+    ours, theirs = (
+        asset_tokenizer(f"tokenizers/{tokenizer}"),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    lines = (assets / "data" / "multilingual.txt").read_text().splitlines()[:200]
+    conversations = [
+        *CONVERSATIONS.values(),
+        [{"role": "user", "content": "\n".join(lines)}, {"role": "assistant", "content": lines[3]}],
+    ]
+    for messages in conversations:
+        expected = theirs.apply_chat_template(messages, return_dict=False)
+        assert ours.encode(ours.render_chat(messages), add_special=False) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3-8b"])
+def test_published_templates_render_as_in_transformers(
+    assets: Path, tokenizer_folder: Callable[..., Path], name: str
+) -> None:
+    import json
+
+    published = json.loads((assets / "configs" / f"{name}.tokenizer_config.json").read_text())
+    folder = tokenizer_folder(chat_template=published["chat_template"], bos_token="<|begin_of_text|>")
+    for messages in CONVERSATIONS.values():
+        ours, theirs = render_both(folder, messages, prompt=True)
+        assert ours == theirs
+    if "tools" in published["chat_template"]:
+        messages = [m for m in TOOL_CONVERSATION if m.get("content") is not None]
+        ours, theirs = render_both(folder, messages, TOOLS, prompt=False)
+        assert ours == theirs
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, {}, where="data.chat_template")
+
+
+ONE = CONVERSATIONS["one turn"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('No tools, please') }}", "No tools, please"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{{ nothing.here }}", "'nothing' is undefined"),
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}", "immutable|unsafe|not allowed"),
+        ("{{ 'a' * 300000000 }}", "too large"),
+        ("{{ ([1] * 100000) * 100000 }}", "too large"),
+        ("{{ 9 ** 9 ** 9 }}", "too large"),
+        ("{% for i in range(10000000) %}x{% endfor %}", "OverflowError|too big"),
+        ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", f"{MAX_OUTPUT_CHARACTERS:,}"),
+    ],
+)
+def test_what_goes_wrong_inside_a_template_is_one_message_naming_it(source: str, message: str) -> None:
+    with pytest.raises(RowError, match=message) as caught:
+        template(source).render(ONE)
+    assert "data.chat_template" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ 'x }}", "{% nothing %}", "{% generation %}x", "{% endfor %}"]
+)
+def test_a_template_that_does_not_parse_names_its_line(source: str) -> None:
+    with pytest.raises(UserError, match=r"data.chat_template: line 2: not a jinja template"):
+        template("\n" + source)
+
+
+def test_marks_are_positions_in_the_final_text() -> None:
+    source = (
+        "{% macro say(m) %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{{ say(m) }}{% else %}{{ "
+        "m.content }}{% endif %};{% endfor %}"
+    )
+    text, marks = template(source).render(CONVERSATIONS["three turns"])
+    assert [text[start:stop] for start, stop in marks] == ["<Hello!>", "<4>", "<It is 6.>"]
+
+
+def test_the_date_in_a_template_can_be_pinned() -> None:
+    pinned = ChatTemplate({"default": "{{ strftime_now('%d %b %Y') }}"}, {}, date=date(2024, 7, 26))
+    assert pinned.render(ONE).text == "26 Jul 2024"
+
+
+def test_keys_without_a_value_do_not_reach_the_template() -> None:
+    messages = [{"role": "user", "content": "x", "tool_calls": None, "name": None}]
+    assert template("{{ messages[0] | tojson }}").render(messages).text == '{"role": "user", "content": "x"}'

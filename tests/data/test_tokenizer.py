@@ -1,0 +1,290 @@
+"""Ids equal AutoTokenizer's on every real tokenizer; what is wrong with a folder is one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lptune.config import UserError
+from lptune.data import Tokenizer, load_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+FOLDERS = [
+    "tokenizers/qwen2",
+    "tokenizers/llama2",
+    "tokenizers/mistral_chatml",
+    "tokenizers/gpt2",
+    "tokenizers/titan_2k",
+    "models/story_llama",
+]
+TRICKY = [
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\n\n a",
+    "hello world",
+    " hello",
+    "  two",
+    "a  b   c",
+    "tab\t\ttab",
+    "▁a ▁",
+    "<s>hello</s>x",
+    "<unk>",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "<|begin_of_text|>hi <|end_of_text|> x",
+    "<|start_story|>Once<|end_story|> x",
+    "naïve é é",
+    "don't I'LL",
+    "🎉🎉 x",
+    "İstanbul ǅ ﬁ",
+    "१२३ 45",
+    "\u200b\ufeff\u00a0",
+    "�",
+]
+
+
+@pytest.fixture(scope="session")
+def real(assets: Path, asset_tokenizer: Callable[[str], Tokenizer]) -> dict[str, tuple[Tokenizer, object]]:
+    return {
+        name: (asset_tokenizer(name), transformers.AutoTokenizer.from_pretrained(assets / name))
+        for name in FOLDERS
+    }
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_ids_equal_transformers(real: dict, assets: Path, name: str) -> None:
+    ours, theirs = real[name]
+    lines = (assets / "data" / "multilingual.txt").read_text().splitlines()
+    for text in [*TRICKY, *lines[:400], "\n".join(lines[400:800])]:
+        for special in (True, False):
+            assert ours.encode(text, add_special=special) == theirs.encode(
+                text, add_special_tokens=special
+            ), text
+    batch = [encoding.ids for encoding in ours.encode_batch(lines)]
+    assert batch == theirs(lines, add_special_tokens=False)["input_ids"]
+    fast = [encoding.ids for encoding in ours.encode_batch(lines, offsets=False)]
+    assert fast == batch
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_special_tokens_equal_transformers(real: dict, name: str) -> None:
+    ours, theirs = real[name]
+    assert (ours.bos_id, ours.vocab_size) == (theirs.bos_token_id, len(theirs))
+    if theirs.eos_token_id is not None:
+        assert ours.eos_id == theirs.eos_token_id
+    assert ours.special_tokens.items() >= theirs.special_tokens_map.items()
+    assert ours.encode("x") == [*ours.prefix_ids, *ours.encode("x", add_special=False), *ours.suffix_ids]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_decoding_equals_transformers(real: dict, assets: Path, name: str) -> None:
+    ours, theirs = real[name]
+    for text in (assets / "data" / "multilingual.txt").read_text().splitlines()[:50]:
+        ids = ours.encode(text)
+        expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if "story" not in name])
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_ids_equal_transformers_on_any_text(real: dict, name: str, text: str) -> None:
+    ours, theirs = real[name]
+    assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("declared", "model_type"),
+    [
+        ("Qwen2Tokenizer", "qwen2"),
+        ("PreTrainedTokenizerFast", "qwen2"),
+        ("PreTrainedTokenizerFast", "qwen3"),
+        ("PreTrainedTokenizerFast", "llama"),
+        ("LlamaTokenizerFast", "llama"),
+        ("GPT2Tokenizer", "granite"),
+        ("GPT2TokenizerFast", "smollm3"),
+        ("PreTrainedTokenizerFast", "mistral"),
+        ("LlamaTokenizer", "phi3"),
+        ("PreTrainedTokenizerFast", "olmo2"),
+        ("PreTrainedTokenizerFast", "gemma2"),
+        (None, "llama"),
+        (None, "qwen3"),
+    ],
+)
+def test_every_familys_choice_of_class_is_followed(
+    tokenizer_folder: Callable[..., Path], declared: str | None, model_type: str
+) -> None:
+    folder = tokenizer_folder(tokenizer_class=declared, bos_token="<s>", pad_token="<|endoftext|>")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in [*TRICKY, "Zwei 123 4567 Füchse\r\n\r\n  x"]:
+        for special in (True, False):
+            assert ours.encode(text, add_special=special) == theirs.encode(
+                text, add_special_tokens=special
+            ), text
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("prefix", [None, True, False])
+@pytest.mark.parametrize(
+    ("declared", "model_type"), [("LlamaTokenizer", "llama"), ("GemmaTokenizer", "gemma2")]
+)
+def test_sentencepiece_classes_are_followed(
+    assets: Path, tmp_path: Path, legacy: bool, prefix: bool | None, declared: str, model_type: str
+) -> None:
+    source = assets / "models" / "story_llama"
+    (tmp_path / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
+    config = {
+        "tokenizer_class": declared,
+        "legacy": legacy,
+        "add_prefix_space": prefix,
+        "bos_token": "<unk>",
+        "eos_token": "<unk>",
+        "pad_token": "<unk>",
+        "mask_token": "<unk>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in TRICKY:
+        assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False), text
+
+
+def test_the_eos_token_falls_back_on_generation_and_model_config(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    folder = tokenizer_folder(eos_token=None)
+    assert load_tokenizer(folder).eos_id is None
+    (folder / "config.json").write_text('{"eos_token_id": 8}')
+    assert load_tokenizer(folder).eos_id == 8
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_id, tokenizer.special_tokens["eos_token"]) == (3, "<|im_end|>")
+    assert tokenizer.pad_id == 3
+
+
+def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    folder = tokenizer_folder(eos_token={"__type": "AddedToken", "content": "</s>"}, pad_token="<bos>")
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "pad_token": "<eos>"}')
+    tokenizer = load_tokenizer(folder)
+    texts = [tokenizer.backend.id_to_token(i) for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert texts == [theirs.bos_token, theirs.eos_token, theirs.pad_token]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "tokenizer.json: not found, and no other tokenizer file"),
+        ({"tokenizer.model": "x"}, "tokenizer.json: not found, only tokenizer.model; convert it"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: cannot be read as JSON"),
+        ({"tokenizer.json": "[]"}, "must hold a JSON object, found a list"),
+        ({"tokenizer.json": "{}"}, "no `model` section"),
+        (
+            {"tokenizer.json": '{"model": {"type": "BPE", "vocab": 3}}'},
+            "not a tokenizer that `tokenizers` can read",
+        ),
+        ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: cannot be read as JSON"),
+        (
+            {"tokenizer_config.json": '{"chat_template": "{% if %}"}'},
+            "tokenizer_config.json: line 1: not a jinja template",
+        ),
+        (
+            {"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "x"}]}'},
+            "no entry named 'default'",
+        ),
+        ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja: cannot be read as UTF-8"),
+    ],
+)
+def test_a_broken_folder_is_one_line_naming_the_file(
+    tmp_path: Path, tokenizer_json: str, files: dict, message: str
+) -> None:
+    if files and not {"tokenizer.json", "tokenizer.model"} & files.keys():
+        (tmp_path / "tokenizer.json").write_text(tokenizer_json)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_the_configs_chat_template_is_text_or_a_path_or_none(
+    tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tokenizer_folder(chat_template="{{ 'own' }}")
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ 'file' }}")
+    for given_template, text in ((None, "own"), ("{{ 'text' }}", "text"), (str(path), "file")):
+        assert load_tokenizer(folder, given_template).render_chat([{"role": "user", "content": ""}]) == text
+    assert load_tokenizer(folder, "none").template is None
+    assert load_tokenizer(folder).with_chat_template("none").chat_template is None
+    with pytest.raises(
+        UserError, match=r"data.chat_template: .*mine.jina' is neither .*did you mean 'mine.jinja'"
+    ):
+        load_tokenizer(folder, str(tmp_path / "mine.jina"))
+    with pytest.raises(UserError, match=r"set data.chat_template"):
+        load_tokenizer(folder, "none").render_chat([])
+
+
+def test_characters_that_vanish_are_found_and_positions_follow(
+    asset_tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    tokenizer = asset_tokenizer("models/story_llama")
+    assert tokenizer.alphabet is not None
+    text = "ab/cd = 5%<|end_story|>ïx"
+    places = tokenizer.alphabet.unknown(text)
+    assert [text[i] for i in places] == ["/", "=", "%", "ï"]
+    kept, spans = tokenizer.alphabet.without(text, places, [(3, 5), (10, 23)])
+    assert [kept[a:b] for a, b in spans] == ["cd", "<|end_story|>"]
+    assert tokenizer.encode(kept, add_special=False) == tokenizer.encode(text, add_special=False)
+    encoding = tokenizer.backend.encode(kept, add_special_tokens=False)
+    assert encoding.offsets[-1][1] == len(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.sampled_from("abcé/=% <>|\nTheï_"), max_size=30))
+def test_removing_unknown_characters_changes_no_token(
+    asset_tokenizer: Callable[[str], Tokenizer], text: str
+) -> None:
+    tokenizer = asset_tokenizer("models/story_llama")
+    assert tokenizer.alphabet is not None
+    kept, _ = tokenizer.alphabet.without(text, tokenizer.alphabet.unknown(text), [])
+    assert tokenizer.encode(kept, add_special=False) == tokenizer.encode(text, add_special=False)
+
+
+def test_a_continuation_is_tokenized_as_in_the_middle_of_a_text(
+    asset_tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    tokenizer = asset_tokenizer("tokenizers/llama2")
+    ids = tokenizer.encode_batch([tokenizer.continuation + "Paris"])[0].ids[1:]
+    assert tokenizer.decode([*tokenizer.encode("It is:\n"), *ids]) == "It is:\nParis"
+    assert asset_tokenizer("tokenizers/qwen2").continuation == ""
+
+
+def test_a_tokenizer_saved_by_tokenizers_alone_loads(tmp_path: Path, tokenizer_json: str) -> None:
+    tokenizers.Tokenizer.from_str(tokenizer_json).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.template) == (None, None, 0, None)
+
+
+def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[[str], Tokenizer]) -> None:
+    alphabet = asset_tokenizer("tokenizers/titan_2k").alphabet
+    assert alphabet is not None
+    assert alphabet.unknown("a b<|im_end|>\nü") == [1, 13, 14]
+    for name in ("qwen2", "gpt2", "llama2"):
+        assert asset_tokenizer(f"tokenizers/{name}").alphabet is None

@@ -1,0 +1,195 @@
+"""The loss falls on exactly what the assistant writes: its text and the token that closes its turn, never a
+header.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lptune.data import ChatTemplate, load_tokenizer
+from lptune.data.documents import _token_span
+from lptune.data.errors import RowError
+from lptune.data.turns import TurnFinder
+from tests.data.chat_templates import (
+    CHATML,
+    CONVERSATIONS,
+    TEMPLATES,
+    TOOL_CONVERSATION,
+    TOOLS,
+    WITHOUT_SPECIAL_TOKENS,
+    config,
+)
+
+transformers = pytest.importorskip("transformers")
+
+# What the assistant writes for a content, by template.
+WRITTEN: dict[str, Callable[[str, bool], str]] = {
+    "chatml": lambda content, last: content + "<|im_end|>",
+    "chatml_without_prompt": lambda content, last: content + "<|im_end|>",
+    "chatml_marked": lambda content, last: content + "<|im_end|>",
+    "llama3": lambda content, last: content.strip() + "<|eot_id|>",
+    "llama3_always_prompts": lambda content, last: content.strip() + "<|eot_id|>",
+    "mistral": lambda content, last: " " + content + "</s>",
+    "gemma": lambda content, last: content.strip() + "<end_of_turn>",
+    "qwen3": lambda content, last: (
+        ("<think>\n\n</think>\n\n" + content.lstrip("\n") if last else content) + "<|im_end|>"
+    ),
+    "loops_and_dates": lambda content, last: content + "<|im_end|>",
+}
+
+
+def find(folder: Path, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, list[str]]:
+    template = load_tokenizer(folder).template
+    assert template is not None
+    turns = TurnFinder(template).find(messages, tools)
+    return turns.text, [turns.text[start:stop] for start, stop in turns.spans]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_spans_are_the_assistants_text_and_its_closing_token(
+    tokenizer_folder: Callable[..., Path], name: str
+) -> None:
+    folder = tokenizer_folder(**config(name))
+    for title, messages in CONVERSATIONS.items():
+        if name == "gemma" and title == "system":
+            continue
+        contents = [m["content"] for m in messages if m["role"] == "assistant"]
+        expected = [WRITTEN[name](content, i == len(contents) - 1) for i, content in enumerate(contents)]
+        assert find(folder, messages)[1] == expected, title
+
+
+def mask_of(folder: Path, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.template is not None
+    turns = TurnFinder(tokenizer.template).find(messages)
+    encoding = tokenizer.encode_batch([turns.text])[0]
+    mask = np.zeros(len(encoding.ids), dtype=int)
+    for start, stop in turns.spans:
+        first, end = _token_span(encoding, start, stop)
+        mask[first:end] = 1
+    return encoding.ids, mask.tolist()
+
+
+@pytest.mark.parametrize("title", CONVERSATIONS)
+def test_marks_give_the_mask_of_transformers(tokenizer_folder: Callable[..., Path], title: str) -> None:
+    folder = tokenizer_folder(**config("chatml_marked"))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        CONVERSATIONS[title], return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = mask_of(folder, CONVERSATIONS[title])
+    assert ids == theirs["input_ids"]
+    assert mask == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("title", CONVERSATIONS)
+def test_steps_give_the_mask_of_marks(tokenizer_folder: Callable[..., Path], title: str) -> None:
+    marked = mask_of(tokenizer_folder("marked", **config("chatml_marked")), CONVERSATIONS[title])
+    stepwise = mask_of(tokenizer_folder("plain", **config("chatml")), CONVERSATIONS[title])
+    assert stepwise == marked
+
+
+@pytest.mark.parametrize(
+    "name", ["chatml", "chatml_marked", "llama3", "llama3_always_prompts", "gemma", "qwen3"]
+)
+def test_the_prompt_before_a_turn_is_what_inference_gives(
+    tokenizer_folder: Callable[..., Path], name: str
+) -> None:
+    folder = tokenizer_folder(**config(name))
+    tokenizer = load_tokenizer(folder)
+    messages = CONVERSATIONS["three turns"]
+    ids, mask = mask_of(folder, messages)
+    prompt = tokenizer.encode(
+        tokenizer.render_chat(messages[:1], add_generation_prompt=True), add_special=False
+    )
+    assert ids[: len(prompt)] == prompt
+    assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
+
+
+def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer_folder: Callable[..., Path]) -> None:
+    _, spans = find(tokenizer_folder(**config("qwen3")), TOOL_CONVERSATION, TOOLS)
+    assert spans == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
+        "It is 4.<|im_end|>",
+        "<think>\nThey are polite.\n</think>\n\nYou are welcome.<|im_end|>",
+    ]
+
+
+def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: Callable[..., Path]) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>\nmore\n</think>\n\nd"},
+    ]
+    folder = tokenizer_folder(**config("qwen3"))
+    template = load_tokenizer(folder).template
+    assert template is not None
+    turns = TurnFinder(template).find(messages)
+    assert [turns.text[a:b] for a, b in turns.spans] == [
+        "b<|im_end|>",
+        "<think>\nmore\n</think>\n\nd<|im_end|>",
+    ]
+    assert turns.num_rewritten == 1
+
+
+def test_a_closing_token_inside_a_rewritten_turn_is_refused(tokenizer_folder: Callable[..., Path]) -> None:
+    messages = CONVERSATIONS["three turns"].copy()
+    messages[1] = {"role": "assistant", "content": "<think>\nx\n</think>\n\nsay <|im_end|> twice"}
+    with pytest.raises(RowError, match=r"holds the text '<\|im_end\|>'.*\{% generation %\}"):
+        find(tokenizer_folder(**config("qwen3")), messages)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "chatml_without_prompt"])
+def test_a_closing_token_inside_a_turn_does_not_end_it(
+    tokenizer_folder: Callable[..., Path], name: str
+) -> None:
+    messages = CONVERSATIONS["three turns"].copy()
+    messages[1] = {"role": "assistant", "content": "say <|im_end|><|eot_id|>\n twice"}
+    spans = find(tokenizer_folder(**config(name)), messages)[1]
+    assert spans[0] == WRITTEN[name]("say <|im_end|><|eot_id|>\n twice", False)
+    assert len(spans) == 3
+
+
+def test_consecutive_and_leading_assistant_messages(tokenizer_folder: Callable[..., Path]) -> None:
+    said = (("assistant", "Welcome"), ("user", "hi"), ("assistant", "a"), ("assistant", "b"))
+    messages = [{"role": role, "content": content} for role, content in said]
+    for name in ("chatml", "llama3", "gemma", "chatml_without_prompt", "llama3_always_prompts"):
+        folder = tokenizer_folder(name, **config(name))
+        assert find(folder, messages)[1] == [
+            WRITTEN[name](content, False) for content in ("Welcome", "a", "b")
+        ], name
+
+
+def test_a_template_that_shuffles_turns_is_refused_with_a_remedy() -> None:
+    backwards = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(RowError, match=r"(start|end) of assistant message . cannot be told .*generation"):
+        TurnFinder(ChatTemplate({"default": backwards}, {})).find(CONVERSATIONS["three turns"])
+
+
+def test_a_template_without_special_tokens_has_no_closing_token() -> None:
+    finder = TurnFinder(ChatTemplate({"default": WITHOUT_SPECIAL_TOKENS}, {"eos_token": "</s>"}, ["</s>"]))
+    turns = finder.find(CONVERSATIONS["three turns"])
+    assert [turns.text[a:b] for a, b in turns.spans] == ["Hello!\n", "4\n", "It is 6.\n"]
+    assert finder.closing_token() is None
+    assert TurnFinder(ChatTemplate({"default": CHATML}, {}, ["<|im_end|>"])).closing_token() == "<|im_end|>"
+
+
+def test_spans_agree_with_a_search_for_each_content_on_real_conversations(
+    assets: Path, tokenizer_folder: Callable[..., Path]
+) -> None:
+    import json
+
+    rows = [json.loads(line) for line in (assets / "data" / "openai_messages.jsonl").read_text().splitlines()]
+    for name in ("chatml", "llama3", "mistral", "qwen3"):
+        folder = tokenizer_folder(name, **config(name))
+        template = load_tokenizer(folder).template
+        assert template is not None
+        finder = TurnFinder(template)
+        for row in rows:
+            turns = finder.find(row["messages"])
+            answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+            written = [WRITTEN[name](answer, True) for answer in answers]
+            assert [turns.text[a:b] for a, b in turns.spans] == written

@@ -1,0 +1,136 @@
+"""The rules of the layout, read with `ast`: who imports whom, what is banned, what is documented."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A part may import the parts beside it (and itself); recipes may import everything.
+ALLOWED = {
+    "config": set(),
+    "numerics": {"config"},
+    "kernels": {"config", "numerics"},
+    "linear": {"config", "numerics", "kernels"},
+    "models": {"config"},
+    "data": {"config"},
+    "distributed": {"config", "numerics", "kernels", "linear", "models"},
+    "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed"},
+    "training": {"config", "numerics"},
+    "report": {"config"},
+    "cli": {"config", "models", "data", "checkpoint"},
+}  # fmt: skip
+PEERS = {"transformers", "torchao", "torchtune"}
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config)")
+MAX_LINES = {"recipes": 300, "lptune": 400}
+
+LIBRARY = sorted((ROOT / "lptune").rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
+FILES = [path.relative_to(ROOT).as_posix() for path in [*LIBRARY, *RECIPES]]
+
+
+def tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), filename=file)
+
+
+def imports(file: str) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import, inside functions too; `from lptune import data` is lptune.data."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def part(file: str) -> str:
+    return file.split("/")[1] if file.count("/") > 1 else ""
+
+
+def test_every_part_has_its_row_in_the_table() -> None:
+    assert {part(file) for file in FILES if file.startswith("lptune/")} - {""} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("lptune/")])
+def test_imports_point_one_way(file: str) -> None:
+    for module, line in imports(file):
+        names = module.split(".")
+        if names[0] == "lptune" and len(names) > 1 and names[1] in ALLOWED:
+            target = names[1]
+            assert target == part(file) or target in ALLOWED.get(part(file), set()), (
+                f"{file}:{line}: {module}"
+            )
+        assert names[0] != "recipes", f"{file}:{line}: recipes are run, not imported"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_banned_is_imported_or_called(file: str) -> None:
+    for module, line in imports(file):
+        assert module.split(".")[0] not in PEERS | UNPICKLERS, f"{file}:{line}: {module}"
+        assert module != "torch.load", f"{file}:{line}: torch.load unpickles"
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            assert name not in ("torch.load", "yaml.load", "yaml.unsafe_load"), (
+                f"{file}:{node.lineno}: {name}"
+            )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_keeps_its_size_and_opens_with_a_docstring(file: str) -> None:
+    num_lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES[file.split("/")[0]], f"{file} has {num_lines} lines"
+    assert ast.get_docstring(tree(file)), f"{file} has no docstring"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("lptune/")])
+def test_public_classes_and_functions_have_docstrings(file: str) -> None:
+    for node in tree(file).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
+
+
+def test_config_imports_no_torch_and_the_cli_none_at_the_top() -> None:
+    for file in FILES:
+        if part(file) == "config":
+            assert not [line for module, line in imports(file) if module.split(".")[0] == "torch"], file
+        if part(file) == "cli":
+            for node in tree(file).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                heavy = [name for name in names if HEAVY.match(name)]
+                assert not heavy, f"{file}:{node.lineno}: {heavy}"
+
+
+def test_every_config_field_is_documented_under_it() -> None:
+    num_fields = 0
+    for node in tree("lptune/config/schema.py").body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        assert ast.get_docstring(node), node.name
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            # A section is documented by its own class.
+            if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config"):
+                num_fields += 1
+                documented = (
+                    isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)
+                )
+                assert documented, f"{node.name}.{ast.unparse(field.target)} has no line of documentation"
+    assert num_fields > 40
+
+
+def test_relative_links_of_the_documentation_resolve() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+            if not re.match(r"[a-z]+:", target):
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
