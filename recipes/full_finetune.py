@@ -85,7 +85,7 @@ def main(cfg: FinetuneConfig) -> None:
                     metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
 
             # --- Training.
-            first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify)
+            first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=world.print)
             while step < num_steps:
                 started = time.perf_counter()
                 batches = loader.micro_batches(step)
@@ -96,8 +96,8 @@ def main(cfg: FinetuneConfig) -> None:
                 grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
                 if not math.isfinite(loss + grad_norm):
                     raise DivergedError(
-                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not updated. "
-                        f"Lower optimizer.lr; checkpoints are in {run.checkpoints}"
+                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
+                        f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
                     )
                 lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                 training.set_learning_rate(optimizer, lr)
@@ -133,9 +133,6 @@ def main(cfg: FinetuneConfig) -> None:
                     checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
 
             # --- Result.
-            if first_step.verified.num_gemms:
-                num_gemms = first_step.verified.num_gemms
-                world.print(f"verified: {num_gemms} 8-bit GEMMs ran in the first step, as planned")
             if held_out is not None:
                 show_samples(model, tokenizer, held_out, cfg, world, "after training")
             card = {

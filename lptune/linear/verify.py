@@ -10,7 +10,7 @@ or, where activation checkpointing recomputes it, twice as often. A GEMM planned
 in low.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,8 +64,10 @@ class FirstStep:
     it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, enabled: bool) -> None:
-        self._model, self._plan, self._enabled = model, plan, enabled
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, enabled: bool, report: Callable[[str], None] = print
+    ) -> None:
+        self._model, self._plan, self._enabled, self._report = model, plan, enabled, report
         self.verified = Verified()
 
     @contextmanager
@@ -77,6 +79,8 @@ class FirstStep:
         self._enabled = False
         with verify_step(self._model, self._plan, num_passes) as self.verified:
             yield
+        if self.verified.num_gemms:
+            self._report(f"verified: {self.verified.num_gemms} 8-bit GEMMs ran in the first step, as planned")
 
 
 def _trained(model: nn.Module, plan: Plan) -> dict[str, tuple[bool, bool]]:

@@ -1,0 +1,181 @@
+"""Sharding, checkpointing and compilation change where and when things are computed, not what."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from lptune import distributed, linear, models
+from lptune.checkpoint.hf import local_rows
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, UserError
+from lptune.distributed.parallelize import _require_compiler
+from lptune.kernels import record_gemms
+from tests.launch import run_ranks
+
+
+def _decoder_config(tied: bool) -> models.DecoderConfig:
+    content = copy.deepcopy(models.PRESETS["llama3_2"]["tiny"])
+    # A vocabulary of 131 rows divides by no number of ranks.
+    content |= {"vocab_size": 131, "tie_word_embeddings": tied}
+    return models.config_from_dict(content, "test")
+
+
+def _config(**keys: object) -> FinetuneConfig:
+    values: dict[str, object] = {
+        "model": ModelConfig(path="unused"),
+        "data": DataConfig(source="unused"),
+        "precision": PrecisionConfig(kind="int8_rowcol"),
+        "compute_dtype": "float32",
+        "compile": "none",
+        "activation_checkpointing": "none",
+    }
+    return FinetuneConfig(**(values | keys))  # type: ignore[arg-type]
+
+
+def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dict[str, torch.Tensor]:
+    """Loss and full gradients of two micro-batches per step, cut over the ranks."""
+    model = models.build_on_meta(_decoder_config(tied))
+    linear.convert(model, cfg.precision)
+    distributed.parallelize(model, world, cfg)
+    model.to_empty(device=world.device)
+    model.reset_buffers(world.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local, start = local_rows(parameter)
+            local.copy_(model.initial_value(name, 0)[start : start + local.shape[0]])
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 131, (4, 2, 16), generator=generator)
+    mine = tokens.chunk(world.size)[world.rank]
+    total = torch.zeros(())
+    for number, batch_BS in enumerate(mine, start=1):
+        distributed.sync_gradients(model, number == len(mine))
+        loss = model(batch_BS[:, :-1], None, batch_BS[:, 1:])
+        (loss * (world.size / tokens.numel())).backward()
+        total += loss.detach()
+    gradients = {"loss": torch.tensor(world.sum(total))}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert isinstance(parameter.grad, DTensor)
+        gradients[name] = parameter.grad.full_tensor()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    return gradients
+
+
+def _save_gradients(rank: int, num_ranks: int, path: str, tied: bool, kind: str, reshard: bool) -> None:
+    from safetensors.torch import save_file
+
+    from lptune.config import ParallelConfig
+
+    cfg = _config(
+        precision=PrecisionConfig(kind=kind), parallel=ParallelConfig(reshard_after_forward=reshard)
+    )
+    with distributed.session("cpu") as world:
+        gradients = _gradients(world, cfg, tied)
+        if world.is_main:
+            save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, path)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tied", "kind", "reshard"),
+    [(2, True, "int8_rowcol", True), (4, False, "none", False)],
+)
+def test_ranks_with_uneven_rows_and_tied_heads_give_the_gradients_of_one(
+    tmp_path: Path, num_ranks: int, tied: bool, kind: str, reshard: bool
+) -> None:
+    from safetensors.torch import load_file
+
+    with distributed.session("cpu") as world:
+        expected = _gradients(world, _config(precision=PrecisionConfig(kind=kind)), tied)
+    path = tmp_path / "gradients.safetensors"
+    run_ranks(num_ranks, _save_gradients, str(path), tied, kind, reshard)
+    actual = load_file(path)
+    for name, tensor in expected.items():
+        # One backward sums 4 micro-batches, in another order: a few float32 ulps of the largest terms.
+        assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_does_not_change_a_bit(mode: str) -> None:
+    with distributed.session("cpu") as world:
+        expected = _gradients(world, _config(), tied=False)
+        actual = _gradients(world, _config(activation_checkpointing=mode), tied=False)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outputs() -> None:
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        with distributed.session("cpu") as world, record_gemms() as executed:
+            _gradients(world, _config(activation_checkpointing=mode), tied=False)
+        counts[mode] = sum(count for (_, gemm), count in executed.items() if gemm == 0)
+    assert counts["none"] == counts["selective"] == 4 * 14
+    assert counts["full"] == 2 * 4 * 14
+
+
+def test_one_compiled_graph_serves_all_blocks_and_steps() -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with distributed.session("cpu") as world:
+        compiled = _gradients(world, _config(compile="block"), tied=False)
+        eager = _gradients(world, _config(), tied=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # Fused float32 arithmetic differs by ulps, which flips the rounding of a few int8 values.
+    assert float(compiled["loss"]) == pytest.approx(float(eager["loss"]), rel=1e-4)
+
+
+def test_parameters_are_float32_dtensors_and_names_stay() -> None:
+    with distributed.session("cpu") as world:
+        model = models.build_on_meta(_decoder_config(tied=False))
+        names = [name for name, _ in model.named_parameters()]
+        linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+        distributed.parallelize(
+            model, world, _config(activation_checkpointing="full", compute_dtype="bfloat16")
+        )
+        assert [name for name, _ in model.named_parameters()] == names
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_an_evaluation_leaves_no_gathered_parameter_behind_after_reshard() -> None:
+    with distributed.session("cpu") as world:
+        model = models.build_on_meta(_decoder_config(tied=False))
+        distributed.parallelize(model, world, _config())
+        model.to_empty(device="cpu")
+        model.reset_buffers("cpu")
+        with torch.no_grad():
+            model(torch.zeros(1, 4, dtype=torch.long))
+        assert not all(isinstance(p, DTensor) for p in model.parameters())  # what FSDP does
+        distributed.reshard(model)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(
+        UserError, match=r"compile: needs a C\+\+ compiler, and /nowhere/g\+\+ is not on the PATH"
+    ):
+        _require_compiler()
+
+
+def test_cuda_without_a_device_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(UserError, match="device: cuda was asked for"), distributed.session("cuda"):
+        pass
+
+
+def _sum(rank: int, num_ranks: int, path: str) -> None:
+    with distributed.session("cpu") as world:
+        # 2**53 - 1 is the largest odd integer that float64 holds; float32 would give 2**53.
+        total = world.sum(2**53 - 2 if rank == 0 else 1)
+        if world.is_main:
+            Path(path).write_text(str(total), encoding="utf-8")
+
+
+def test_sums_over_ranks_are_float64(tmp_path: Path) -> None:
+    run_ranks(2, _sum, str(tmp_path / "sum"))
+    assert float((tmp_path / "sum").read_text(encoding="utf-8")) == 2**53 - 1
