@@ -136,8 +136,8 @@ def main(cfg: FinetuneConfig) -> None:
             if held_out is not None:
                 show_samples(model, tokenizer, held_out, cfg, world, "after training")
             card = {
-                "base": cfg.model.path,
-                "data": cfg.data.source,
+                "base": source.folder.name,
+                "data": Path(cfg.data.source).name,
                 "precision in training": cfg.precision.kind,
                 "steps": step,
             }
