@@ -63,12 +63,7 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.load_state(saved, model, optimizer)
         step = saved.step if saved else 0
 
-        with (
-            checkpoint.open_run_folder(output_dir, cfg.resume, saved, world) as run,
-            training.MetricsWriter(
-                run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
-            ) as metrics,
-        ):
+        with checkpoint.open_run_folder(output_dir, cfg.resume, saved, world) as run:
             if world.is_main:
                 run.write_config(cfg)
                 run.write_plan(plan.to_json())
@@ -81,56 +76,61 @@ def main(cfg: FinetuneConfig) -> None:
             )
             if step == 0 and held_out is not None:
                 show_samples(model, tokenizer, held_out, cfg, world, "before training")
-                if cfg.eval_every_steps:
-                    metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
 
             # --- Training.
-            first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=world.print)
-            while step < num_steps:
-                started = time.perf_counter()
-                batches = loader.micro_batches(step)
-                num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
-                with first_step(num_passes=len(batches)):
-                    loss_sum = forward_backward(model, batches, num_targets, world)
-                loss = world.sum(loss_sum) / num_targets
-                grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
-                if not math.isfinite(loss + grad_norm):
-                    raise DivergedError(
-                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
-                        f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
-                    )
-                lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
-                training.set_learning_rate(optimizer, lr)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                step += 1
+            with training.MetricsWriter(
+                run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
+            ) as metrics:
+                if step == 0 and held_out is not None and cfg.eval_every_steps:
+                    metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
+                first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=metrics.say)
+                while step < num_steps:
+                    started = time.perf_counter()
+                    batches = loader.micro_batches(step)
+                    num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
+                    with first_step(num_passes=len(batches)):
+                        loss_sum = forward_backward(model, batches, num_targets, world)
+                    loss = world.sum(loss_sum) / num_targets
+                    grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
+                    if not math.isfinite(loss + grad_norm):
+                        raise DivergedError(
+                            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
+                            f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
+                        )
+                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
+                    training.set_learning_rate(optimizer, lr)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    step += 1
 
-                step_time_s = time.perf_counter() - started
-                tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
-                low_fraction = first_step.verified.low_precision_flops_fraction
-                used = training.utilization(
-                    tokens_per_s * plan.flops_per_token, low_fraction or 0.0, world.device, world.size
-                )
-                record = {
-                    "step": step,
-                    "loss": loss,
-                    "num_target_tokens": int(num_targets),
-                    "lr": lr,
-                    "grad_norm": grad_norm,
-                    "tokens_per_s": tokens_per_s,
-                    "step_time_s": step_time_s,
-                    "peak_memory_gib": training.peak_memory_gib(world.device),
-                    "low_precision_flops_fraction": low_fraction,
-                    "mfu": used.mfu,
-                    "bf16_mfu": used.bf16_mfu,
-                }
-                is_last = step == num_steps
-                if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
-                    record["eval_loss"] = evaluate(model, held_out, cfg, world)
-                metrics.write(record)
-                if is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
-                    keep_last = cfg.checkpoint.keep_last
-                    checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
+                    step_time_s = time.perf_counter() - started
+                    tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
+                    low_fraction = first_step.verified.low_precision_flops_fraction
+                    used = training.utilization(
+                        tokens_per_s * plan.flops_per_token, low_fraction or 0.0, world.device, world.size
+                    )
+                    record = {
+                        "step": step,
+                        "loss": loss,
+                        "num_target_tokens": int(num_targets),
+                        "lr": lr,
+                        "grad_norm": grad_norm,
+                        "tokens_per_s": tokens_per_s,
+                        "step_time_s": step_time_s,
+                        "peak_memory_gib": training.peak_memory_gib(world.device),
+                        "low_precision_flops_fraction": low_fraction,
+                        "mfu": used.mfu,
+                        "bf16_mfu": used.bf16_mfu,
+                    }
+                    is_last = step == num_steps
+                    if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
+                        record["eval_loss"] = evaluate(model, held_out, cfg, world)
+                    metrics.write(record)
+                    if is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
+                        keep_last = cfg.checkpoint.keep_last
+                        checkpoint.save_state(
+                            run.checkpoints, step, model, optimizer, facts, world, keep_last
+                        )
 
             # --- Result.
             if held_out is not None:

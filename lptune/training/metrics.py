@@ -5,6 +5,7 @@ request.
 import importlib
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -39,8 +40,12 @@ class MetricsWriter:
         self._trackers = _trackers(path.parent, cfg) if enabled else []
         self._num_steps = num_steps
         interactive = enabled and sys.stderr.isatty()
-        self._bar = tqdm(total=num_steps, initial=first_step, unit="step") if interactive else None
-        self._lines = enabled and not interactive
+        # A terminal that does not tell its width reports 0, for which tqdm draws nothing.
+        columns = min(shutil.get_terminal_size().columns, 120)
+        self._bar: tqdm[Any] | None = None
+        if interactive:
+            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", ncols=columns)
+        self._enabled = enabled
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -68,19 +73,19 @@ class MetricsWriter:
             )
         shown = _shown(record)
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-            self._bar.set_postfix(shown)
-        if self._lines and (step <= 10 or step % 10 == 0 or step == self._num_steps or "eval_loss" in record):
-            print(
-                f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()),
-                flush=True,
+            self._bar.set_postfix(
+                {k: shown[k] for k in ("loss", "tokens_per_s") if k in shown}, refresh=False
             )
+            self._bar.update(step - self._bar.n)
+        no_bar = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
+        if no_bar or "eval_loss" in record:
+            self.say(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
 
     def say(self, text: str) -> None:
-        """Prints a line without tearing the bar."""
+        """Prints a line, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.write(text)
-        elif self._lines:
+            self._bar.write(text, file=sys.stdout)
+        elif self._enabled:
             print(text, flush=True)
 
 
