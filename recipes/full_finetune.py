@@ -24,12 +24,14 @@ def main(cfg: FinetuneConfig) -> None:
     with distributed.session(cfg.device) as world:
         # --- Input: all of it is read and checked before the run's folder is made.
         training.check_logging(cfg.logging)
-        source = checkpoint.read_index(Path(cfg.model.path))
+        distributed.check_compiler(cfg.compile)
+        output_dir = Path(cfg.output_dir).expanduser()
+        checkpoint.check_output_dir(output_dir, cfg.resume, world)
+        source = checkpoint.read_index(Path(cfg.model.path).expanduser())
         model_config = models.read_config(source.folder)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
         plan = linear.convert(model, cfg.precision)
-        output_dir = Path(cfg.output_dir)
         saved = checkpoint.find_checkpoint(output_dir / "checkpoints", cfg.resume, world.print)
 
         started_on = checkpoint.started_on(saved)
@@ -49,7 +51,10 @@ def main(cfg: FinetuneConfig) -> None:
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
             if saved.step >= num_steps and (output_dir / "export").exists():
-                world.print(f"already finished: {saved.folder} is step {saved.step} of {num_steps}")
+                world.print(
+                    f"already finished: {saved.folder} is step {saved.step} of {num_steps}; "
+                    "raise num_steps to go on, or choose another output_dir for another run"
+                )
                 return
 
         # --- Model: checkpointing, compilation, sharding; then real storage and weights.

@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: no such file") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 

@@ -56,6 +56,8 @@ def read_index(folder: Path) -> HFIndex:
     """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be
     loaded.
     """
+    if folder.is_file():
+        raise UserError(f"model.path: {folder} is a file; give the checkpoint's folder, {folder.parent}")
     if not folder.is_dir():
         raise UserError(
             f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
@@ -73,9 +75,17 @@ def read_index(folder: Path) -> HFIndex:
             stored = _read_header(folder / file)
             for name in (name for name, its_file in weight_map.items() if its_file == file):
                 if name not in stored:
-                    raise UserError(f"{index_path}: says that {file} holds {name!r}, which it does not")
+                    raise UserError(
+                        f"{index_path}: says that {file} holds {name!r}, which it does not; download the "
+                        "checkpoint again"
+                    )
                 tensors[name] = stored[name]
         return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{folder}: holds an adapter, not a model; merge it into its base model first (peft: "
+            "merge_and_unload, save_pretrained)"
+        )
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
     if len(files) == 1:
         return HFIndex(folder, _read_header(files[0]), False)
@@ -118,7 +128,7 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
                 )
         matched[name] = stored
     if missing:
-        hint = closest(missing[0], unexpected)
+        hint = closest(missing[0], unexpected) or "; download the checkpoint again"
         if missing[0] == "lm_head.weight":
             hint = "; if the head is tied to the embeddings, set tie_word_embeddings in config.json"
         raise UserError(f"{index.folder}: tensor {missing[0]!r} is missing{_and_more(missing)}{hint}")
@@ -218,7 +228,24 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: is no readable safetensors file ({error}); download it again") from None
+        raise UserError(f"{path}: is no readable safetensors file: {_why(path, error)}") from None
+
+
+def _why(path: Path, error: Exception) -> str:
+    """What the file is instead, where its first bytes tell, and what to do."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError:
+        start = b""
+    if start.startswith(b"version https://"):
+        return "it is a git-lfs pointer; run `git lfs pull`, or download it again"
+    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+        return (
+            "it is a pickle of torch.save, which is never loaded; convert it to safetensors "
+            "(transformers: save_pretrained)"
+        )
+    return f"{error}; download it again"
 
 
 def _and_more(names: list[str]) -> str:

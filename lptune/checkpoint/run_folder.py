@@ -7,6 +7,7 @@ wrong was checked.
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,22 @@ class RunFolder:
         write_text(self.metrics, "".join(kept))
 
 
+def check_output_dir(path: Path, resume: str, world: World) -> None:
+    """Raises UserError when a run cannot write to `path`; writes nothing. The main rank looks."""
+    if not world.is_main:
+        return
+    run = RunFolder(path)
+    if resume == "none" and (run.metrics.exists() or run.checkpoints.exists()):
+        raise UserError(
+            f"output_dir: {path} holds another run; choose a new folder, or continue it with resume=auto"
+        )
+    nearest = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise UserError(f"output_dir: {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir: {nearest} may not be written to; choose another folder")
+
+
 @contextmanager
 def open_run_folder(
     path: Path, resume: str, checkpoint: Manifest | None, world: World
@@ -71,11 +88,10 @@ def open_run_folder(
         world.barrier()
         yield run
         return
-    if resume == "none" and (run.metrics.exists() or run.checkpoints.exists()):
-        raise UserError(
-            f"output_dir: {path} holds another run; choose a new folder, or continue it with resume=auto"
-        )
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir: {path} cannot be made ({error.strerror}); choose another folder") from None
     with (path / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

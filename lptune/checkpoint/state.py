@@ -29,6 +29,12 @@ from lptune.distributed import World, reshard
 
 Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MEANING = {
+    "data": " (a digest of the training rows: the source or a key of data.* has changed)",
+    "config.json": " (a digest of that file in model.path)",
+    "tokenizer.json": " (a digest of that file in model.path)",
+}
+"""What the values in a fingerprint that say nothing by themselves are."""
 
 
 def save_state(
@@ -45,7 +51,7 @@ def save_state(
     final = folder / step_folder_name(step)
     partial = folder / f".tmp-{final.name}"
     if world.is_main:
-        if final.exists():  # Damaged, and therefore passed over when this run resumed from an older one.
+        if final.exists():  # This run resumed from an older one: it was damaged, or the user named another.
             _set_aside(final)
         fresh_folder(partial)
     world.barrier()
@@ -70,7 +76,8 @@ def save_state(
         write_json(partial / "state.json", {"step": step, **facts})
         write_manifest(partial, step, world.size, _merge_shards(partial, world.size))
         publish_folder(partial, final)
-        for old in list_checkpoints(folder)[keep_last:]:
+        # Later steps belong to a run that this one resumed from in the middle: neither counted nor deleted.
+        for old in [path for path in list_checkpoints(folder) if path <= final][keep_last:]:
             shutil.rmtree(old)
     world.barrier()
     return final
@@ -96,7 +103,13 @@ def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
     if resume == "none":
         return None
     if resume != "auto":
-        return verify(Path(resume))
+        path = Path(resume).expanduser()
+        if (path / "checkpoints").is_dir():
+            raise UserError(f"resume: {path} is a run's folder; give one of its checkpoints/step-…")
+        try:
+            return verify(path)
+        except UserError as error:
+            raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
     for candidate in list_checkpoints(folder):
         try:
             return verify(candidate)
@@ -112,7 +125,7 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date) -> Facts:
     may.
     started_on: the day that chat templates which write a date see, in every part of the run.
     """
-    folder = Path(cfg.model.path)
+    folder = Path(cfg.model.path).expanduser()
     fingerprint = {
         # What decides the data comes before the data, so that the cause is named and not its consequence.
         "seed": cfg.seed,
@@ -136,8 +149,8 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
     for key, value in facts["fingerprint"].items():
         if saved.get(key) != value:
             raise UserError(
-                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}; "
-                "restore it, or start anew in another output_dir"
+                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
+                f"{_MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
 
 
@@ -148,7 +161,7 @@ def _facts(manifest: Manifest) -> Facts:
 
 def _set_aside(folder: Path) -> None:
     number = 1
-    while (target := folder.with_name(f"damaged-{folder.name}-{number}")).exists():
+    while (target := folder.with_name(f"old-{folder.name}-{number}")).exists():
         number += 1
     folder.rename(target)
 

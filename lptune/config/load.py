@@ -37,7 +37,8 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     try:
         resolved = OmegaConf.to_container(values, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {error.full_key}: {_first_line(error)}") from None
+        message = f"{error.full_key}: {_first_line(error)}"
+        raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
     try:
         cfg = _build(cls, typing.cast("dict[str, Any]", resolved), "")
     except UserError as error:
@@ -99,7 +100,9 @@ def _read_yaml(path: Path) -> DictConfig:
         raise UserError(f"{path}: no such config file") from None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
-        raise UserError(f"{path}:{line} not valid YAML: {error.problem}") from None
+        raise UserError(f"{path}:{line} {_first_line(error)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text; a config is a YAML file, saved as UTF-8") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: cannot be read: {_first_line(error)}") from None
     if not isinstance(values, DictConfig):
@@ -113,7 +116,13 @@ def _parse_override(cls: type, override: str) -> DictConfig:
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
         raise UserError(f"{where}: overrides have the form key=value, e.g. optimizer.lr=1e-5")
     try:
-        if _is_text(cls, key) and not text.startswith(("'", '"')) and text not in ("null", "~"):
+        hint = _hint(cls, key)
+        if typing.get_origin(hint) is tuple:
+            # Globs such as *.o_proj are no YAML either.
+            names = [name.strip(" '\"") for name in text.removeprefix("[").removesuffix("]").split(",")]
+            values = OmegaConf.create()
+            OmegaConf.update(values, key, [name for name in names if name])
+        elif _is_text(hint) and not text.startswith(("'", '"')) and text not in ("null", "~"):
             # A template or a path is taken as it stands: `{% for … %}` and `Q: {question}` are no YAML.
             values = OmegaConf.create()
             OmegaConf.update(values, key, text)
@@ -132,10 +141,15 @@ def _merge(values: DictConfig, update: DictConfig, where: str) -> DictConfig:
         raise UserError(f"{where}: {_first_line(error)}") from None
 
 
-def _is_text(cls: type, key: str) -> bool:
+def _hint(cls: type, key: str) -> Any:
+    """The annotation of a dotted key; None for an unknown one."""
     hint: Any = cls
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
+    return hint
+
+
+def _is_text(hint: Any) -> bool:
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
 
 
@@ -217,9 +231,11 @@ _ARTICLES = {int: "an integer", float: "a number", bool: "true or false", str: "
 def _blame(message: str, path: Path, overrides: Sequence[str]) -> str:
     """The argument that set the key a message begins with, or a key that it mentions; else the file."""
     keys = {override.partition("=")[0]: override for override in overrides}
+    blamed = message.partition(":")[0]
     for pattern in (r"{}[.:]", r".*(?<![\w.'\"]){}(?![\w.])"):
         for key, override in keys.items():
-            if re.match(pattern.format(re.escape(key)), message):
+            # `seed.x=1` is to blame for what `seed` is then.
+            if re.match(pattern.format(re.escape(key)), message) or key.startswith(f"{blamed}."):
                 return f"argument {_short(override)}"
     return str(path)
 
@@ -231,5 +247,8 @@ def _short(text: str, quote: bool = True) -> str:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
-        return f"not valid YAML: {error.problem}"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "; put text that starts with * or & in quotes" if "alias" in str(error.context) else ""
+        return f"not valid YAML: {error.problem}{remedy}"
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # OmegaConf wraps what a resolver raised: `KeyError raised while resolving interpolation: "…"`.
+    return re.sub(r'^\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", first)

@@ -9,6 +9,7 @@ it.
 """
 
 import math
+import os
 from dataclasses import dataclass, field
 
 from lptune.config.errors import UserError, closest
@@ -27,6 +28,13 @@ def _at_least(key: str, value: float, minimum: float) -> None:
         )
 
 
+def _path(key: str, value: str) -> None:
+    if not value:
+        raise UserError(f"{key}: is empty; name a file or folder")
+    if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+        raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
+
+
 def _positive(key: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
@@ -38,6 +46,9 @@ class ModelConfig:
 
     path: str
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""
+
+    def __post_init__(self) -> None:
+        _path("model.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,7 @@ class DataConfig:
     prompt_column: str | None = None
     """Column of the prompt; found among the usual names when not given."""
     input_column: str | None = None
-    """Column of the optional second part of the prompt."""
+    """Column of the optional second part of the prompt, found like the others; `none`: there is none."""
     response_column: str | None = None
     """Column of the response."""
     messages_column: str | None = None
@@ -80,8 +91,13 @@ class DataConfig:
     """Share of the documents held out; a prompt never stands on both sides."""
     eval_source: str | None = None
     """A source to evaluate on instead of a held-out share."""
+    eval_split: str | None = None
+    """Split of eval_source when that is a hub dataset; `split` when not given."""
 
     def __post_init__(self) -> None:
+        _path("data.source", self.source)
+        if self.eval_source is not None:
+            _path("data.eval_source", self.eval_source)
         _one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
         _one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
         _at_least("data.seq_len", self.seq_len, 2)
@@ -89,8 +105,13 @@ class DataConfig:
             _at_least("data.max_rows", self.max_rows, 1)
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"data.eval_fraction: must be at least 0 and below 1, found {self.eval_fraction}")
+        if self.eval_split is not None and self.eval_source is None:
+            raise UserError("data.eval_split: belongs to data.eval_source, which is not set")
         if self.eval_fraction and self.eval_source:
-            raise UserError("data.eval_fraction and data.eval_source exclude each other; set one of them")
+            raise UserError(
+                "data.eval_fraction and data.eval_source exclude each other; set one of them "
+                "(data.eval_fraction=0 switches the first off)"
+            )
 
 
 PRECISION_KINDS = ("none", "int8_rowcol")
@@ -272,6 +293,11 @@ class FinetuneConfig:
                 f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
                 f"({self.micro_batch_size})"
             )
+        if self.micro_batch_size * self.data.seq_len >= 2**31:
+            raise UserError(
+                f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are more "
+                "tokens than 32 bits count (2^31); lower one of the two"
+            )
         _at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:
             _at_least("num_steps", self.num_steps, 1)
@@ -279,7 +305,10 @@ class FinetuneConfig:
         _at_least("eval_every_steps", self.eval_every_steps, 0)
         _at_least("num_samples", self.num_samples, 0)
         _at_least("seed", self.seed, 0)
-        if not self.output_dir:
-            raise UserError("output_dir: is empty; name a folder")
+        _path("output_dir", self.output_dir)
+        _path("resume", self.resume)
         if self.num_samples and not (self.data.eval_fraction or self.data.eval_source):
-            raise UserError("num_samples: needs held-out rows; set data.eval_fraction or data.eval_source")
+            raise UserError(
+                "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
+                "num_samples=0"
+            )

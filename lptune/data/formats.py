@@ -24,6 +24,8 @@ RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "tar
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
 TOOLS_NAMES = ("tools", "functions")
+NO_INPUT = "none"
+"""As `data.input_column`: the prompt has no second part, whatever the columns are called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,8 @@ def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> No
     keys = ("prompt_column", "input_column", "response_column", "messages_column", "text_column")
     for key in keys:
         name = getattr(cfg, key)
+        if key == "input_column" and name == NO_INPUT:
+            continue
         if name is not None and name not in columns:
             raise UserError(
                 f"data.{key}: {source} has no column {name!r}{closest(name, columns)}; its columns: "
@@ -218,6 +222,7 @@ def _chat_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
 
 
 def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> Format:
+    has_input = cfg.input_column != NO_INPUT
     taken = {cfg.prompt_column, cfg.input_column, cfg.response_column}
     free = [name for name in columns if name not in taken]
     response = cfg.response_column
@@ -236,20 +241,20 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
         raise UserError(
             f"data.prompt_template: the prompt must not hold {{{response}}}, the response column itself"
         )
-    second = cfg.input_column
+    second = cfg.input_column if has_input else None
     prompt = cfg.prompt_column or (placeholders[0] if placeholders else None)
     if prompt is None:
         names = [name for name in _present(free, PROMPT_NAMES) if name != response]
         # Some sets call the prompt itself `input`.
         names = names or [name for name in _present(free, INPUT_NAMES) if name not in (response, second)]
         prompt = _only(names, columns, "the prompt", "data.prompt_column", source)
-    if second is None and template is None:
+    if second is None and template is None and has_input:
         rest = [name for name in _present(free, INPUT_NAMES) if name not in (prompt, response)]
         second = rest[0] if len(rest) == 1 else None
         if len(rest) > 1:
             raise UserError(
                 f"{source}: columns {_listed(rest)} could each be the prompt's second part; set "
-                "data.input_column"
+                "data.input_column to one of them or to none"
             )
     if is_messages(first.get(prompt)):
         return Format(
@@ -338,4 +343,4 @@ def _lacks(values: dict[str, Any], name: str) -> str:
 
 def _listed(names: Any) -> str:
     names = [str(name) for name in names]
-    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "") or "none"

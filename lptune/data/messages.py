@@ -1,10 +1,10 @@
 """Chat rows in their two dialects, brought into the form that chat templates read.
 
-OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, content in parts. ShareGPT:
-`conversations` of {"from", "value"} with human, gpt, system, function_call, observation. The common form is
-transformers': roles system, user, assistant, tool; a call is `{"type": "function", "function": {"name": …,
-"arguments": {…}}}` with its arguments as an object, not as a string of JSON, because templates write them
-with `tojson`; a tool is `{"type": "function", "function": {…}}`.
+OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, content in parts, `weight` 0 for an
+answer that is context only. ShareGPT: `conversations` of {"from", "value"} with human, gpt, system,
+function_call, observation. The common form is transformers': roles system, user, assistant, tool; a call is
+`{"type": "function", "function": {"name": …, "arguments": {…}}}` with its arguments as an object, not as a
+string of JSON, because templates write them with `tojson`; a tool is `{"type": "function", "function": {…}}`.
 """
 
 import json
@@ -91,6 +91,10 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
         "content": _read_content(content, content_key, message, where),
         **rest,
     }
+    if out["role"] == "assistant" and out.get("weight", 1) not in (0, 1):
+        raise RowError(
+            f"{where} has the weight {_short(out['weight'])}; only 0 (not learned) and 1 are known"
+        )
     calls = message.get("tool_calls") or message.get("function_call")
     out.pop("tool_calls", None)
     if calls:

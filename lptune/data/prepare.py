@@ -46,13 +46,16 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     """
     if cfg.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(cfg.chat_template)
-    source = _read(cfg.source, cfg, tokenizer, vocab_size)
+    source = _read(cfg.source, cfg.split, cfg, tokenizer, vocab_size)
     report = source.report
     train, evaluation = source.documents, None
     if cfg.eval_fraction:
         train, evaluation = _hold_out(cfg, train, source.is_text, seed)
     elif cfg.eval_source is not None:
-        evaluated = _read(cfg.eval_source, cfg, tokenizer, vocab_size)
+        try:
+            evaluated = _read(cfg.eval_source, cfg.eval_split or cfg.split, cfg, tokenizer, vocab_size)
+        except UserError as error:  # the reader names the key that it usually reads
+            raise UserError(str(error).replace("data.source", "data.eval_source")) from None
         evaluation = evaluated.documents
         report += evaluated.report
         shared = np.isin(evaluation.prompt_keys_N, train.prompt_keys_N).sum()
@@ -71,9 +74,9 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     return Prepared(train_rows, evaluation_rows, report)
 
 
-def _read(source: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _Source:
+def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _Source:
     bad = BadRows(cfg.on_bad_row)
-    rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
+    rows = read_rows(source, bad, split=split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = detect_format(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
@@ -110,6 +113,11 @@ class _Counted:
 
 def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
     lines = []
+    for key, text in (("prompt_template", cfg.prompt_template), ("system_prompt", cfg.system_prompt)):
+        if text is not None and "\\n" in text:
+            lines.append(
+                f"data.{key} holds a backslash and an n, not a line break; a shell makes one of $'…\\n…'"
+            )
     if bad.count:
         lines.append(f"skipped {bad.count:,} bad rows, the first: {bad.first}")
     if counts.num_truncated_documents:

@@ -66,6 +66,8 @@ def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
         if _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not path.parent.exists():
             return _read_hub(source, split)
         raise UserError(_missing(source, path))
+    if not path.is_file():
+        raise UserError(f"{source}: is no ordinary file; set data.source to one")
     readers = {
         ".json": _read_json,
         ".jsonl": _read_jsonl,
@@ -83,6 +85,8 @@ def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
 
 
 def _missing(source: str, path: Path) -> str:
+    if path.is_symlink():
+        return f"{source}: is a link to nowhere; set data.source to a file"
     if not path.parent.is_dir():
         return f"{source}: no such file, nor a folder {path.parent}; set data.source to a file or a hub id"
     names = [entry.name for entry in path.parent.iterdir()]
@@ -137,12 +141,19 @@ def _json_object(line: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise RowError(f"not valid JSON: {error.msg} at column {error.colno}; fix the line") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
-        raise RowError(f"not valid JSON: {error}; fix the line") from None
+        raise RowError(f"not valid JSON: {_json_problem(error)}; fix the line") from None
+    except RecursionError:
+        raise RowError("not valid JSON: nested too deeply; fix the line") from None
+    except ValueError:
+        raise RowError("not valid JSON: a number of thousands of digits; fix the line") from None
     if not isinstance(values, dict):
         raise RowError(f'must be a JSON object such as {{"prompt": …}}, found a {_json_type(values)}')
     return values
+
+
+def _json_problem(error: json.JSONDecodeError) -> str:
+    """`Unterminated string starting at column 12`."""
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _json_type(value: Any) -> str:
@@ -166,10 +177,12 @@ def _read_json(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
         if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
             return _json_lines(source, text, bad)
         raise UserError(
-            f"{source} line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}"
+            f"{source} line {error.lineno}: not valid JSON: {_json_problem(error)}; fix the file"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not valid JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{source}: not valid JSON: nested too deeply, or a number of thousands of digits; fix the file"
+        ) from None
     return _json_list(source, _the_list(source, values), bad)
 
 
@@ -222,6 +235,9 @@ def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
     except csv.Error as error:
         raise UserError(f"{source} line {reader.line_num}: not CSV: {error}") from None
     names = [name.strip() for name in header]
+    other = next((mark for mark in (";", "\t", "|") if mark in names[0]), None) if len(names) == 1 else None
+    if other is not None:
+        raise UserError(f"{source} line 1: the fields are separated by {other!r}; save the file with commas")
     repeated = sorted({name for name in names if names.count(name) > 1 or not name})
     if repeated:
         raise UserError(

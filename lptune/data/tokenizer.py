@@ -11,6 +11,7 @@ Characters map to tokens through `encode_batch`'s encodings. Their offsets inclu
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Sequence
 from datetime import date
 from functools import cached_property
@@ -146,6 +147,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     folder = Path(folder)
     spec = _read_spec(folder)
     config = _read_json(folder / "tokenizer_config.json")
+    _check_types(folder / "tokenizer_config.json", config)
     model_config = _read_json(folder / "config.json")
     name = loading_class(spec, config, model_config)
     recast(spec, name, config)
@@ -155,8 +157,11 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     try:
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
     except Exception as error:  # the Rust side raises bare Exception
+        # The place it names is in our own rendering of the file.
+        reason = re.sub(r" at line \d+ column \d+$", "", str(error))
         raise UserError(
-            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {error}"
+            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {reason}; copy it "
+            "again from the checkpoint"
         ) from None
     special = _special_tokens(folder, config, name)
     _add_tokens(backend, config, special)
@@ -219,6 +224,23 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold a JSON object, found a {type(values).__name__}")
     return values
+
+
+def _check_types(path: Path, config: dict[str, Any]) -> None:
+    """The values of tokenizer_config.json that are read here. UserError for one of another type."""
+    expected = {
+        "tokenizer_class": (str,), "chat_template": (str, list), "added_tokens_decoder": (dict,),
+        "additional_special_tokens": (list, dict), "extra_special_tokens": (list, dict),
+    } | dict.fromkeys(_NAMED, (str, dict))  # fmt: skip
+    names = {str: "text", list: "a list", dict: "an object"}
+    for key, kinds in expected.items():
+        value = config.get(key)
+        if value and not isinstance(value, kinds):
+            wanted = " or ".join(names[kind] for kind in kinds)
+            raise UserError(f"{path}: {key}: expected {wanted}, found {value!r}; copy it again")
+    for number in config.get("added_tokens_decoder") or {}:
+        if not number.isdecimal():
+            raise UserError(f"{path}: added_tokens_decoder: expected ids as keys, found {number!r}")
 
 
 def _special_tokens(folder: Path, config: dict[str, Any], name: str) -> dict[str, str]:
@@ -335,7 +357,8 @@ def _given_template(value: str) -> dict[str, str]:
     if exists:
         return {"default": _read_text(path)}
     if looks_like_path:
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        files = path.parent.iterdir() if path.parent.is_dir() else ()
+        names = [entry.name for entry in files if entry.is_file()]
         raise UserError(
             f"data.chat_template: {value!r} is neither a jinja template nor an existing file"
             f"{closest(path.name, names)}; give one of the two, or none"

@@ -56,11 +56,12 @@ class TurnFinder:
         """
         whole = self.template.render(messages, tools)
         if self.template.has_marks(tools):
-            return Turns(whole.text, [mark for mark in whole.marks if mark[0] < mark[1]], 0)
+            marks = _marks_to_learn(whole.marks, messages)
+            return Turns(whole.text, [mark for mark in marks if mark[0] < mark[1]], 0)
         spans: list[tuple[int, int]] = []
         num_rewritten = 0
         for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if not _is_learned(message):
                 continue
             start = self._start(whole.text, messages, tools, i)
             stop, rewritten = self._stop(whole, messages, tools, i, start)
@@ -172,6 +173,26 @@ class _Closing(NamedTuple):
     """All that the template writes after the content of the last turn."""
     text: str
     """The part of it that belongs to the turn: up to and including the closing token."""
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """An assistant's message, unless its `weight` is 0."""
+    return message.get("role") == "assistant" and message.get("weight", 1) != 0
+
+
+def _marks_to_learn(
+    marks: list[tuple[int, int]], messages: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, int]]:
+    """`marks` without those of messages of weight 0; RowError where it cannot be told which these are."""
+    answers = [message for message in messages if message.get("role") == "assistant"]
+    if all(_is_learned(message) for message in answers):
+        return marks
+    if len(marks) != len(answers):
+        raise RowError(
+            f"has a message of weight 0, and the chat template marks {len(marks)} spans in {len(answers)} "
+            "assistant messages, so that it cannot be told which to leave out; remove the weight"
+        )
+    return [mark for mark, message in zip(marks, answers, strict=True) if _is_learned(message)]
 
 
 def _after_special(text: str, special_texts: frozenset[str]) -> str:

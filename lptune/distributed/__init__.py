@@ -1,6 +1,6 @@
 """Ranks, meshes, and how a model is spread over them."""
 
-from lptune.distributed.parallelize import parallelize, reshard, sync_gradients
+from lptune.distributed.parallelize import check_compiler, parallelize, reshard, sync_gradients
 from lptune.distributed.session import World, session
 
-__all__ = ["World", "parallelize", "reshard", "session", "sync_gradients"]
+__all__ = ["World", "check_compiler", "parallelize", "reshard", "session", "sync_gradients"]

@@ -34,7 +34,7 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
         for block in blocks:
             block.__class__ = _checkpointed(block.__class__, cfg.activation_checkpointing)
     if cfg.compile != "none":
-        _require_compiler()
+        check_compiler(cfg.compile)
         # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
         for module in blocks if cfg.compile == "block" else [model]:
             fullgraph = cfg.compile == "block"
@@ -119,7 +119,10 @@ def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _require_compiler() -> None:
+def check_compiler(mode: str) -> None:
+    """Raises UserError when `mode` (the config's `compile`) needs a compiler and there is none."""
+    if mode == "none":
+        return
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     if not any(shutil.which(name) for name in candidates):
         raise UserError(

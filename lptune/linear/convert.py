@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from lptune.config import PrecisionConfig, UserError, closest
+from lptune.kernels import requested_backend
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
@@ -28,7 +29,7 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
     (`lm_head`, `layers.0.*`, `*.o_proj`). Raises UserError for a pattern that matches nothing and when no
-    layer is left to convert.
+    layer is left to convert, and for an unknown LPTUNE_KERNELS.
     """
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
@@ -37,6 +38,7 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
         plans = [LayerPlan(name, m.in_features, m.out_features, None) for name, m in linears.items()]
         return Plan("none", tuple(plans))
 
+    requested_backend()
     patterns = [*precision.skip, *skip]
     _check_patterns(patterns, linears)
     spec = LinearSpec.from_config(precision)

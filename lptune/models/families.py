@@ -17,6 +17,8 @@ from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.keys import Keys
 from lptune.models.rope_config import read_rope, read_rope_per_layer_type
 
+MAX_LAYERS = 4096
+"""More would be built for minutes before the weights contradict them."""
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 _COMMON: dict[str, Any] = {
@@ -143,6 +145,9 @@ def _llama_like(keys: Keys) -> DecoderConfig:
         raise keys.error(
             "num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}"
         )
+    num_layers = keys.integer("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"{num_layers} is more than any model has; download it again")
     head_dim = _head_dim(keys)
     activation_key = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     activation = keys.text(activation_key)
@@ -157,7 +162,7 @@ def _llama_like(keys: Keys) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        layers=(LayerConfig(rope=None),) * keys.integer("num_hidden_layers"),
+        layers=(LayerConfig(rope=None),) * num_layers,
         norm_eps=keys.number("rms_norm_eps"),
         max_position_embeddings=keys.integer("max_position_embeddings"),
         activation=activation,
@@ -357,12 +362,14 @@ def _check_supported(keys: Keys) -> str:
             f"the checkpoint is quantized ({method}); start from its unquantized original",
         )
     names = keys.get("architectures")
+    if names and not isinstance(names, list):
+        raise keys.error("architectures", f"expected a list of names, found {names!r}")
     if names and not any(str(name).endswith("ForCausalLM") for name in names):
         raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         keys.refuse(key, f"dropout is not supported, found {keys.get(key)}; set it to 0.0")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        keys.refuse(key, "mixtures of experts are not supported")
+        keys.refuse(key, "mixtures of experts are not supported; choose a dense checkpoint")
     keys.refuse("use_bidirectional_attention", "only causal attention is supported")
     keys.refuse("per_layer_config", "layers of different shapes are not supported")
     return family

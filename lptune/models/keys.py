@@ -12,6 +12,10 @@ from typing import Any
 from lptune.config import UserError
 
 
+MAX_INTEGER = 2**28
+"""Far above every size in use, and so small that the product of two sizes is a legal number of elements."""
+
+
 class Keys:
     """The keys of one config.json (or of an object inside it), read with the type that the caller needs."""
 
@@ -32,9 +36,13 @@ class Keys:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {error.lineno}: not JSON ({error.msg})") from None
+            raise UserError(
+                f"{path}: line {error.lineno}: not JSON ({error.msg}); download it again"
+            ) from None
         except UnicodeDecodeError:
             raise UserError(f"{path}: not UTF-8 text") from None
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
+            raise UserError(f"{path}: cannot be read ({error}); download it again") from None
         if not isinstance(content, dict):
             raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
         return cls(content, {}, str(path))
@@ -58,6 +66,8 @@ class Keys:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, f"expected an integer above 0, found {value!r}")
+        if value > MAX_INTEGER:
+            raise self.error(key, f"{value} is larger than any model has; download the file again")
         return value
 
     def integer(self, key: str) -> int:

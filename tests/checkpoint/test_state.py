@@ -133,6 +133,23 @@ def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_a_damaged_later_checkpoint_never_displaces_the_one_just_saved(tmp_path: Path) -> None:
+    _saved(tmp_path, 10)
+    for step in (1, 2):
+        _saved(tmp_path, step, keep_last=1)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [f"step-{step:08d}", "step-00000010"]
+    _saved(tmp_path, 10, keep_last=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["old-step-00000010-1", "step-00000010"]
+
+
+def test_a_run_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"resume: .* is a run's folder; give one of its checkpoints/step"):
+        checkpoint.find_checkpoint(tmp_path / "checkpoints", str(tmp_path), print)
+
+
 def test_no_pickle_in_any_file(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}

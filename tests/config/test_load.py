@@ -171,7 +171,7 @@ FREE = {
     key: hint
     for key, hint in leaves(FinetuneConfig).items()
     if key in ("output_dir", "resume", "seed", "precision.skip", "precision.verify", "optimizer.lr", "optimizer.beta1")
-    or key.endswith(("_column", "_template", "path", "data.source", "_steps", "_project", "split"))
+    or key.endswith(("_column", "_template", "path", "data.source", "_steps", "_project", "data.split"))
     if hint != (int | None)
 }  # fmt: skip
 

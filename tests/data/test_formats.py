@@ -175,6 +175,9 @@ def test_overrides_choose_among_columns() -> None:
     fmt = detect(row, prompt_column="question", response_column="chosen", input_column="notes")
     assert fmt.document(Row("x", row)) == Pair("q", "n", "c", None)
     assert detect(row, text_column="notes").document(Row("x", row)) == Text("n")
+    row = {"question": "q", "context": "c", "answer": "a"}
+    assert detect(row).input == "context"
+    assert detect(row, input_column="none").document(Row("x", row)) == Pair("q", "", "a", None)
 
 
 def test_a_null_first_row_does_not_hide_the_format() -> None:
@@ -307,6 +310,7 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         ([{"from": "function_call", "value": "[]"}], "must hold a function call"),
         ([{"from": "function_call", "value": '{"arguments": {}}'}], "has a function call without a name"),
         (SAY[:1], "column 'messages' holds no assistant message"),
+        ([SAY[0], SAY[1] | {"weight": 0.5}], "message 2 of 'messages' has the weight 0.5; only 0"),
     ],
 )
 def test_unusable_messages_are_named(value: Any, message: str) -> None:

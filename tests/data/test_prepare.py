@@ -1,6 +1,7 @@
 """From a file to rows: what is learned, cut, dropped, held out, and what is said about it."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, Tokenizer, documents, load_tokenizer, prepare
 from lptune.data.prepare import split_by_prompt
+from lptune.data.sources import Row
 from tests.data.chat_templates import (
     CHATML,
     CHATML_MARKED,
@@ -315,6 +317,13 @@ def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Cal
     )
 
 
+def test_a_line_break_that_the_shell_did_not_make_is_noted(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    row = {"question": "q", "answer": "a"}
+    for template, expected in (("Q: {question}\\nA: ", 1), ("Q: {question}\nA: ", 0)):
+        report = run(jsonl(row), tokenizer, chat_template="none", prompt_template=template).report
+        assert sum("data.prompt_template holds a backslash" in line for line in report) == expected
+
+
 def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Callable, tokenizer: Tokenizer) -> None:
     prepared = run(jsonl(*PAIRS), tokenizer, eval_fraction=0.25)
     train, evaluation = prepared.train, prepared.evaluation
@@ -388,6 +397,23 @@ def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
     assert any("3 of 4 documents of" in line for line in prepared.report)
     with pytest.raises(UserError, match=r"held.jsonl: columns|held.jsonl: cannot tell"):
         run(jsonl(*PAIRS), tokenizer, eval_source=jsonl({"a": "b"}, name="held.jsonl"))
+
+
+def test_the_evaluation_source_has_a_split_of_its_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def read(source: str, *args: Any, split: str, **keys: Any) -> Any:
+        asked.append((source, split))
+        return iter([Row(source, {"question": split, "answer": "a"})])
+
+    monkeypatch.setattr(sys.modules[prepare.__module__], "read_rows", read)
+    run("a/b", tokenizer, eval_source="a/b", eval_split="test")
+    run("a/b", tokenizer, eval_source="c/d", split="dev")
+    assert asked == [("a/b", "train"), ("a/b", "test"), ("a/b", "dev"), ("c/d", "dev")]
+    with pytest.raises(UserError, match=r"data.eval_split: belongs to data.eval_source"):
+        DataConfig(source="a/b", eval_split="test")
 
 
 def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenizer) -> None:

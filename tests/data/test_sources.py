@@ -114,6 +114,7 @@ def test_a_text_file_is_one_text_to_the_last_character(tmp_path: Path) -> None:
         ("r.csv", "a,a\n1,2\n", "r.csv line 1: the header names 'a' more than once"),
         ("r.csv", "a,,b\n1,2,3\n", "r.csv line 1: the header names '' more than once or not at all"),
         ("r.csv", "a,b\n", "r.csv: holds no rows"),
+        ("r.csv", "a;b\n1;2\n", "r.csv line 1: the fields are separated by ';'; save the file with commas"),
         ("r.txt", " \n\n", "r.txt: is empty"),
         (
             "r.xlsx",

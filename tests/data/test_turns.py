@@ -108,6 +108,30 @@ def test_the_prompt_before_a_turn_is_what_inference_gives(
     assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
 
 
+@pytest.mark.parametrize("name", ["chatml", "chatml_marked", "qwen3"])
+def test_an_answer_of_weight_0_is_context_only(tokenizer_folder: Callable[..., Path], name: str) -> None:
+    folder = tokenizer_folder(**config(name))
+    messages = [dict(message) for message in CONVERSATIONS["three turns"]]
+    text, spans = find(folder, messages)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    answers[0]["weight"], answers[1]["weight"] = 0, 1
+    assert find(folder, messages) == (text, spans[1:])
+
+
+def test_weights_need_one_mark_per_answer(tokenizer_folder: Callable[..., Path]) -> None:
+    last_only = (
+        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    template = load_tokenizer(tokenizer_folder(), chat_template=last_only).template
+    assert template is not None
+    messages = [dict(message) for message in CONVERSATIONS["three turns"]]
+    TurnFinder(template).find(messages)
+    next(message for message in messages if message["role"] == "assistant")["weight"] = 0
+    with pytest.raises(RowError, match=r"marks 1 spans in . assistant messages.*remove the weight"):
+        TurnFinder(template).find(messages)
+
+
 def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer_folder: Callable[..., Path]) -> None:
     _, spans = find(tokenizer_folder(**config("qwen3")), TOOL_CONVERSATION, TOOLS)
     assert spans == [

@@ -64,12 +64,12 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
     another exit code.
     """
 
-    def call(*overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config) -> Finished:
+    def call(*overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config, **env: str) -> Finished:
         command = [sys.executable, "-m", "lptune.cli.main", "run"]
         command += [f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command += ["full_finetune", "--config", str(config), *overrides]
         done = subprocess.run(
-            command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
+            command, env=environment() | env, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done

@@ -1,0 +1,63 @@
+"""The documentation's tables name what the code knows, no more and no less."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import catalog
+from lptune.config import FinetuneConfig, key_paths
+from lptune.data import formats, sources
+from lptune.models.attention import BACKENDS
+from lptune.models.families import FAMILIES
+from lptune.models.presets import PRESETS
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md"))]
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """The cells of the table whose header row begins with `header`."""
+    _, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(f"\n| {header}")
+    assert rest, header
+    rows = rest.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def quoted(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`([^`]+)`", text))
+
+
+def test_the_table_of_column_names_is_that_of_the_code() -> None:
+    found = [quoted(names) for _, _, names, _ in table("data.md", "Format | Column")]
+    assert found == [
+        formats.PROMPT_NAMES,
+        formats.INPUT_NAMES,
+        formats.RESPONSE_NAMES,
+        formats.MESSAGES_NAMES,
+        formats.TOOLS_NAMES,
+        formats.TEXT_NAMES,
+    ]
+
+
+def test_every_kind_of_file_is_in_the_table_of_sources() -> None:
+    named = [name for row in table("data.md", "`data.source`") for name in quoted(row[0])]
+    assert {Path(name).suffix for name in named if not name.isupper()} - {""} >= set(sources.SUFFIXES)
+
+
+def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> None:
+    assert {row[0].strip("`") for row in table("models.md", "`model_type`")} == set(FAMILIES)
+    sizes = {row[0].strip("`"): set(quoted(row[1])) for row in table("models.md", "Family | Sizes")}
+    listed = {f"{family}/{size}" for family, names in sizes.items() for size in names}
+    assert listed == {name for name in catalog.configs() if "/" in name}
+    assert listed <= {f"{family}/{size}" for family, presets in PRESETS.items() for size in presets}
+    assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_that_a_page_names_exists(page: Path) -> None:
+    known = set(key_paths(FinetuneConfig))
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    pattern = rf"(?<![\w/.])((?:{'|'.join(sorted(sections))})\.[a-z_]+)\b(?!\.)"
+    named = set(re.findall(pattern, page.read_text(encoding="utf-8")))
+    assert named <= known
