@@ -23,6 +23,8 @@ help:
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev,data]'
 	@touch $@
 
+# One thread: for matrices this small a second one gains little, and loses much where another process wants the core.
+quickstart: export OMP_NUM_THREADS := 1
 quickstart: .venv/.installed
 	test -e checkpoints/quickstart || $(BIN)/lptune new-checkpoint llama3_2/quickstart checkpoints/quickstart
 	$(BIN)/lptune run full_finetune --config quickstart

@@ -15,24 +15,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lptune import checkpoint, data, distributed, linear, models, training
+from lptune import checkpoint, data, distributed, kernels, linear, models, training
 from lptune.config import DivergedError, FinetuneConfig
 
 
 def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
-    with distributed.session(cfg.device) as world:
-        # --- Input: all of it is read and checked before the run's folder is made.
+    with (
+        distributed.session(cfg.device) as world,
+        checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
+    ):
+        # --- Input: all of it is read and checked before the run's folder is made or changed.
         training.check_logging(cfg.logging)
         distributed.check_compiler(cfg.compile)
-        output_dir = Path(cfg.output_dir).expanduser()
-        checkpoint.check_output_dir(output_dir, cfg.resume, world)
+        data.check_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
         source = checkpoint.read_index(Path(cfg.model.path).expanduser())
         model_config = models.read_config(source.folder)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
         plan = linear.convert(model, cfg.precision)
-        saved = checkpoint.find_checkpoint(output_dir / "checkpoints", cfg.resume, world.print)
+        saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
+        step = saved.step if saved else 0
 
         started_on = checkpoint.started_on(saved)
         tokenizer = data.load_tokenizer(source.folder, cfg.data.chat_template, date=started_on)
@@ -50,9 +53,9 @@ def main(cfg: FinetuneConfig) -> None:
         facts = checkpoint.run_facts(cfg, rows.train.digest, started_on)
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
-            if saved.step >= num_steps and (output_dir / "export").exists():
+            if step >= num_steps and run.exported_step() == step:
                 world.print(
-                    f"already finished: {saved.folder} is step {saved.step} of {num_steps}; "
+                    f"already finished: {saved.folder} is step {step} of {num_steps} and exported; "
                     "raise num_steps to go on, or choose another output_dir for another run"
                 )
                 return
@@ -66,100 +69,104 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.load_hf(model, source)
         else:
             checkpoint.load_state(saved, model, optimizer)
-        step = saved.step if saved else 0
+        run.create(saved, world.print)
+        if world.is_main:
+            run.write_config(cfg)
+            run.write_plan(plan.to_json())
+        attention = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
+        world.print("\n".join([*rows.report, plan.table()]))
+        world.print(
+            f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
+            f"{world.size} x {world.device.type}, attention by {attention}, "
+            f"8-bit GEMMs by {kernels.choose_backend(world.device.type)}"
+            + (f", continuing {saved.folder}" if saved else "")
+        )
+        if step == 0 and held_out is not None:
+            show_samples(model, tokenizer, held_out, cfg, world, "before training")
 
-        with checkpoint.open_run_folder(output_dir, cfg.resume, saved, world) as run:
-            if world.is_main:
-                run.write_config(cfg)
-                run.write_plan(plan.to_json())
-            attention = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
-            world.print("\n".join([*rows.report, plan.table()]))
-            world.print(
-                f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
-                f"{world.size} x {world.device.type}, attention by {attention}"
-                + (f", continuing {saved.folder}" if saved else "")
-            )
-            if step == 0 and held_out is not None:
-                show_samples(model, tokenizer, held_out, cfg, world, "before training")
-
-            # --- Training.
-            with training.MetricsWriter(
-                run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
-            ) as metrics:
-                if step == 0 and held_out is not None and cfg.eval_every_steps:
-                    metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
-                first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=metrics.say)
-                while step < num_steps:
-                    started = time.perf_counter()
-                    batches = loader.micro_batches(step)
-                    num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
-                    with first_step(num_passes=len(batches)):
-                        loss_sum = forward_backward(model, batches, num_targets, world)
-                    loss = world.sum(loss_sum) / num_targets
-                    grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
-                    if not math.isfinite(loss + grad_norm):
-                        raise DivergedError(
-                            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
-                            f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
-                        )
-                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
-                    training.set_learning_rate(optimizer, lr)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
-                    step += 1
-
-                    step_time_s = time.perf_counter() - started
-                    tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
-                    low_fraction = first_step.verified.low_precision_flops_fraction
-                    used = training.utilization(
-                        tokens_per_s * plan.flops_per_token, low_fraction or 0.0, world.device, world.size
+        # --- Training.
+        with training.MetricsWriter(
+            run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
+        ) as metrics:
+            if step == 0 and held_out is not None and cfg.eval_every_steps:
+                metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
+            first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=metrics.say)
+            while step < num_steps:
+                started = time.perf_counter()
+                batches = loader.micro_batches(step)
+                num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
+                with first_step(num_passes=len(batches)):
+                    loss_sum = forward_backward(model, batches, num_targets, cfg, world)
+                loss = world.sum(loss_sum) / num_targets
+                grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
+                if not math.isfinite(loss + grad_norm):
+                    raise DivergedError(
+                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
+                        f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
                     )
-                    record = {
-                        "step": step,
-                        "loss": loss,
-                        "num_target_tokens": int(num_targets),
-                        "lr": lr,
-                        "grad_norm": grad_norm,
-                        "tokens_per_s": tokens_per_s,
-                        "step_time_s": step_time_s,
-                        "peak_memory_gib": training.peak_memory_gib(world.device),
-                        "low_precision_flops_fraction": low_fraction,
-                        "mfu": used.mfu,
-                        "bf16_mfu": used.bf16_mfu,
-                    }
-                    is_last = step == num_steps
-                    if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
-                        record["eval_loss"] = evaluate(model, held_out, cfg, world)
-                    metrics.write(record)
-                    if is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
-                        keep_last = cfg.checkpoint.keep_last
-                        checkpoint.save_state(
-                            run.checkpoints, step, model, optimizer, facts, world, keep_last
-                        )
+                lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
+                training.set_learning_rate(optimizer, lr)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                step += 1
 
-            # --- Result.
-            if held_out is not None:
-                show_samples(model, tokenizer, held_out, cfg, world, "after training")
-            card = {
-                "base": source.folder.name,
-                "data": Path(cfg.data.source).name,
-                "precision in training": cfg.precision.kind,
-                "steps": step,
-            }
-            chat_template = tokenizer.chat_template if cfg.data.chat_template else None
-            checkpoint.export_hf(
-                model, source, run.export, cfg.export.dtype, world, card=card, chat_template=chat_template
-            )
-            world.print(f"export: {run.export} (read back and compared tensor by tensor)")
+                step_time_s = time.perf_counter() - started
+                tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
+                low_fraction = first_step.verified.low_precision_flops_fraction
+                used = training.utilization(
+                    tokens_per_s * plan.flops_per_token, low_fraction, world.device, world.size
+                )
+                record = {
+                    "step": step,
+                    "loss": loss,
+                    "num_target_tokens": int(num_targets),
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    "tokens_per_s": tokens_per_s,
+                    "step_time_s": step_time_s,
+                    "peak_memory_gib": training.peak_memory_gib(world.device),
+                    "low_precision_flops_fraction": low_fraction,
+                    "mfu": used.mfu,
+                    "bf16_mfu": used.bf16_mfu,
+                }
+                is_last = step == num_steps
+                if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
+                    record["eval_loss"] = evaluate(model, held_out, cfg, world)
+                metrics.write(record)
+                if is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
+                    keep_last = cfg.checkpoint.keep_last
+                    checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
+
+        # --- Result.
+        if held_out is not None:
+            show_samples(model, tokenizer, held_out, cfg, world, "after training")
+        card = {
+            "base": source.folder.name,
+            "data": Path(cfg.data.source).name,
+            "precision in training": cfg.precision.kind,
+            "steps": step,
+        }
+        chat_template = tokenizer.chat_template if cfg.data.chat_template else None
+        checkpoint.export_hf(
+            model, source, run.export, cfg.export.dtype, world, card=card, chat_template=chat_template
+        )
+        if world.is_main:
+            run.write_exported_step(step)
+        world.print(f"export: {run.export} (read back and compared tensor by tensor)")
 
 
 def forward_backward(
-    model: models.Decoder, batches: Sequence[data.Batch], num_targets: float, world: distributed.World
+    model: models.Decoder,
+    batches: Sequence[data.Batch],
+    num_targets: float,
+    cfg: FinetuneConfig,
+    world: distributed.World,
 ) -> Tensor:
     """Gradients of the mean loss over all targets of the step, all ranks; returns this rank's summed loss."""
     loss_sum = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches, start=1):
-        distributed.sync_gradients(model, number == len(batches))
+        is_last = number == len(batches)
+        distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.
         (loss * (world.data_size / num_targets)).backward()

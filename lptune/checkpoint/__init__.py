@@ -3,7 +3,7 @@
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
 from lptune.checkpoint.manifest import Manifest, verify
-from lptune.checkpoint.run_folder import RunFolder, check_output_dir, open_run_folder
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.state import (
     check_fingerprint,
     find_checkpoint,
@@ -18,7 +18,6 @@ __all__ = [
     "Manifest",
     "RunFolder",
     "check_fingerprint",
-    "check_output_dir",
     "export_hf",
     "find_checkpoint",
     "load_hf",

@@ -20,6 +20,7 @@ from lptune.checkpoint.files import (
     publish_folder,
     read_json,
     save_tensors,
+    set_aside,
     write_json,
     write_text,
 )
@@ -71,8 +72,11 @@ def export_hf(
             _write_and_compare(partial / file, tensors)
     if world.is_main:
         _write_rest(partial, source, stored_to_parameter, dtype, card, chat_template)
-        shutil.rmtree(folder, ignore_errors=True)
+        # The old export goes only when the new one is there; a symbolic link is replaced, not followed.
+        old = set_aside(folder) if folder.exists() or folder.is_symlink() else None
         publish_folder(partial, folder)
+        if old is not None:
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)
     world.barrier()
     return folder
 
@@ -116,11 +120,17 @@ def _write_rest(
         write_text(partial / "chat_template.jinja", chat_template)
     if source.has_index_file:
         weight_map = {name: t.file for name, t in source.tensors.items() if name in stored_to_parameter}
-        total_size = sum((partial / file).stat().st_size for file in source.files)
+        total_size = sum(_num_bytes(partial / file) for file in source.files)
         write_json(partial / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     write_text(partial / "README.md", _model_card(card))
     for path in partial.iterdir():
         fsync_path(path)
+
+
+def _num_bytes(path: Path) -> int:
+    with safe_open(str(path), framework="pt", device="cpu") as tensors:
+        loaded = (tensors.get_tensor(name) for name in tensors.keys())  # noqa: SIM118  (no mapping)
+        return sum(tensor.numel() * tensor.element_size() for tensor in loaded)
 
 
 def _model_card(card: dict[str, Any]) -> str:

@@ -75,6 +75,14 @@ def publish_folder(partial: Path, final: Path) -> None:
     fsync_path(final.parent)
 
 
+def set_aside(folder: Path) -> Path:
+    """Renames a folder out of the way, as `old-NAME-1`, -2, …; returns its new path. Nothing is deleted."""
+    number = 1
+    while (target := folder.with_name(f"old-{folder.name}-{number}")).exists():
+        number += 1
+    return folder.rename(target)
+
+
 def fresh_folder(path: Path) -> Path:
     """An empty folder at `path`; what an interrupted write left there is removed."""
     shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ or a run folder made. Loading then streams: each rank reads just the rows of its
 place.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def read_index(folder: Path) -> HFIndex:
             "merge_and_unload, save_pretrained)"
         )
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    if (folder / SINGLE_NAME).is_file():  # some folders hold the same weights in another layout beside it
+        files = [folder / SINGLE_NAME]
     if len(files) == 1:
         return HFIndex(folder, _read_header(files[0]), False)
     if files:
@@ -139,6 +142,23 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
             f"model{_and_more(unexpected)}; config.json and weights do not belong together"
         )
     return matched
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest that tells one checkpoint's weights from another's without reading them all.
+
+    Name, size, and the first and last MiB of each safetensors file: the header (names, shapes, offsets) is in
+    the first.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def load_hf(model: nn.Module, index: HFIndex) -> None:

@@ -46,13 +46,28 @@ def step_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_manifest(folder: Path, step: int, world_size: int, shards: dict[str, list[Shard]]) -> None:
-    """Describes every file now in `folder`."""
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
-        for path in sorted(folder.iterdir())
-        if path.name != NAME
-    }
+def step_of(folder: Path) -> int:
+    """100 for `step-00000100`."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The published checkpoints of a run, newest first."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest; the rank that wrote the file makes it."""
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
+
+
+def write_manifest(
+    folder: Path, step: int, world_size: int, files: dict[str, dict[str, Any]], shards: dict[str, list[Shard]]
+) -> None:
+    """files: `describe_file` of every file in `folder`."""
+    missing = {path.name for path in folder.iterdir()} ^ set(files)
+    assert not missing, missing
     content: dict[str, Any] = {
         "version": _VERSION,
         "step": step,
@@ -68,12 +83,31 @@ def verify(folder: Path) -> Manifest:
     """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first
     fault.
     """
+    manifest, files = _read(folder)
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{file}: is missing from the checkpoint")
+        size = file.stat().st_size
+        if size != expected["size"]:
+            raise UserError(f"{file}: has {size} bytes, the manifest says {expected['size']}")
+        if sha256(file) != expected["sha256"]:
+            raise UserError(f"{file}: its content does not match the manifest's sha256")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder that another rank has verified."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
+    path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
-    if not (folder / NAME).is_file():
+    if not path.is_file():
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
-    content = read_json(folder / NAME)
-    path = folder / NAME
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise UserError(f"{path}: is not a manifest of version {_VERSION}")
     digest = content.pop("digest", None)
@@ -83,17 +117,8 @@ def verify(folder: Path) -> Manifest:
         raise UserError(
             f"{path}: is of step {content['step']}, the folder says {folder.name}; it was renamed or swapped"
         )
-    for name, expected in content["files"].items():
-        file = folder / name
-        if not file.is_file():
-            raise UserError(f"{file}: is missing from the checkpoint")
-        size = file.stat().st_size
-        if size != expected["size"]:
-            raise UserError(f"{file}: has {size} bytes, the manifest says {expected['size']}")
-        if sha256(file) != expected["sha256"]:
-            raise UserError(f"{file}: its content does not match the manifest's sha256")
     shards = {name: [Shard(**shard) for shard in parts] for name, parts in content["shards"].items()}
-    return Manifest(folder, content["step"], content["world_size"], shards)
+    return Manifest(folder, content["step"], content["world_size"], shards), content["files"]
 
 
 def _digest(content: dict[str, Any]) -> str:

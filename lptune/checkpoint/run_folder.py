@@ -1,30 +1,33 @@
 """One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/.
 
 A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the
-process, so a killed run never leaves a stale one. The folder is made only after everything the user can have
-wrong was checked.
+process, so a killed run never leaves a stale one. A folder that exists is locked before anything in it is
+read: what is found there then stays true. A new folder is made only after everything the user can have wrong
+was checked.
 """
 
 import fcntl
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from lptune.checkpoint.files import write_json, write_text
-from lptune.checkpoint.manifest import Manifest
+from lptune.checkpoint.files import read_json, set_aside, write_json, write_text
+from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.config import UserError, to_yaml
 from lptune.distributed import World
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes."""
+    """Where a run writes. The main rank writes; the others only know the paths."""
 
-    path: Path
+    def __init__(self, path: Path, world: World) -> None:
+        self.path = path
+        self._world = world
+        self._lock: IO[str] | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -52,55 +55,89 @@ class RunFolder:
     def keep_metrics_until(self, step: int) -> None:
         """Drops the metrics of later steps, which the resumed run writes again (and a torn last line)."""
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
+        text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.exists() else ""
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 continue
-            if record["step"] <= step:
+            if isinstance(record, dict) and record.get("step", math.inf) <= step:
                 kept.append(line + "\n")
         write_text(self.metrics, "".join(kept))
 
+    def exported_step(self) -> int | None:
+        """The step whose weights export/ holds, None where there is no finished export."""
+        path = self.path / "export.json"
+        return int(read_json(path)["step"]) if path.is_file() and self.export.is_dir() else None
 
-def check_output_dir(path: Path, resume: str, world: World) -> None:
-    """Raises UserError when a run cannot write to `path`; writes nothing. The main rank looks."""
-    if not world.is_main:
-        return
-    run = RunFolder(path)
-    if resume == "none" and (run.metrics.exists() or run.checkpoints.exists()):
-        raise UserError(
-            f"output_dir: {path} holds another run; choose a new folder, or continue it with resume=auto"
-        )
-    nearest = next(part for part in (path, *path.absolute().parents) if part.exists())
-    if not nearest.is_dir():
-        raise UserError(f"output_dir: {nearest} is a file; choose another folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir: {nearest} may not be written to; choose another folder")
+    def write_exported_step(self, step: int) -> None:
+        """Says that export/ holds the weights of `step`."""
+        write_json(self.path / "export.json", {"step": step})
 
+    def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
+        """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
+        if self._world.is_main:
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"output_dir: {self.path} cannot be made ({error.strerror}); choose another folder"
+                ) from None
+            self.lock()
+            step = resumed.step if resumed else -1
+            # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
+            # would be mistaken for this run's own.
+            for later in list_checkpoints(self.checkpoints):
+                if step_of(later) > step:
+                    say(f"set aside: {later} -> {set_aside(later).name}")
+            # Without a checkpoint there is nothing to continue: what an interrupted start left is
+            # overwritten.
+            self.keep_metrics_until(step)
+        self._world.barrier()
 
-@contextmanager
-def open_run_folder(
-    path: Path, resume: str, checkpoint: Manifest | None, world: World
-) -> Iterator[RunFolder]:
-    """Makes (or re-enters) the run's folder and holds its lock. All ranks call it; the main rank writes."""
-    run = RunFolder(path)
-    if not world.is_main:
-        world.barrier()
-        yield run
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir: {path} cannot be made ({error.strerror}); choose another folder") from None
-    with (path / ".lock").open("w") as lock:
+    def lock(self) -> None:
+        """Keeps other runs out until `unlock`; the second call does nothing."""
+        if self._lock is not None:
+            return
+        lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.close()
             raise UserError(
-                f"output_dir: another run is writing to {path}; wait for it or choose another folder"
+                f"output_dir: another run is writing to {self.path}; wait for it or choose another folder"
             ) from None
-        run.checkpoints.mkdir(exist_ok=True)
-        # Without a checkpoint there is nothing to continue: what an interrupted start left is overwritten.
-        run.keep_metrics_until(checkpoint.step if checkpoint else -1)
-        world.barrier()
+        self._lock = lock
+
+    def unlock(self) -> None:
+        """Lets other runs in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def check(self, resume: str) -> None:
+        """Raises UserError when a run cannot write here; writes nothing."""
+        if resume == "none" and (self.metrics.exists() or self.checkpoints.exists()):
+            raise UserError(
+                f"output_dir: {self.path} holds another run; choose a new folder, or continue it with "
+                "resume=auto"
+            )
+        nearest = next(part for part in (self.path, *self.path.absolute().parents) if part.exists())
+        if not nearest.is_dir():
+            raise UserError(f"output_dir: {nearest} is a file; choose another folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise UserError(f"output_dir: {nearest} may not be written to; choose another folder")
+
+
+@contextmanager
+def open_run_folder(output_dir: str, resume: str, world: World) -> Iterator[RunFolder]:
+    """The folder of a run, checked, and locked if it exists; `create` makes it. All ranks call it."""
+    run = RunFolder(Path(output_dir).expanduser(), world)
+    try:
+        if world.is_main:
+            run.check(resume)
+            if run.path.is_dir() and any(run.path.iterdir()):
+                run.lock()
         yield run
+    finally:
+        run.unlock()

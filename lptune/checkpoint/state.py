@@ -9,9 +9,8 @@ precision: a run may resume under another precision, compile mode or number of r
                     state.json  manifest.json
 """
 
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -21,15 +20,34 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lptune.checkpoint.files import fresh_folder, publish_folder, read_json, save_tensors, sha256, write_json
-from lptune.checkpoint.hf import local_rows
-from lptune.checkpoint.manifest import Manifest, Shard, step_folder_name, verify, write_manifest
+from lptune.checkpoint.files import (
+    fresh_folder,
+    publish_folder,
+    read_json,
+    save_tensors,
+    set_aside,
+    sha256,
+    write_json,
+)
+from lptune.checkpoint.hf import local_rows, weights_digest
+from lptune.checkpoint.manifest import (
+    Manifest,
+    Shard,
+    describe_file,
+    list_checkpoints,
+    read_manifest,
+    step_folder_name,
+    step_of,
+    verify,
+    write_manifest,
+)
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import World, reshard
 
 Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MEANING = {
+    "weights": " (a digest of the safetensors in model.path)",
     "data": " (a digest of the training rows: the source or a key of data.* has changed)",
     "config.json": " (a digest of that file in model.path)",
     "tokenizer.json": " (a digest of that file in model.path)",
@@ -51,10 +69,11 @@ def save_state(
     final = folder / step_folder_name(step)
     partial = folder / f".tmp-{final.name}"
     if world.is_main:
-        if final.exists():  # This run resumed from an older one: it was damaged, or the user named another.
-            _set_aside(final)
+        if final.exists():  # published folders are never written into
+            set_aside(final)
         fresh_folder(partial)
     world.barrier()
+    files: dict[str, dict[str, Any]] = {}
     shards: dict[str, list[dict[str, Any]]] = {}
     for kind, tensors in (
         ("model", _model_tensors(model)),
@@ -65,19 +84,22 @@ def save_state(
         # A rank that holds no row of a tensor stores nothing for it.
         stored = {key: rows.contiguous() for key, (rows, _) in local.items() if rows.numel()}
         save_tensors(partial / name, stored)
+        files[name] = describe_file(partial / name)
         shards |= {
             key: [asdict(Shard(name, start, rows.shape[0] if rows.dim() else 1))]
             for key, (rows, start) in local.items()
             if rows.numel()
         }
-    write_json(partial / f"shards-{world.rank:05d}.json", shards)
+    write_json(partial / f"rank-{world.rank:05d}.json", {"files": files, "shards": shards})
     world.barrier()
     if world.is_main:
         write_json(partial / "state.json", {"step": step, **facts})
-        write_manifest(partial, step, world.size, _merge_shards(partial, world.size))
+        files, merged = _merge_ranks(partial, world.size)
+        files["state.json"] = describe_file(partial / "state.json")
+        write_manifest(partial, step, world.size, files, merged)
         publish_folder(partial, final)
-        # Later steps belong to a run that this one resumed from in the middle: neither counted nor deleted.
-        for old in [path for path in list_checkpoints(folder) if path <= final][keep_last:]:
+        # What a folder holds of later steps is neither counted nor deleted.
+        for old in [path for path in list_checkpoints(folder) if step_of(path) <= step][keep_last:]:
             shutil.rmtree(old)
     world.barrier()
     return final
@@ -85,21 +107,32 @@ def save_state(
 
 def load_state(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows."""
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
-        optimizer.state[parameter]["step"] = torch.tensor(
-            float(manifest.step), dtype=torch.float32, device=parameter.device
-        )
+    for name, parameter in model.named_parameters():
+        # A parameter that was never updated (a frozen one) has no state.
+        if f"{_MOMENTS[0]}/{name}" in manifest.shards:
+            step = torch.tensor(float(manifest.step), dtype=torch.float32, device=parameter.device)
+            moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+            optimizer.state[parameter] = {"step": step, **moments}
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         _read(manifest, name, tensor)
 
 
-def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
+def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str], None]) -> Manifest | None:
     """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that
     verifies.
 
-    warn: called with a line for each damaged checkpoint that is passed over. Damaged ones are never deleted.
+    All ranks call it; the main rank verifies, so that all continue from the same one. warn: called with a
+    line for each damaged checkpoint that is passed over. Damaged ones are never deleted. Raises UserError
+    when there are checkpoints and all are damaged.
     """
+    found = _find_verified(folder, resume, warn) if world.is_main else None
+    step = int(world.sum(found.step if found else -1 if world.is_main else 0))
+    if world.is_main or step < 0:
+        return found
+    return read_manifest(folder / step_folder_name(step) if resume == "auto" else Path(resume).expanduser())
+
+
+def _find_verified(folder: Path, resume: str, warn: Callable[[str], None]) -> Manifest | None:
     if resume == "none":
         return None
     if resume != "auto":
@@ -110,11 +143,16 @@ def find_checkpoint(folder: Path, resume: str, warn: Any) -> Manifest | None:
             return verify(path)
         except UserError as error:
             raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
-    for candidate in list_checkpoints(folder):
+    candidates = list_checkpoints(folder)
+    for candidate in candidates:
         try:
             return verify(candidate)
         except UserError as error:
             warn(f"warning: checkpoint passed over: {error}")
+    if candidates:
+        raise UserError(
+            f"{folder}: none of its {len(candidates)} checkpoints is intact; start anew in another output_dir"
+        )
     return None
 
 
@@ -132,6 +170,7 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date) -> Facts:
         "data.seq_len": cfg.data.seq_len,
         "global_batch_size": cfg.global_batch_size,
         "config.json": sha256(folder / "config.json")[:16],
+        "weights": weights_digest(folder)[:16],
         "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
         "data": data_digest[:16],
     }
@@ -159,18 +198,6 @@ def _facts(manifest: Manifest) -> Facts:
     return facts
 
 
-def _set_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"old-{folder.name}-{number}")).exists():
-        number += 1
-    folder.rename(target)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints, newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
-
-
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
@@ -179,18 +206,23 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     return {
         f"{moment}/{name}": optimizer.state[parameter][moment]
         for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
         for moment in _MOMENTS
     }
 
 
-def _merge_shards(folder: Path, world_size: int) -> dict[str, list[Shard]]:
-    merged: dict[str, list[Shard]] = {}
+def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:
+    """What each rank said of its files and shards."""
+    files: dict[str, dict[str, Any]] = {}
+    shards: dict[str, list[Shard]] = {}
     for rank in range(world_size):
-        path = folder / f"shards-{rank:05d}.json"
-        for name, parts in json.loads(path.read_text(encoding="utf-8")).items():
-            merged.setdefault(name, []).extend(Shard(**part) for part in parts)
+        path = folder / f"rank-{rank:05d}.json"
+        said = read_json(path)
+        files |= said["files"]
+        for name, parts in said["shards"].items():
+            shards.setdefault(name, []).extend(Shard(**part) for part in parts)
         path.unlink()
-    return merged
+    return files, shards
 
 
 @torch.no_grad()

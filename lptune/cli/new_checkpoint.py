@@ -23,6 +23,7 @@ BOS, EOS, PAD, START = "<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
 SPECIAL_TOKENS = (PAD, BOS, START, EOS)
 _SMALL_VOCAB_SIZE = 1024  # for sizes whose preset leaves no room for more than bytes
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token
+MAX_VOCAB_SIZE = 1_000_000  # far above any in use; `tokenizers` aborts where memory ends
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -46,7 +47,11 @@ _SHARD_BYTES = 4 << 30
 @click.command(name="new-checkpoint")
 @click.argument("preset", metavar="FAMILY/SIZE")
 @click.argument("dest", type=click.Path(path_type=Path))
-@click.option("--vocab-size", type=click.IntRange(min=MIN_VOCAB_SIZE), help="Tokens of tokenizer and model.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=MIN_VOCAB_SIZE, max=MAX_VOCAB_SIZE),
+    help="Tokens of tokenizer and model.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
     "--text", type=click.Path(path_type=Path), help="Text to train the tokenizer on.  [default: built in]"
@@ -68,7 +73,10 @@ def new_checkpoint(
     ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
     token_ids = {f"{name}_token_id": number for name, number in ids.items()}
     config.pop("torch_dtype", None)
-    partial = fresh_folder(dest.parent / f".tmp-{dest.name}")
+    try:
+        partial = fresh_folder(dest.parent / f".tmp-{dest.name}")
+    except OSError as error:
+        raise UserError(f"{dest}: cannot be made ({error.strerror}); choose another DEST") from None
     try:
         write_json(partial / "config.json", config | token_ids | {"dtype": dtype})
         write_json(partial / "generation_config.json", {"do_sample": False, **token_ids})

@@ -155,6 +155,10 @@ class ParallelConfig:
 
     reshard_after_forward: bool = True
     """Free a block's gathered weights after forward and gather them again for backward."""
+    reduce_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch rather than once a step: more traffic, but each rank then holds
+    its share of the accumulated float32 gradients and not all of them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +299,8 @@ class FinetuneConfig:
             )
         if self.micro_batch_size * self.data.seq_len >= 2**31:
             raise UserError(
-                f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are more "
-                "tokens than 32 bits count (2^31); lower one of the two"
+                f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are "
+                "more tokens than 32 bits count (2^31); lower one of the two"
             )
         _at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:

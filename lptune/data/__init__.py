@@ -10,7 +10,7 @@ Everything after the files is a function of (config, seed): the same rows, order
 on any number of ranks.
 """
 
-from lptune.data.loader import Loader, evaluation_batches
+from lptune.data.loader import Loader, check_batches, evaluation_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import Prepared, prepare
 from lptune.data.rows import Batch, Rows
@@ -25,6 +25,7 @@ __all__ = [
     "Prepared",
     "Rows",
     "Tokenizer",
+    "check_batches",
     "evaluation_batches",
     "load_tokenizer",
     "pack",

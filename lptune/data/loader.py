@@ -12,6 +12,23 @@ from lptune.config import UserError
 from lptune.data.rows import EMPTY_ROW, Batch, Rows
 
 
+def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> None:
+    """Raises UserError when the global batch cannot be cut into whole micro-batches, equally many per
+    rank.
+    """
+    if global_batch_size % micro_batch_size:
+        raise UserError(
+            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size ({micro_batch_size})"
+        )
+    num_micro = global_batch_size // micro_batch_size
+    if num_micro % num_ranks:
+        fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
+        raise UserError(
+            f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not divide "
+            f"among {num_ranks} data ranks; numbers of ranks that do: {', '.join(fitting)}"
+        )
+
+
 class Loader:
     """The training stream of one rank."""
 
@@ -26,25 +43,13 @@ class Loader:
         num_ranks: int = 1,
     ) -> None:
         assert 0 <= rank < num_ranks
-        if global_batch_size % micro_batch_size:
-            raise UserError(
-                f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
-                f"({micro_batch_size})"
-            )
-        num_micro = global_batch_size // micro_batch_size
-        if num_micro % num_ranks:
-            fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
-            raise UserError(
-                f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do "
-                f"not divide among {num_ranks} data "
-                f"ranks; numbers of ranks that do: {', '.join(fitting)}"
-            )
+        check_batches(global_batch_size, micro_batch_size, num_ranks)
         self.rows = rows
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.rank = rank
-        self.micro_batches_per_rank = num_micro // num_ranks
+        self.micro_batches_per_rank = global_batch_size // micro_batch_size // num_ranks
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of step `step` (counted from 0), in order."""

@@ -10,6 +10,7 @@ gradients in float32.
 """
 
 import functools
+import logging
 import os
 import shutil
 from typing import Any
@@ -33,6 +34,10 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     if cfg.activation_checkpointing != "none":
         for block in blocks:
             block.__class__ = _checkpointed(block.__class__, cfg.activation_checkpointing)
+    if cfg.activation_checkpointing == "selective":
+        # "Make sure the checkpointed region does not contain in-place ops": it does not, and users cannot act
+        # on it.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if cfg.compile != "none":
         check_compiler(cfg.compile)
         # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.

@@ -6,10 +6,13 @@ too.
 """
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +52,10 @@ class World:
         """Waits for all ranks."""
         self.sum(0)
 
+    def stop_requested(self) -> bool:
+        """Whether any rank has received SIGTERM; all ranks get the same answer. A collective."""
+        return self.sum(float(_stop_requested)) > 0
+
     def print(self, text: str) -> None:
         """Prints on the main rank only."""
         if self.is_main:
@@ -59,6 +66,9 @@ class World:
 def session(device: str = "auto") -> Iterator[World]:
     """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
     rank.
+
+    Within a session SIGTERM does not end the process: it is noted for `World.stop_requested`, and repetitions
+    (a group signal and torchrun's forwarding arrive twice) change nothing.
 
     device: auto | cpu | cuda. Raises UserError when cuda is asked for and not there. The group is destroyed
     at exit.
@@ -82,15 +92,35 @@ def session(device: str = "auto") -> Iterator[World]:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    previous = _note_sigterm()
     try:
         mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("fsdp",))
         yield World(rank=rank, size=size, device=here, mesh=mesh)
     finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
         dist.destroy_process_group()
         # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
         # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 27 exits). Let it
         # have the GIL.
         time.sleep(0.1)
+
+
+_stop_requested = False
+
+
+def _note_sigterm() -> Any:
+    """Installs the handler; returns the previous one, or None outside the main thread, which alone may."""
+    global _stop_requested
+    _stop_requested = False
+
+    def note(number: int, frame: object) -> None:
+        global _stop_requested
+        _stop_requested = True
+
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, note)
 
 
 def _device_type(device: str) -> str:

@@ -49,7 +49,7 @@ def _int8_scaled_mm(
     gemm: int,
 ) -> Tensor:
     m, k = a_MK.shape
-    mm = _mm_reference if choose_backend(a_MK.device.type) == "reference" else _mm_torch
+    mm = _BACKENDS[choose_backend(a_MK.device.type)]
     if k <= INT32_SAFE_CONTRACTION:
         acc_MN = mm(a_MK, b_KN)
     else:
@@ -113,6 +113,15 @@ def _mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return (a_MK.double() @ b_KN.double()).to(torch.int32)
 
 
+def _mm_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    # 127 * 127 * 1024 < 2**24: float32 holds every partial sum of so many products exactly.
+    acc_MN = torch.zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.int32, device=a_MK.device)
+    for start in range(0, a_MK.shape[1], 1024):
+        part = slice(start, start + 1024)
+        acc_MN += (a_MK[:, part].float() @ b_KN[part].float()).to(torch.int32)
+    return acc_MN
+
+
 def _mm_torch(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     if a_MK.device.type == "cpu":
         return torch._int_mm(a_MK, b_KN)
@@ -125,6 +134,9 @@ def _mm_torch(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     if pad_k or pad_n:
         b_KN = F.pad(b_KN, (0, pad_n, 0, pad_k))
     return torch._int_mm(a_MK, b_KN)[:m, :n]
+
+
+_BACKENDS = {"torch": _mm_torch, "float32": _mm_float32, "reference": _mm_reference}
 
 
 def _apply_scales(

@@ -22,16 +22,18 @@ _ALIGNMENT = 16
 
 
 def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str] = ()) -> Plan:
-    """Replaces, in place, each `nn.Linear` of `model` that `precision` selects; returns the plan.
+    """Turns each `nn.Linear` of `model` that `precision` selects into a LowPrecisionLinear; returns the plan.
 
-    Works on any module tree, before or after weights are loaded, on any device including meta. Parameters are
-    the same objects as before. Call it before `fully_shard` and before compiling.
+    Works on any module tree, `model` itself included, before or after weights are loaded, on any device
+    including meta. Modules and parameters are the same objects as before, hooks and names stay. Call it
+    before `fully_shard` and before compiling. A subclass of nn.Linear has a forward of its own and is left
+    alone; it stands in the plan with that reason.
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
     (`lm_head`, `layers.0.*`, `*.o_proj`). Raises UserError for a pattern that matches nothing and when no
     layer is left to convert, and for an unknown LPTUNE_KERNELS.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
     if precision.kind == "none":
@@ -43,14 +45,19 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
     _check_patterns(patterns, linears)
     spec = LinearSpec.from_config(precision)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    layers, number = [], 0
+    layers = []
     for name, module in linears.items():
         reason = _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
-        if reason is None:
-            model.set_submodule(name, LowPrecisionLinear(module, spec, number))
-            number += 1
+        number = LowPrecisionLinear.adopt(module, spec) if reason is None else None
         layers.append(
-            LayerPlan(name, module.in_features, module.out_features, None if reason else spec, reason=reason)
+            LayerPlan(
+                name,
+                module.in_features,
+                module.out_features,
+                None if reason else spec,
+                reason=reason,
+                number=number,
+            )
         )
     plan = Plan(precision.kind, tuple(layers))
     if not plan.converted:
@@ -63,12 +70,10 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
 
 
 def unconvert(model: nn.Module) -> int:
-    """Restores plain `nn.Linear` modules, with the same Parameter objects; returns how many."""
-    converted = [(name, m) for name, m in model.named_modules() if isinstance(m, LowPrecisionLinear)]
-    for name, module in converted:
-        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        linear.weight, linear.bias = module.weight, module.bias
-        model.set_submodule(name, linear.train(module.training))
+    """Makes the converted modules plain `nn.Linear` again; returns how many."""
+    converted = [module for module in model.modules() if isinstance(module, LowPrecisionLinear)]
+    for module in converted:
+        module.release()
     return len(converted)
 
 
@@ -85,6 +90,8 @@ def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
 
 
 def _reason_to_skip(name: str, module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
+    if type(module) is not nn.Linear:
+        return f"a subclass of nn.Linear: {type(module).__name__}"
     if tied:
         return "tied to another module's weight"
     for pattern in patterns:

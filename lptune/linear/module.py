@@ -1,5 +1,7 @@
 """`nn.Linear` with a spec. Parameters, names and state dict are those of the layer it replaces."""
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -7,23 +9,42 @@ from lptune.kernels import layer_handle
 from lptune.linear.autograd import int8_rowcol_linear
 from lptune.linear.spec import LinearSpec
 
+_numbers = itertools.count()
+
 
 class LowPrecisionLinear(nn.Linear):
-    """A linear layer whose GEMMs run as `spec` says. Built by `convert`, which numbers the layers."""
+    """A linear layer whose GEMMs run as `spec` says. Made from an nn.Linear by `adopt`, never constructed."""
 
-    def __init__(self, linear: nn.Linear, spec: LinearSpec, number: int) -> None:
-        with torch.device("meta"):
-            super().__init__(linear.in_features, linear.out_features, bias=False)
-        # The very Parameter objects: optimizers, ties and hooks that know them stay valid.
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.spec = spec
-        # No buffer: it stays on the CPU when the model moves, and out of the state dict.
-        self.handle = layer_handle(number)
-        self.train(linear.training)
+    spec: LinearSpec
+    handle: Tensor
+    """Names the layer inside the kernels. No buffer: it stays on the CPU when the model moves, and out of the
+    state dict.
+    """
+
+    @staticmethod
+    def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
+        """Turns `linear` itself into a LowPrecisionLinear; returns its number, unique in this process.
+
+        In place, so that every name, hook, tie and optimizer that knows the module or its parameters stays
+        valid.
+        """
+        number = next(_numbers)
+        linear.__class__ = LowPrecisionLinear
+        assert isinstance(linear, LowPrecisionLinear)
+        linear.spec, linear.handle = spec, layer_handle(number)
+        return number
+
+    def release(self) -> None:
+        """Undoes `adopt`."""
+        del self.spec, self.handle
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in_features) in compute dtype -> (..., out_features) in the same."""
+        """x: (..., in_features) in compute dtype, autocast's where it is on -> (..., out_features) in the
+        same.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x_TK = x.reshape(-1, x.shape[-1])
         spec = self.spec
         out_TN: Tensor = int8_rowcol_linear(

@@ -19,6 +19,8 @@ class LayerPlan:
     spec: LinearSpec | None
     all_gather: str = "high"
     reason: str | None = None
+    number: int | None = None
+    """What the kernels know a converted layer by."""
 
     def columns(self) -> tuple[str, str, str, str, str]:
         """shape, the three GEMMs and the gather as the table shows them."""
@@ -36,7 +38,7 @@ class Plan:
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
-        """The layers that run in low precision; a layer's index here is the number in its handle."""
+        """The layers that run in low precision."""
         return tuple(layer for layer in self.layers if layer.spec is not None)
 
     @property

@@ -45,18 +45,22 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
     verified = Verified()
     with record_gemms() as executed:
         yield verified
-    trained = _trained(model, plan)
+    trained = _trained(model, plan, executed)
     faults: list[str] = []
-    low_flops = 0.0
-    for number, layer in enumerate(plan.converted):
-        faults += _faults(layer, number, executed, num_passes, trained[layer.name])
-        assert layer.spec is not None
-        low_flops += 2.0 * layer.in_features * layer.out_features * len(layer.spec.low_gemms())
+    low_flops = all_flops = 0.0
+    for layer in plan.layers:
+        counts = {gemm: executed[layer.number or 0, i] if layer.spec else 0 for i, gemm in enumerate(GEMMS)}
+        faults += _faults(layer, counts, num_passes, trained[layer.name])
+        # Per call of the layer; recomputation is no model FLOP.
+        flops = 2.0 * layer.in_features * layer.out_features
+        needed = (True, *trained[layer.name])
+        all_flops += flops * sum(needed)
+        low_flops += flops * sum(n and counts[gemm] > 0 for n, gemm in zip(needed, GEMMS, strict=True))
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise PrecisionNotAppliedError(f"the step did not run as planned: {shown}")
-    verified.num_gemms = sum(executed.values())
-    verified.low_precision_flops_fraction = low_flops / max(plan.flops_per_token, 1.0)
+    verified.num_gemms = sum(executed[layer.number or 0, i] for layer in plan.converted for i in range(3))
+    verified.low_precision_flops_fraction = low_flops / max(all_flops, 1.0)
 
 
 class FirstStep:
@@ -83,24 +87,40 @@ class FirstStep:
             self._report(f"verified: {self.verified.num_gemms} 8-bit GEMMs ran in the first step, as planned")
 
 
-def _trained(model: nn.Module, plan: Plan) -> dict[str, tuple[bool, bool]]:
-    """For each converted layer: is a parameter registered before it trained, and is its own weight."""
-    before, found = False, {}
-    names = {layer.name for layer in plan.converted}
+def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:
+    """For each layer: does its input need a gradient for the sake of something trained, and is it trained
+    itself.
+
+    The input does if a trained module other than a planned layer is registered before, or if a trained layer
+    ran before. Registration alone would be wrong for a model that registers its head first.
+    """
+    layers = {layer.name: layer for layer in plan.layers}
+    ran: dict[int, int] = {}
+    for number, gemm in executed:
+        if gemm == 0:
+            ran.setdefault(number, len(ran))
+    other_before, layer_before = False, False
+    trained, input_needed = dict[str, bool](), dict[str, bool]()
     for name, module in model.named_modules():
-        if name in names:
+        if name in layers:
+            # A layer that stayed high was not seen running: there the order of registration has to do.
+            input_needed[name] = other_before or (layer_before and layers[name].spec is None)
             # Read as any Linear's: whether it still is a LowPrecisionLinear is what the counts tell.
-            found[name] = (before, module.get_parameter("weight").requires_grad)
-        before = before or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    return found
+            trained[name] = module.get_parameter("weight").requires_grad
+            layer_before = layer_before or trained[name]
+        elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            other_before = True
+    running = {name: ran[layer.number] for name, layer in layers.items() if layer.number in ran}
+    first_trained = min((order for name, order in running.items() if trained[name]), default=len(ran))
+    for name, order in running.items():
+        input_needed[name] = input_needed[name] or order > first_trained
+    return {name: (input_needed[name], trained[name]) for name in layers}
 
 
 def _faults(
-    layer: LayerPlan, number: int, executed: Executed, num_passes: int, trained: tuple[bool, bool]
+    layer: LayerPlan, counts: dict[str, int], num_passes: int, trained: tuple[bool, bool]
 ) -> Iterator[str]:
-    assert layer.spec is not None
-    low = layer.spec.low_gemms()
-    counts = {gemm: executed[number, index] for index, gemm in enumerate(GEMMS)}
+    low = layer.spec.low_gemms() if layer.spec else ()
     calls = max(counts["grad_input"], counts["grad_weight"]) or num_passes
     input_trained, weight_trained = trained
     allowed: dict[str, tuple[int, ...]] = {

@@ -11,7 +11,6 @@ from typing import Any
 
 from lptune.config import UserError
 
-
 MAX_INTEGER = 2**28
 """Far above every size in use, and so small that the product of two sizes is a legal number of elements."""
 

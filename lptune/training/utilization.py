@@ -29,16 +29,22 @@ class Utilization(NamedTuple):
 
 
 def utilization(
-    flops_per_s: float, low_precision_fraction: float, device: torch.device, num_devices: int
+    flops_per_s: float, low_precision_fraction: float | None, device: torch.device, num_devices: int
 ) -> Utilization:
-    """flops_per_s: model FLOPs (recomputation apart) per second over all devices."""
+    """flops_per_s: model FLOPs (recomputation apart) per second over all devices.
+
+    low_precision_fraction: share of them in 8 bits; None (not measured) leaves mfu unknown.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peaks = next((peaks for key, peaks in _PEAKS.items() if key in name), None)
     if peaks is None:
         return Utilization(None, None)
     bf16, low = peaks
+    per_device = flops_per_s / num_devices
+    if low_precision_fraction is None:
+        return Utilization(None, per_device / bf16)
     best = 1 / ((1 - low_precision_fraction) / bf16 + low_precision_fraction / low)
-    return Utilization(flops_per_s / num_devices / best, flops_per_s / num_devices / bf16)
+    return Utilization(per_device / best, per_device / bf16)
 
 
 def peak_memory_gib(device: torch.device) -> float:

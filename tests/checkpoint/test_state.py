@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,21 +111,26 @@ def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:
         checkpoint.verify(tmp_path / "step-00000007")
 
 
+def _find(folder: Path, resume: str, warn: Callable[[str], None]) -> checkpoint.Manifest | None:
+    with distributed.session("cpu") as world:
+        return checkpoint.find_checkpoint(folder, resume, world, warn)
+
+
 def test_the_newest_that_verifies_is_found_and_the_damaged_one_named(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         _saved(tmp_path, step)
     (tmp_path / ".tmp-step-00000011").mkdir()
     (tmp_path / "step-00000010" / "state.json").write_text("{}", encoding="utf-8")
     warnings: list[str] = []
-    found = checkpoint.find_checkpoint(tmp_path, "auto", warnings.append)
+    found = _find(tmp_path, "auto", warnings.append)
     assert found is not None
     assert found.step == 2
     assert len(warnings) == 1
     assert "step-00000010/state.json: has 2 bytes" in warnings[0]
-    assert checkpoint.find_checkpoint(tmp_path, "none", warnings.append) is None
-    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", warnings.append) is None
+    assert _find(tmp_path, "none", warnings.append) is None
+    assert _find(tmp_path / "empty", "auto", warnings.append) is None
     with pytest.raises(UserError, match="no such checkpoint folder"):
-        checkpoint.find_checkpoint(tmp_path, str(tmp_path / "step-00000099"), warnings.append)
+        _find(tmp_path, str(tmp_path / "step-00000099"), warnings.append)
 
 
 def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
@@ -147,7 +153,30 @@ def test_a_damaged_later_checkpoint_never_displaces_the_one_just_saved(tmp_path:
 def test_a_run_folder_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match=r"resume: .* is a run's folder; give one of its checkpoints/step"):
-        checkpoint.find_checkpoint(tmp_path / "checkpoints", str(tmp_path), print)
+        _find(tmp_path / "checkpoints", str(tmp_path), print)
+
+
+def test_only_damaged_checkpoints_are_no_reason_to_start_over_in_silence(tmp_path: Path) -> None:
+    (_saved(tmp_path) / "state.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="none of its 1 checkpoints is intact"):
+        _find(tmp_path, "auto", lambda line: None)
+
+
+def test_frozen_parameters_are_saved_without_moments(tmp_path: Path) -> None:
+    def frozen() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _model(0)
+        model[0].weight.requires_grad_(False)  # type: ignore[index]
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+    model, optimizer = frozen()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    with distributed.session("cpu") as world:
+        path = checkpoint.save_state(tmp_path, 1, model, optimizer, {}, world, 1)
+    other, other_optimizer = frozen()
+    checkpoint.load_state(checkpoint.verify(path), other, other_optimizer)
+    assert len(other_optimizer.state) == 3
+    assert torch.equal(other[1].weight, model[1].weight)  # type: ignore[index]
 
 
 def test_no_pickle_in_any_file(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from lptune.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 Command = Callable[..., tuple[int, str, str]]
-Lptune = Callable[..., "subprocess.CompletedProcess[str]"]
+Finished = subprocess.CompletedProcess[str]
+Lptune = Callable[..., Finished]
 
 
 def clean_environment() -> dict[str, str]:
@@ -29,10 +30,10 @@ def clean_environment() -> dict[str, str]:
 def lptune(tmp_path: Path) -> Lptune:
     """`lptune("ls")` runs the command in an empty folder and returns the finished process."""
 
-    def call(*arguments: str, timeout: float = 120, **environment: str) -> "subprocess.CompletedProcess[str]":
+    def call(*arguments: str, timeout: float = 120, cwd: Path = tmp_path, **environment: str) -> Finished:
         return subprocess.run(
             [sys.executable, "-m", "lptune.cli.main", *arguments],
-            cwd=tmp_path,
+            cwd=cwd,
             env=clean_environment() | environment,
             capture_output=True,
             text=True,

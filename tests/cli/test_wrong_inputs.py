@@ -1,17 +1,17 @@
-"""Wrong inputs, each through `lptune run` as a user types it: one line that says where, what and what to do; exit
-code 2; nothing written.
+"""Wrong inputs to `lptune run`: one line that says where, what and what to do; exit code 2; nothing written.
 
-A case starts from a `Job` that would run and damages one thing. Faults of checkpoints and data come twice: on
-generated inputs, so that this file is complete by itself, and on real ones (the `assets` fixture), which are
-larger, older and written by others. The words of a case are what the line must contain: the place (file, line,
-key, tensor or argument), what was found there, and the remedy.
+A case starts from a `Job` that works and damages one thing. Its words are what the line must contain: the place
+(file, line, key, tensor or argument), what was found there, and the remedy.
+
+Faults of checkpoints and data come on generated inputs, so that this file is complete by itself, and many of them
+on real ones too (the `assets` fixture), which are larger, older and written by others. Those and all faults of the
+command line run as a user types them; the generated ones are forked off a process that has imported torch already
+(tests/cli/warm.py), or they would take minutes.
 """
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile
@@ -23,7 +23,8 @@ import yaml
 from safetensors.torch import load, save_file
 
 from lptune.data.builtin import builtin_rows
-from tests.cli.conftest import Lptune
+from tests.cli import warm
+from tests.cli.conftest import Finished, Lptune
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
@@ -65,13 +66,23 @@ class Job:
         self.data(source=name)
 
     def asset(self, name: str, to: str) -> Path:
-        """A copy of a real input."""
+        """A copy of a real input (contents, not permissions: the originals are read-only)."""
         assert self.assets is not None
-        return Path(copyfile(self.assets / name, self.folder / to))
+        copy_into(self.assets / name, self.folder / to)
+        return self.folder / to
+
+    def config_text(self, text: str) -> None:
+        """job.yaml as written by hand."""
+        (self.folder / "job.yaml").write_text(text, encoding="utf-8")
+
+    def config_json(self, **changes: Any) -> None:
+        """Other values in the checkpoint's config.json."""
+        edit_json(self.checkpoint / "config.json", **changes)
 
     def write_config(self) -> None:
+        """job.yaml from `values`, unless a case wrote its own."""
         if not (self.folder / "job.yaml").exists():
-            (self.folder / "job.yaml").write_text(yaml.safe_dump(self.values), encoding="utf-8")
+            self.config_text(yaml.safe_dump(self.values))
 
     def arguments(self) -> list[str]:
         return ["run", *self.flags, self.recipe, "--config", self.config, *self.overrides]
@@ -80,18 +91,24 @@ class Job:
 # ---- ways to damage a file
 
 
-REMOVED = object()
+def copy_into(source: Path, target: Path) -> None:
+    """A file, or a folder of files."""
+    if source.is_dir():
+        target.mkdir()
+        for path in source.iterdir():
+            copyfile(path, target / path.name)
+    else:
+        copyfile(source, target)
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    content = json.loads(path.read_text(encoding="utf-8")) | changes
-    kept = {key: value for key, value in content.items() if value is not REMOVED}
-    path.write_text(json.dumps(kept, indent=2), encoding="utf-8")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | changes, indent=2), encoding="utf-8")
 
 
-def cut(path: Path, share: float = 0.5) -> None:
+def cut(path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
+    path.write_bytes(content[: len(content) // 2])
 
 
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -115,12 +132,11 @@ def edit_row(path: Path, number: int, edit: Callable[[dict[str, Any]], object]) 
     edit_line(path, number, edited)
 
 
-def index_of(job: Job, **changes: str) -> Path:
-    """An index beside the single weight file, which says `changes` of some tensors."""
+def index_of(job: Job, changes: dict[str, str]) -> None:
+    """Writes an index beside the single weight file, right but for `changes`."""
     weight_map = dict.fromkeys(load(job.weights.read_bytes()), job.weights.name) | changes
     path = job.checkpoint / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return path
 
 
 LFS_POINTER = (
@@ -131,7 +147,13 @@ LFS_POINTER = (
 
 # ---- the cases
 
-GENERATED, STORY, CHATS = "generated", "story", "chats"
+
+CONFIG = "config"
+"""The command line and the YAML: these fail before a checkpoint is looked at."""
+GENERATED = "generated"
+"""A checkpoint of `lptune new-checkpoint` and rows of the built-in set."""
+STORY, CHATS = "story", "chats"
+"""story_llama with gsm8k_train.jsonl, and with openai_messages.jsonl and a chat template."""
 REAL = (STORY, CHATS)
 
 
@@ -149,8 +171,8 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(*words: str, on: tuple[str, ...] = (GENERATED,)) -> Callable[[Callable[[Job], object]], None]:
-    """Register a damage function as one case for each base in `on`."""
+def case(*words: str, on: tuple[str, ...]) -> Callable[[Callable[[Job], object]], None]:
+    """Registers a damage function as one case for each base in `on`."""
 
     def register(damage: Callable[[Job], object]) -> None:
         CASES.extend(Case(damage, base, words) for base in on)
@@ -158,115 +180,141 @@ def case(*words: str, on: tuple[str, ...] = (GENERATED,)) -> Callable[[Callable[
     return register
 
 
-# Config and command line. These fail before torch is imported.
+# The command line and the config.
 
 
-@case("job.yaml", "unknown key 'data.seqlen'", "did you mean 'data.seq_len'?")
+@case("job.yaml: unknown key 'data.seqlen'", "did you mean 'data.seq_len'?", on=(CONFIG,))
 def misspelt_key(job: Job) -> None:
     job.data(seqlen=128)
 
 
-@case("argument 'optimzer.lr=1e-4'", "unknown key 'optimzer'", "did you mean 'optimizer'?")
+@case("argument 'optimzer.lr=1e-4': unknown key 'optimzer'", "did you mean 'optimizer'?", on=(CONFIG,))
 def misspelt_key_in_an_argument(job: Job) -> None:
     job.overrides = ["optimzer.lr=1e-4"]
 
 
-@case("job.yaml", "unknown key 'lr'", "did you mean 'optimizer.lr'?")
+@case("job.yaml: unknown key 'lr'", "did you mean 'optimizer.lr'?", on=(CONFIG,))
 def key_in_the_wrong_section(job: Job) -> None:
     job.values["lr"] = 1e-4
 
 
-@case("job.yaml", "global_batch_size: must be an integer, found 'many'")
+@case("job.yaml: global_batch_size: must be an integer, found 'many'", on=(CONFIG,))
 def text_for_a_number(job: Job) -> None:
     job.values["global_batch_size"] = "many"
 
 
-@case("argument 'num_steps=1.5'", "num_steps: must be an integer, found 1.5")
+@case("argument 'num_steps=1.5': num_steps: must be an integer, found 1.5", on=(CONFIG,))
 def fraction_for_an_integer(job: Job) -> None:
     job.overrides = ["num_steps=1.5"]
 
 
-@case("argument 'micro_batch_size=-4'", "micro_batch_size: must be at least 1, found -4")
+@case("argument 'micro_batch_size=-4': micro_batch_size: must be at least 1, found -4", on=(CONFIG,))
 def negative_batch(job: Job) -> None:
     job.overrides = ["micro_batch_size=-4"]
 
 
-@case("job.yaml", "optimizer.lr: must be greater than 0 and finite, found nan")
+@case("job.yaml: optimizer.lr: must be greater than 0 and finite, found nan", on=(CONFIG,))
 def learning_rate_of_nan(job: Job) -> None:
     job.values["optimizer"] = {"lr": float("nan")}
 
 
-@case("argument 'precision.kind=int8'", "'int8' is not one of none, int8_rowcol", "did you mean 'int8_rowcol'?")
+@case("argument 'precision.kind=int8'", "not one of none, int8_rowcol", "mean 'int8_rowcol'?", on=(CONFIG,))
 def misspelt_choice(job: Job) -> None:
     job.overrides = ["precision.kind=int8"]
 
 
-@case("job.yaml", "data: is a section of keys, found 'rows.jsonl'")
+@case("job.yaml: data: is a section of keys, found 'rows.jsonl'", on=(CONFIG,))
 def value_for_a_section(job: Job) -> None:
     job.values["data"] = "rows.jsonl"
 
 
-@case("job.yaml", "model: is required", "set it in the file or as an argument model.path=")
+@case("argument 'seed.x=5': seed: must be an integer", on=(CONFIG,))
+def section_for_a_value(job: Job) -> None:
+    job.overrides = ["seed.x=5"]
+
+
+@case("job.yaml: model: is required; set it in the file or as an argument model.path=", on=(CONFIG,))
 def missing_key(job: Job) -> None:
     del job.values["model"]
 
 
-@case("job.yaml: line 3: not valid YAML")
+@case("job.yaml: line 3: not valid YAML", on=(CONFIG,))
 def broken_yaml(job: Job) -> None:
-    (job.folder / "job.yaml").write_text("model: {path: checkpoint}\ndata: {source: rows.jsonl\nseed: 0\n")
+    job.config_text("model: {path: checkpoint}\ndata: {source: rows.jsonl\nseed: 0\n")
 
 
-@case("job.yaml", "line 3", "duplicate key seed")
+@case("job.yaml: line 2: not valid YAML", "put text that starts with * or & in quotes", on=(CONFIG,))
+def glob_without_quotes(job: Job) -> None:
+    job.config_text("model: {path: checkpoint}\nprecision: {skip: [*.o_proj]}\n")
+
+
+@case("job.yaml: line 3: not valid YAML: found duplicate key seed", on=(CONFIG,))
 def duplicate_key(job: Job) -> None:
-    (job.folder / "job.yaml").write_text("model: {path: checkpoint}\nseed: 0\nseed: 1\ndata: {source: builtin}\n")
+    job.config_text("model: {path: checkpoint}\nseed: 0\nseed: 1\ndata: {source: builtin}\n")
 
 
-@case("job.yaml", "must hold `key: value` lines, found a list")
+@case("job.yaml: must hold `key: value` lines, found a list", on=(CONFIG,))
 def list_for_a_config(job: Job) -> None:
-    (job.folder / "job.yaml").write_text("- model\n- data\n")
+    job.config_text("- model\n- data\n")
 
 
-@case("job.yaml", "global_batch_size: 6 is not a multiple of micro_batch_size (4)")
+@case("job.yaml: global_batch_size: 6 is not a multiple of micro_batch_size (4)", on=(CONFIG,))
 def batches_that_do_not_divide(job: Job) -> None:
     job.values |= {"global_batch_size": 6, "micro_batch_size": 4}
 
 
-@case("job.yaml", "data.eval_fraction and data.eval_source exclude each other; set one of them")
+@case("micro_batch_size: 4 rows of data.seq_len=1000000000000", "lower one of the two", on=(CONFIG,))
+def rows_without_measure(job: Job) -> None:
+    job.data(seq_len=10**12)
+
+
+@case("job.yaml: data.eval_fraction and data.eval_source exclude", "set one of them", on=(CONFIG,))
 def two_held_out_sets(job: Job) -> None:
     job.data(eval_fraction=0.1, eval_source="builtin")
 
 
-@case("job.yaml", "model.path: Environment variable 'LPTUNE_TEST_NOT_SET' not found")
+@case("job.yaml: model.path: Environment variable 'LPTUNE_TEST_NOT_SET' not found", on=(CONFIG,))
 def environment_variable_that_is_not_set(job: Job) -> None:
     job.values["model"] = {"path": "${oc.env:LPTUNE_TEST_NOT_SET}"}
 
 
-@case("llama3_2/1bb: no such config", "did you mean 'llama3_2/1b'?")
+@case("job.yaml: output_dir: is no path: a name in it is longer than 255 bytes", on=(CONFIG,))
+def name_longer_than_any_file_system_takes(job: Job) -> None:
+    job.values["output_dir"] = "runs/" + "x" * 300
+
+
+@case("llama3_2/1bb: no such config", "did you mean 'llama3_2/1b'?", on=(CONFIG,))
 def misspelt_config(job: Job) -> None:
     job.config = "llama3_2/1bb"
 
 
-@case("full_finetun: no such recipe", "did you mean 'full_finetune'?")
+@case("full_finetun: no such recipe", "did you mean 'full_finetune'?", on=(CONFIG,))
 def misspelt_recipe(job: Job) -> None:
     job.recipe = "full_finetun"
 
 
-@case("argument 'precision.kind'", "overrides have the form key=value")
+@case("argument 'precision.kind': overrides have the form key=value", on=(CONFIG,))
 def argument_without_a_value(job: Job) -> None:
     job.overrides = ["precision.kind"]
 
 
-@case("--nproc-per-node", "must be a positive integer, found '0'")
+@case("run: --nproc-per-node: must be a positive integer, found '0'", on=(CONFIG,))
 def no_ranks(job: Job) -> None:
     job.flags = ["--nproc-per-node=0"]
 
 
-@case("config.json: unknown key 'architectures'", "known: model, data", on=(STORY,))
+@case("global_batch_size: 12 rows in micro-batches of 4", "among 2 data ranks", "that do: 1, 3", on=(CONFIG,))
+def ranks_that_do_not_divide_the_batch(job: Job) -> None:
+    job.flags = ["--nproc-per-node=2"]
+    job.values["global_batch_size"] = 12
+
+
+@case("checkpoint/config.json: unknown key 'architectures'; known: model, data", on=(STORY,))
 def checkpoint_given_as_the_config(job: Job) -> None:
     job.config = "checkpoint/config.json"
 
 
-@case("checkpoint/model.safetensors: is no YAML", "give the name or the path of a config", on=(STORY,))
+@case("checkpoint/model.safetensors: is not UTF-8 text; a config is a YAML file", on=(STORY,))
 def weights_given_as_the_config(job: Job) -> None:
     job.config = "checkpoint/model.safetensors"
 
@@ -274,62 +322,87 @@ def weights_given_as_the_config(job: Job) -> None:
 # The checkpoint's config.json.
 
 
-@case("model.path: chekpoint is not a folder", "lptune download", on=(GENERATED,))
+@case("model.path: chekpoint is not a folder; `lptune download` fetches one", on=(GENERATED,))
 def missing_checkpoint(job: Job) -> None:
     job.values["model"] = {"path": "chekpoint"}
 
 
-@case("model.path: checkpoint/config.json is a file; give the checkpoint's folder, checkpoint", on=(STORY,))
+@case(
+    "model.path: checkpoint/config.json is a file; give the checkpoint's folder, checkpoint", on=(GENERATED,)
+)
 def file_for_a_checkpoint(job: Job) -> None:
     job.values["model"] = {"path": "checkpoint/config.json"}
 
 
-@case("checkpoint/config.json: not found", on=(GENERATED,))
+@case("checkpoint/config.json: not found; expected the folder of a Hugging Face checkpoint", on=(GENERATED,))
 def no_config_json(job: Job) -> None:
     (job.checkpoint / "config.json").unlink()
 
 
-@case("checkpoint/config.json: line ", "not JSON", on=(GENERATED, STORY))
+@case("checkpoint/config.json: line ", "not JSON", "download it again", on=(GENERATED, STORY))
 def config_json_cut_off(job: Job) -> None:
     cut(job.checkpoint / "config.json")
 
 
-@case("checkpoint/config.json: model_type: 'lama' is not supported", "did you mean 'llama'?", on=(GENERATED, STORY))
+@case("checkpoint/config.json: model_type: 'lama' is not supported", "mean 'llama'?", on=(GENERATED, STORY))
 def unknown_architecture(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", model_type="lama")
+    job.config_json(model_type="lama")
 
 
-@case("checkpoint/config.json: model_type: 'gemma3' is multimodal", "only text decoders", on=(GENERATED, STORY))
+@case("checkpoint/config.json: model_type: 'gemma3' is multimodal; only text", on=(GENERATED, STORY))
 def multimodal_checkpoint(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", model_type="gemma3", vision_config={"hidden_size": 64})
+    job.config_json(model_type="gemma3", vision_config={"hidden_size": 64})
 
 
-@case("checkpoint/config.json: num_local_experts: mixtures of experts are not supported", on=(GENERATED, STORY))
+@case("checkpoint/config.json: num_local_experts: mixtures of experts", "dense", on=(GENERATED, STORY))
 def mixture_of_experts(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", num_local_experts=8)
+    job.config_json(num_local_experts=8)
 
 
-@case("checkpoint/config.json: quantization_config", "(gptq)", "start from its unquantized original", on=(GENERATED, STORY))
+@case("checkpoint/config.json: quantization_config:", "(gptq); start from", on=(GENERATED, STORY))
 def quantized_checkpoint(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    job.config_json(quantization_config={"quant_method": "gptq", "bits": 4})
 
 
-@case("checkpoint/config.json: hidden_size: expected an integer above 0, found '128'", on=(GENERATED, STORY))
+@case("checkpoint/config.json: architectures: expected a ...ForCausalLM checkpoint", on=(GENERATED,))
+def classifier(job: Job) -> None:
+    job.config_json(architectures=["LlamaForSequenceClassification"])
+
+
+@case("checkpoint/config.json: hidden_size: expected an integer above 0, found '128'", on=(GENERATED,))
 def text_for_a_number_in_config_json(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", hidden_size="128")
+    job.config_json(hidden_size="128")
 
 
-@case("checkpoint/config.json: num_key_value_heads: 3 does not divide num_attention_heads", on=(GENERATED, STORY))
+@case("checkpoint/config.json: num_hidden_layers: 1000000000 is", "download", on=(GENERATED,))
+def layers_without_measure(job: Job) -> None:
+    job.config_json(num_hidden_layers=10**9)
+
+
+@case("checkpoint/config.json: num_key_value_heads: 3 does not divide num_attention_heads", on=(GENERATED,))
 def heads_that_do_not_divide(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", num_key_value_heads=3)
+    job.config_json(num_key_value_heads=3)
 
 
-@case("checkpoint/config.json: rope_scaling: rope type 'llama4' is not supported", "did you mean", on=(GENERATED, STORY))
+@case("checkpoint/config.json: rope_scaling: rope type 'llama4'", "did you mean 'llama3'?", on=(GENERATED,))
 def unknown_rope(job: Job) -> None:
-    edit_json(job.checkpoint / "config.json", rope_scaling={"rope_type": "llama4", "factor": 8.0})
+    job.config_json(rope_scaling={"rope_type": "llama4", "factor": 8.0})
 
 
-@case("checkpoint/model.safetensors: tensor ", "config.json asks for [128256, 2048]", "do not belong together", on=(STORY,))
+@case("tiny/config.json: rope_scaling: factor: expected a number above 0, found null", on=(STORY,))
+def rope_without_its_factor(job: Job) -> None:
+    folder = job.asset("models/tiny_llama3", "tiny")
+    rope = json.loads((folder / "config.json").read_text())["rope_scaling"]
+    edit_json(folder / "config.json", rope_scaling={k: v for k, v in rope.items() if k != "factor"})
+    job.values["model"] = {"path": "tiny"}
+
+
+@case(
+    "checkpoint/model.safetensors: tensor ",
+    "config.json asks for [128256, 2048]",
+    "do not belong",
+    on=(STORY,),
+)
 def config_of_another_model(job: Job) -> None:
     job.asset("configs/llama3_2_1b.json", "checkpoint/config.json")
 
@@ -337,58 +410,70 @@ def config_of_another_model(job: Job) -> None:
 # Its weights.
 
 
-@case("checkpoint/model.safetensors: is no readable safetensors file", "download it again", on=(GENERATED, STORY))
+@case("model.safetensors: is no readable safetensors file:", "download it again", on=(GENERATED, STORY))
 def weights_cut_off(job: Job) -> None:
     cut(job.weights)
 
 
-@case("checkpoint/model.safetensors: is no readable safetensors file", "git-lfs pointer; run `git lfs pull`", on=(GENERATED, STORY))
+@case("model.safetensors: is no readable safetensors file:", "download it again", on=(GENERATED, STORY))
+def byte_of_the_header_changed(job: Job) -> None:
+    content = bytearray(job.weights.read_bytes())
+    content[20] ^= 0xFF
+    job.weights.write_bytes(content)
+
+
+@case("model.safetensors:", "it is a git-lfs pointer; run `git lfs pull`", on=(GENERATED, STORY))
 def weights_that_are_a_git_lfs_pointer(job: Job) -> None:
     job.weights.write_text(LFS_POINTER)
 
 
-@case("checkpoint: holds only pickled weights (pytorch_model.bin)", "never loaded", "safetensors", on=(GENERATED, STORY))
+@case("checkpoint: holds only pickled weights (pytorch_model.bin)", "never loaded", on=(GENERATED, STORY))
 def pickled_weights(job: Job) -> None:
     torch.save(load(job.weights.read_bytes()), job.checkpoint / "pytorch_model.bin")
     job.weights.unlink()
 
 
-@case("checkpoint/model.safetensors: is no readable", "a pickle", "never loaded; convert it to safetensors", on=(GENERATED, STORY))
+@case("model.safetensors:", "a pickle", "never loaded; convert it to safetensors", on=(GENERATED, STORY))
 def pickled_weights_by_another_name(job: Job) -> None:
     torch.save(load(job.weights.read_bytes()), job.weights)
 
 
-@case("checkpoint/model.safetensors", "stored as I8", "quantized", on=(GENERATED, STORY))
+@case("checkpoint: holds an adapter", "merge it into its base model first", on=(GENERATED,))
+def adapter_for_a_model(job: Job) -> None:
+    (job.checkpoint / "adapter_config.json").write_text("{}")
+    job.weights.rename(job.checkpoint / "adapter_model.safetensors")
+
+
+@case("model.safetensors: tensor '", "stored as I8; only F64, F32, BF16, F16", on=(GENERATED, STORY))
 def weights_in_int8(job: Job) -> None:
     def to_int8(tensors: dict[str, torch.Tensor]) -> None:
-        name = next(name for name in tensors if name.endswith("q_proj.weight"))
-        tensors[name] = tensors[name].to(torch.int8)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 
     edit_tensors(job.weights, to_int8)
 
 
-@case("tensor 'model.layers.1.mlp.up_proj.weight' is missing", "checkpoint", on=(GENERATED, STORY))
+@case("checkpoint: tensor '", "mlp.up_proj.weight' is missing; download", on=(GENERATED, STORY))
 def missing_tensor(job: Job) -> None:
     edit_tensors(job.weights, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
 
 
-@case("tensor 'model.layers.0.mlp.up_proj.weight' is missing", "did you mean 'model.layers.0.mlp.up_projection.weight'?", on=(GENERATED, STORY))
+@case("checkpoint: tensor '", "is missing", "did you mean 'model.layers.0.mlp.up.weight'?", on=(GENERATED,))
 def renamed_tensor(job: Job) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_projection.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+        tensors["model.layers.0.mlp.up.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
 
     edit_tensors(job.weights, rename)
 
 
-@case("tensor 'model.layers.2.mlp.up_proj.weight' is not part of this model", on=(GENERATED, STORY))
+@case("model.safetensors: tensor 'model.layers.2.", "is not part of this model", on=(GENERATED,))
 def tensor_too_many(job: Job) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].clone()
+        tensors["model.layers.2.input_layernorm.weight"] = tensors["model.norm.weight"].clone()
 
     edit_tensors(job.weights, add)
 
 
-@case("tensor 'model.norm.weight' has shape [", "config.json asks for [", on=(GENERATED, STORY))
+@case("model.safetensors: tensor 'model.norm.weight' has shape [", "asks for [", on=(GENERATED, STORY))
 def tensor_of_another_shape(job: Job) -> None:
     def shorten(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
@@ -396,60 +481,84 @@ def tensor_of_another_shape(job: Job) -> None:
     edit_tensors(job.weights, shorten)
 
 
-@case("model.safetensors.index.json: names model-00002-of-00002.safetensors, which is not in the folder", "download", on=(GENERATED, STORY))
+@case("index.json: names model-2.safetensors, which is not in the folder; download", on=(GENERATED, STORY))
 def index_that_names_a_missing_file(job: Job) -> None:
-    index_of(job, **{"model.norm.weight": "model-00002-of-00002.safetensors"})
+    index_of(job, {"model.norm.weight": "model-2.safetensors"})
 
 
-@case("model.safetensors.index.json", "'model.norm.bias'", on=(GENERATED, STORY))
+@case("index.json: says that model.safetensors holds 'model.norm.bias'", "download", on=(GENERATED,))
 def index_that_names_a_missing_tensor(job: Job) -> None:
-    index_of(job, **{"model.norm.bias": "model.safetensors"})
+    index_of(job, {"model.norm.bias": "model.safetensors"})
 
 
-@case("model.safetensors.index.json", "'../elsewhere/model.safetensors'", on=(GENERATED,))
+@case("index.json:", "'../model.safetensors'; a plain *.safetensors file name is needed", on=(GENERATED,))
 def index_that_leaves_the_folder(job: Job) -> None:
-    index_of(job, **{"model.norm.weight": "../elsewhere/model.safetensors"})
+    index_of(job, {"model.norm.weight": "../model.safetensors"})
 
 
-@case("checkpoint: holds 2 safetensors files but no model.safetensors.index.json", on=(STORY,))
+@case("checkpoint: holds 2 safetensors files but no model.safetensors.index.json", on=(GENERATED,))
 def shards_without_an_index(job: Job) -> None:
-    copyfile(job.weights, job.checkpoint / "model-00002-of-00002.safetensors")
+    copyfile(job.weights, job.checkpoint / "model-2.safetensors")
 
 
 # Its tokenizer.
 
 
-@case("checkpoint/tokenizer.json: not found", "copy it from the original checkpoint", on=(GENERATED, STORY))
+@case("checkpoint/tokenizer.json: not found", "copy it from the original checkpoint", on=(GENERATED,))
 def no_tokenizer(job: Job) -> None:
     (job.checkpoint / "tokenizer.json").unlink()
 
 
-@case("checkpoint/tokenizer.json: ", "line", "copy it again", on=(GENERATED, STORY))
+@case("tiny/tokenizer.json: not found", "copy it from the original checkpoint", on=(STORY,))
+def checkpoint_that_came_without_a_tokenizer(job: Job) -> None:
+    job.asset("models/tiny_qwen3", "tiny")
+    job.values["model"] = {"path": "tiny"}
+
+
+@case("checkpoint/tokenizer.json: cannot be read as JSON", "copy it again", on=(GENERATED, STORY))
 def tokenizer_cut_off(job: Job) -> None:
     cut(job.checkpoint / "tokenizer.json")
 
 
-@case("checkpoint/tokenizer.json: not a tokenizer", on=(GENERATED, STORY))
+@case("checkpoint/tokenizer.json: not a tokenizer", "copy it again", on=(GENERATED,))
 def tokenizer_of_an_unknown_kind(job: Job) -> None:
     edit_json(job.checkpoint / "tokenizer.json", model={"type": "Morse"})
 
 
-@case("checkpoint: token ", "the model's vocabulary ends at 2047", "use the tokenizer that belongs to the model", on=(STORY,))
-def tokenizer_of_a_larger_model(job: Job) -> None:
-    job.asset("tokenizers/gpt2/tokenizer.json", "checkpoint/tokenizer.json")
-
-
-@case("checkpoint/tokenizer_config.json", "copy it again", on=(GENERATED, STORY))
+@case("checkpoint/tokenizer_config.json: cannot be read as JSON", "copy it again", on=(GENERATED,))
 def tokenizer_config_cut_off(job: Job) -> None:
     cut(job.checkpoint / "tokenizer_config.json")
 
 
-# Data: the file.
+@case("checkpoint/tokenizer_config.json: added_tokens_decoder: expected an object", on=(GENERATED,))
+def tokenizer_config_of_wrong_types(job: Job) -> None:
+    edit_json(job.checkpoint / "tokenizer_config.json", added_tokens_decoder=["<pad>"])
 
 
-@case("rows.jsnl: no such file", "did you mean 'rows.jsonl'?", "data.source", on=(GENERATED, STORY))
+@case(
+    "checkpoint: token '", "the model's vocabulary ends at 1023 ", "use the tokenizer that", on=(GENERATED,)
+)
+def tokenizer_with_more_tokens_than_the_model(job: Job) -> None:
+    edit_json(job.checkpoint / "tokenizer_config.json", extra_special_tokens=["<extra>"])
+    edit_row(job.rows, 57, lambda row: row.update(response="<extra>"))
+
+
+@case("checkpoint: token '", "the model's vocabulary ends at 2047 ", "use the tokenizer that", on=(STORY,))
+def tokenizer_of_another_model(job: Job) -> None:
+    job.asset("tokenizers/gpt2/tokenizer.json", "checkpoint/tokenizer.json")
+
+
+# The data's file.
+
+
+@case("rows.jsnl: no such file", "did you mean 'rows.jsonl'?", "set data.source", on=(GENERATED,))
 def misspelt_source(job: Job) -> None:
     job.data(source="rows.jsnl")
+
+
+@case("held_out.jsonl: no such file", "set data.eval_source", on=(GENERATED,))
+def missing_eval_source(job: Job) -> None:
+    job.data(eval_source="held_out.jsonl")
 
 
 @case("is a folder; data.source must name one of its files: rows.jsonl", on=(GENERATED,))
@@ -457,59 +566,87 @@ def folder_for_a_source(job: Job) -> None:
     job.data(source=str(job.folder))
 
 
-@case("rows.jsonl: is empty", "data.source", on=(GENERATED, STORY))
-def empty_source(job: Job) -> None:
-    job.rows.write_bytes(b"")
+@case("rows.pipe.jsonl: is no ordinary file", "data.source", on=(GENERATED,))
+def pipe_for_a_source(job: Job) -> None:
+    os.mkfifo(job.folder / "rows.pipe.jsonl")
+    job.data(source="rows.pipe.jsonl")
 
 
-@case("rows.jsonl line 57: not valid JSON", "column", "fix the line (or set data.on_bad_row=skip)", on=(GENERATED, STORY))
-def broken_line_in_the_middle(job: Job) -> None:
-    edit_line(job.rows, 57, lambda line: line[: len(line) // 2])
+@case("loop.jsonl: is a link to nowhere", "data.source", on=(GENERATED,))
+def link_to_itself_for_a_source(job: Job) -> None:
+    (job.folder / "loop.jsonl").symlink_to("loop.jsonl")
+    job.data(source="loop.jsonl")
 
 
-@case("rows.jsonl line 57: must be a JSON object", "found a list", "on_bad_row=skip", on=(GENERATED, STORY))
-def line_that_is_a_list(job: Job) -> None:
-    edit_line(job.rows, 57, lambda line: json.dumps(list(json.loads(line).values())).encode())
-
-
-@case("rows.jsonl line 33: not UTF-8 text (byte 0xff)", "save the file as UTF-8", on=(GENERATED, STORY))
-def source_that_is_not_utf8(job: Job) -> None:
-    edit_line(job.rows, 33, lambda line: line[:20] + b"\xff" + line[20:])
-
-
-@case("rows.json line 3: not valid JSON", "fix the file", on=(GENERATED, STORY))
-def json_list_without_commas(job: Job) -> None:
-    job.source("rows.json", b"[\n" + job.rows.read_bytes())
-
-
-@case("rows.csv line 3: has 3 fields, the header has 2; check commas and quotes", on=(GENERATED, STORY))
-def csv_with_an_unquoted_comma(job: Job) -> None:
-    rows = [list(json.loads(line).values()) for line in job.rows.read_text().splitlines()[:5]]
-    quoted = [",".join('"' + text.replace('"', '""').replace("\n", " ") + '"' for text in row) for row in rows]
-    job.source("rows.csv", "\n".join(["prompt,response", quoted[0], quoted[1] + ",more", *quoted[2:]]) + "\n")
-
-
-@case("rows.xlsx: unknown kind of file '.xlsx'", "data.source reads .json, .jsonl", on=(GENERATED,))
+@case("rows.xlsx: unknown kind of file '.xlsx'; data.source reads .json, .jsonl", on=(GENERATED,))
 def spreadsheet_for_a_source(job: Job) -> None:
     job.source("rows.xlsx", b"PK\x03\x04")
 
 
-# Data: its rows.
+@case("rows.jsonl: is empty; give data.source rows to train on", on=(GENERATED, STORY))
+def empty_source(job: Job) -> None:
+    job.rows.write_bytes(b"")
+
+
+@case("rows.jsonl line 57: not valid JSON: ", "column", "fix the line (or set", on=(GENERATED, STORY))
+def broken_line_in_the_middle(job: Job) -> None:
+    edit_line(job.rows, 57, lambda line: line[: len(line) // 2])
+
+
+@case("rows.jsonl line 57: must be a JSON object", "found a list", "on_bad_row=skip", on=(GENERATED,))
+def line_that_is_a_list(job: Job) -> None:
+    edit_line(job.rows, 57, lambda line: json.dumps(list(json.loads(line).values())).encode())
+
+
+@case("rows.jsonl line 33: not UTF-8 text (byte 0xff); save the file as UTF-8", on=(GENERATED, STORY))
+def source_that_is_not_utf8(job: Job) -> None:
+    edit_line(job.rows, 33, lambda line: line[:20] + b"\xff" + line[20:])
+
+
+@case("rows.json line 3: not valid JSON: ", "fix the file", on=(GENERATED,))
+def json_list_without_commas(job: Job) -> None:
+    job.source("rows.json", b"[\n" + job.rows.read_bytes() + b"]\n")
+
+
+@case("rows.csv line 3: has 3 fields, the header has 2; check commas and quotes", on=(GENERATED,))
+def csv_with_an_unquoted_comma(job: Job) -> None:
+    job.source("rows.csv", "prompt,response\nWhat is 1 + 1?,2\nSay yes, please,yes\n")
+
+
+@case("rows.parquet: not a Parquet file", on=(GENERATED,))
+def parquet_cut_off(job: Job) -> None:
+    pytest.importorskip("pyarrow")
+    job.source("rows.parquet", b"PAR1\x15\x04\x15")
+
+
+# Its rows.
 
 
 @case("rows.jsonl line 57: has no column", "its columns:", "on_bad_row=skip", on=(GENERATED, STORY))
 def row_without_a_response(job: Job) -> None:
-    edit_row(job.rows, 57, lambda row: row.pop(list(row)[-1]))
+    edit_row(job.rows, 57, lambda row: row.popitem())
 
 
-@case("rows.jsonl line 57: column", "is empty; give it text or remove the row", on=(GENERATED, STORY))
+@case("rows.jsonl line 57: column", "is empty; give it text or remove the row", on=(GENERATED,))
 def row_with_an_empty_response(job: Job) -> None:
-    edit_row(job.rows, 57, lambda row: row.update({list(row)[-1]: " "}))
+    edit_row(job.rows, 57, lambda row: row.update(response=" "))
 
 
-@case("rows.jsonl line 57: column", "must be text, found a dict", on=(GENERATED, STORY))
+@case("rows.jsonl line 57: column 'response' must be text, found a dict; flatten it", on=(GENERATED,))
 def row_with_an_object_for_text(job: Job) -> None:
-    edit_row(job.rows, 57, lambda row: row.update({list(row)[-1]: {"text": "42"}}))
+    edit_row(job.rows, 57, lambda row: row.update(response={"text": "42"}))
+
+
+@case("rows.jsonl line 57: holds '\\ud800', half of a surrogate pair", "write the whole", on=(GENERATED,))
+def half_a_character(job: Job) -> None:
+    edit_row(job.rows, 57, lambda row: row.update(response="\ud800"))
+
+
+@case("rows.jsonl: no usable row: 128 bad, the first: rows.jsonl line 1: column", on=(GENERATED,))
+def nothing_left_after_skipping(job: Job) -> None:
+    job.data(on_bad_row="skip")
+    for number in range(1, 129):
+        edit_row(job.rows, number, lambda row: row.update(response=""))
 
 
 @case("rows.jsonl: cannot tell", "set data.prompt_column", "its columns: q, a", on=(GENERATED, STORY))
@@ -518,13 +655,13 @@ def columns_that_nobody_knows(job: Job) -> None:
     job.rows.write_text("\n".join(json.dumps(dict(zip("qa", row.values(), strict=True))) for row in rows))
 
 
-@case("data.response_column", "has no column 'anwser'", "did you mean 'answer'?", "its columns: question, answer", on=(STORY,))
-def column_that_is_not_there(job: Job) -> None:
-    job.data(response_column="anwser")
+@case("data.response_column: rows.jsonl has no column 'respone'", "mean 'response'?", on=(GENERATED,))
+def response_column_that_is_not_there(job: Job) -> None:
+    job.data(response_column="respone")
 
 
-@case("data.prompt_template", "has no column 'queston'", "did you mean 'question'?", on=(STORY,))
-def template_with_an_unknown_column(job: Job) -> None:
+@case("data.prompt_template: rows.jsonl has no column 'queston'", "mean 'question'?", on=(STORY,))
+def prompt_template_with_an_unknown_column(job: Job) -> None:
     job.data(prompt_template="Q: {queston}\nA: ")
 
 
@@ -534,75 +671,65 @@ def nested_rows(job: Job) -> None:
     job.data(source="seeds.jsonl")
 
 
-@case("dpo.json: holds preferences", "set data.response_column=chosen", on=(STORY,))
+@case("holds preferences (columns chosen, rejected)", "set data.response_column=chosen", on=(GENERATED,))
 def preference_rows(job: Job) -> None:
+    job.source("rows.jsonl", '{"prompt": "Say yes.", "chosen": "Yes.", "rejected": "No."}\n')
+
+
+@case("dpo.json: holds preferences", "set data.response_column=chosen", on=(CHATS,))
+def preferences_between_chats(job: Job) -> None:
     job.asset("data/dpo_en_demo.json", "dpo.json")
     job.data(source="dpo.json")
 
 
-@case("data.seq_len=2", "all ", "rows are masked", "raise data.seq_len", on=(GENERATED, STORY))
+@case("rows.jsonl: all 128 rows are masked", "data.seq_len=2", "raise data.seq_len", on=(GENERATED, STORY))
 def rows_cut_before_their_first_target(job: Job) -> None:
     job.data(seq_len=2)
 
 
-@case("data.eval_fraction", "one document", "set data.eval_source or 0", on=(GENERATED, STORY))
+@case("data.eval_fraction: rows.jsonl gives one document", "set data.eval_source or 0", on=(GENERATED,))
 def one_row_to_hold_out_from(job: Job) -> None:
     job.data(max_rows=1, eval_fraction=0.1)
 
 
-# Data: chats.
+@case(
+    "data.eval_fraction: rows.jsonl gives 128 documents with one and the same prompt", on=(GENERATED, STORY)
+)
+def one_prompt_to_hold_out_from(job: Job) -> None:
+    for number in range(1, 129):
+        edit_row(job.rows, number, lambda row: row.update({next(iter(row)): "What next?"}))
+    job.data(eval_fraction=0.1)
 
 
-@case("checkpoint: has no chat template", "set data.chat_template", on=(GENERATED, CHATS))
+# Chats.
+
+
+@case("checkpoint: has no chat template", "set data.chat_template to a jinja template", on=(GENERATED, CHATS))
 def chats_without_a_template(job: Job) -> None:
     as_chats(job)
     job.data(chat_template="none")
 
 
-@case("rows.jsonl line 7", "unknown role 'asistant'", "did you mean 'assistant'?", on=(GENERATED, CHATS))
+@case("rows.jsonl line 7: message ", "unknown role 'asistant'", "mean 'assistant'?", on=(GENERATED, CHATS))
 def unknown_role(job: Job) -> None:
     as_chats(job)
     edit_row(job.rows, 7, lambda row: row["messages"][-1].update(role="asistant"))
 
 
-@case("rows.jsonl line 7", "no assistant message", "on_bad_row=skip", on=(GENERATED, CHATS))
+@case("rows.jsonl line 7: ", "no assistant message", "on_bad_row=skip", on=(GENERATED, CHATS))
 def conversation_without_an_answer(job: Job) -> None:
     as_chats(job)
     edit_row(job.rows, 7, lambda row: row["messages"].pop())
 
 
-@case("rows.jsonl line 7", "message", "content parts that are no text (image_url)", on=(GENERATED, CHATS))
+@case("rows.jsonl line 7: message 1 ", "parts that are no text (image_url)", on=(GENERATED,))
 def image_in_a_conversation(job: Job) -> None:
     as_chats(job)
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x.png"}}]
     edit_row(job.rows, 7, lambda row: row["messages"][0].update(content=parts))
 
 
-@case("data.chat_template: line 2: not a jinja template", "endfor", on=(GENERATED, CHATS))
-def template_with_a_syntax_error(job: Job) -> None:
-    as_chats(job)
-    job.data(chat_template="{{ bos_token }}\n{% for m in messages %}{{ m.content }}{% end %}")
-
-
-@case("rows.jsonl line 1: the chat template refuses it: Only user and assistant!", "data.chat_template", on=(GENERATED, CHATS))
-def template_that_refuses(job: Job) -> None:
-    as_chats(job)
-    job.data(chat_template="{{ raise_exception('Only user and assistant!') }}")
-
-
-@case("rows.jsonl line 1: the chat template", "'colour' is undefined", "data.chat_template", on=(GENERATED, CHATS))
-def template_with_an_undefined_name(job: Job) -> None:
-    as_chats(job)
-    job.data(chat_template="{% for m in messages %}{{ m.content + colour.red }}{% endfor %}")
-
-
-@case("data.chat_template: 'chatml.jinja' is neither a jinja template nor an existing file", on=(GENERATED, CHATS))
-def template_file_that_is_not_there(job: Job) -> None:
-    as_chats(job)
-    job.data(chat_template="chatml.jinja")
-
-
-@case("glaive.json row 3", "message 2 of 'conversations'", "on_bad_row=skip", on=(CHATS,))
+@case("glaive.json row 3: message 2 ", "function call without a name", "on_bad_row=skip", on=(CHATS,))
 def tool_call_without_a_name(job: Job) -> None:
     path = job.asset("data/glaive_toolcall_en_demo.json", "glaive.json")
     rows = json.loads(path.read_text())
@@ -611,16 +738,34 @@ def tool_call_without_a_name(job: Job) -> None:
     job.data(source="glaive.json")
 
 
-@case("dpo.json: holds preferences", "set data.response_column=chosen", on=(CHATS,))
-def preferences_in_chats(job: Job) -> None:
-    job.asset("data/dpo_en_demo.json", "dpo.json")
-    job.data(source="dpo.json")
+@case("data.chat_template: line 2: not a jinja template:", "'endfor'", on=(GENERATED, CHATS))
+def template_with_a_syntax_error(job: Job) -> None:
+    as_chats(job)
+    job.data(chat_template="{{ bos_token }}\n{% for m in messages %}{{ m.content }}{% end %}")
 
 
-# The machine, and what runs left behind.
+@case("rows.jsonl line 1: the chat template refuses it: No chat!; change", on=(GENERATED, CHATS))
+def template_that_refuses(job: Job) -> None:
+    as_chats(job)
+    job.data(chat_template="{{ raise_exception('No chat!') }}")
 
 
-@case("output_dir: taken is a file; choose another folder", on=(GENERATED,))
+@case("rows.jsonl line 1: the chat template", "'colour' is undefined; change the row or", on=(GENERATED,))
+def template_with_an_undefined_name(job: Job) -> None:
+    as_chats(job)
+    job.data(chat_template="{% for m in messages %}{{ m.content + colour.red }}{% endfor %}")
+
+
+@case("data.chat_template: 'chatml.jinja' is neither a jinja template nor an existing file", on=(GENERATED,))
+def template_file_that_is_not_there(job: Job) -> None:
+    as_chats(job)
+    job.data(chat_template="chatml.jinja")
+
+
+# The machine, and what other runs left behind.
+
+
+@case("output_dir: ", "taken is a file; choose another folder", on=(GENERATED,))
 def file_for_an_output_dir(job: Job) -> None:
     (job.folder / "taken").write_text("mine")
     job.values["output_dir"] = "taken"
@@ -632,28 +777,27 @@ def file_above_the_output_dir(job: Job) -> None:
     job.values["output_dir"] = "taken/runs/1"
 
 
-@case("output_dir: /proc/lptune cannot be made", "choose another folder", on=(GENERATED,))
-def output_dir_where_nothing_can_be_written(job: Job) -> None:
+@case("output_dir: /proc", "choose another folder", on=(GENERATED,))
+def output_dir_where_nothing_can_be_made(job: Job) -> None:
     job.values["output_dir"] = "/proc/lptune"
 
 
-@case("output_dir: old holds another run", "resume=auto", on=(GENERATED,))
+@case("output_dir: old holds another run; choose a new folder, or", "resume=auto", on=(GENERATED,))
 def output_dir_of_another_run(job: Job) -> None:
     (job.folder / "old").mkdir()
     (job.folder / "old" / "metrics.jsonl").write_text("{}\n")
     job.values |= {"output_dir": "old", "resume": "none"}
 
 
-@case("resume: runs/1/checkpoints/step-00000004: no such", "give another checkpoint, auto or none", on=(GENERATED,))
+@case("resume: runs/1/checkpoints/step-00000004", "give another checkpoint, auto or none", on=(GENERATED,))
 def resume_from_nothing(job: Job) -> None:
     job.overrides = ["resume=runs/1/checkpoints/step-00000004"]
 
 
-@case("step-00000004: has no manifest.json", "it is no finished checkpoint", on=(GENERATED,))
+@case("resume: step-00000004: has no manifest.json", "give another checkpoint", on=(GENERATED,))
 def resume_from_an_unfinished_checkpoint(job: Job) -> None:
-    folder = job.folder / "step-00000004"
-    folder.mkdir()
-    copyfile(job.weights, folder / "model-00000.safetensors")
+    (job.folder / "step-00000004").mkdir()
+    copyfile(job.weights, job.folder / "step-00000004" / "model-00000.safetensors")
     job.overrides = ["resume=step-00000004"]
 
 
@@ -663,25 +807,10 @@ def cuda_where_there_is_none(job: Job) -> None:
     job.overrides = ["device=cuda"]
 
 
-@case("compile: needs a C++ compiler", "/nonexistent/c++", "install one or set compile=none", on=(GENERATED,))
+@case("compile: needs a C++ compiler", "/nonexistent/c++", "set compile=none", on=(GENERATED,))
 def compile_without_a_compiler(job: Job) -> None:
     job.environment["CXX"] = "/nonexistent/c++"
     job.overrides = ["compile=block"]
-
-
-@case("logging.trackio_project", "pip install 'lptune[trackio]'", on=(GENERATED,))
-def missing_extra(job: Job) -> None:
-    job.overrides = ["logging.trackio_project=mine"]
-
-
-@case("precision.skip", "'lm_haed' matches no linear layer", "did you mean", on=(GENERATED,))
-def skip_that_matches_nothing(job: Job) -> None:
-    job.overrides = ["precision.kind=int8_rowcol", "precision.skip=[lm_haed]"]
-
-
-@case("precision.kind: int8_rowcol would convert no layer", "precision.skip", on=(GENERATED, STORY))
-def precision_without_a_layer(job: Job) -> None:
-    job.overrides = ["precision.kind=int8_rowcol", "precision.skip=[*]"]
 
 
 @case("LPTUNE_KERNELS='cuda': must be one of torch, reference", on=(GENERATED,))
@@ -690,47 +819,39 @@ def unknown_kernels(job: Job) -> None:
     job.overrides = ["precision.kind=int8_rowcol"]
 
 
-@case("global_batch_size: 8 rows in micro-batches of 4 do not divide among 3 data ranks", "1, 2", on=(GENERATED,))
-def ranks_that_do_not_divide_the_batch(job: Job) -> None:
-    job.flags = ["--nproc-per-node=3"]
+@case("precision.skip: 'lm_haed' matches no linear layer", "did you mean 'lm_head'?", on=(GENERATED,))
+def skip_that_matches_nothing(job: Job) -> None:
+    job.overrides = ["precision.kind=int8_rowcol", "precision.skip=[lm_haed]"]
+
+
+@case("precision.kind: int8_rowcol would convert no layer", "Change precision.skip", on=(GENERATED,))
+def precision_without_a_layer(job: Job) -> None:
+    job.overrides = ["precision.kind=int8_rowcol", "precision.skip=[*_proj, lm_head]"]
 
 
 def as_chats(job: Job) -> None:
-    """Pairs of the generated rows as conversations; real chats stay."""
+    """Writes pairs as conversations; real chats stay."""
     rows = [json.loads(line) for line in job.rows.read_text().splitlines()]
     if "messages" not in rows[0]:
-        chats = []
-        for row in rows:
-            user, assistant = list(row.values())
-            messages = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-            chats.append(json.dumps({"messages": messages}))
-        job.rows.write_text("\n".join(chats) + "\n")
+        pairs = [zip(("user", "assistant"), row.values(), strict=True) for row in rows]
+        chats = [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in pairs]
+        job.rows.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
 # ---- the tests
 
 
-@pytest.fixture(scope="session")
-def generated_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from lptune.cli.main import main
-
-    folder = tmp_path_factory.mktemp("wrong") / "checkpoint"
-    with pytest.raises(SystemExit):
-        main(["new-checkpoint", "llama3_2/tiny", str(folder)])
-    return folder
-
-
-def make_job(base: str, folder: Path, checkpoint: Path, assets: Path | None = None) -> Job:
-    """A run of a few rows that works."""
-    (folder / "checkpoint").mkdir()
-    for path in checkpoint.iterdir():  # contents, not permissions: assets are read-only
-        copyfile(path, folder / "checkpoint" / path.name)
-    if assets is None:
-        lines = [json.dumps(row) for row in builtin_rows(128)]
+def make_job(case: Case, folder: Path, checkpoint: Path | None, assets: Path | None) -> Job:
+    """A run of a few rows that works, as far as the case needs it."""
+    folder.mkdir()
+    if checkpoint is not None:
+        copy_into(checkpoint, folder / "checkpoint")
+    if assets is not None:
+        name = {STORY: "gsm8k_train.jsonl", CHATS: "openai_messages.jsonl"}[case.base]
+        lines = (assets / "data" / name).read_text(encoding="utf-8").splitlines()[:128]
     else:
-        name = {STORY: "gsm8k_train.jsonl", CHATS: "openai_messages.jsonl"}[base]
-        lines = (assets / "data" / name).read_text().splitlines()[:128]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+        lines = [json.dumps(row) for row in builtin_rows(128)]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     values: dict[str, Any] = {
         "model": {"path": "checkpoint"},
         "data": {"source": "rows.jsonl", "seq_len": 512},
@@ -740,6 +861,71 @@ def make_job(base: str, folder: Path, checkpoint: Path, assets: Path | None = No
         "num_steps": 1,
         "output_dir": "runs/1",
     }
-    if base == CHATS:
+    if case.base == CHATS:
         values["data"]["chat_template"] = TEMPLATE
-    return Job(folder, values, assets)
+    job = Job(folder, values, assets)
+    case.damage(job)
+    job.write_config()
+    return job
+
+
+def check(case: Case, job: Job, run: Callable[[], Finished]) -> None:
+    before = sorted(job.folder.rglob("*"))
+    done = run()
+    assert (done.returncode, done.stdout) == (2, ""), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr.startswith("error: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    for words in case.words:
+        assert words in done.stderr
+    assert sorted(job.folder.rglob("*")) == before
+
+
+@pytest.fixture(scope="session")
+def generated_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated")
+    done = warm.lptune(["new-checkpoint", "llama3_2/tiny", "checkpoint"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "checkpoint"
+
+
+def of(*bases: str) -> pytest.MarkDecorator:
+    chosen = [pytest.param(case, id=case.name) for case in CASES if case.base in bases]
+    return pytest.mark.parametrize("case", chosen)
+
+
+@of(CONFIG)
+def test_a_wrong_command_line_or_config_is_one_line_and_exit_2(
+    case: Case, tmp_path: Path, lptune: Lptune
+) -> None:
+    job = make_job(case, tmp_path / "job", checkpoint=None, assets=None)
+    check(case, job, lambda: lptune(*job.arguments(), cwd=job.folder, **job.environment))
+
+
+@of(*REAL)
+def test_a_real_input_gone_wrong_is_one_line_and_exit_2(
+    case: Case, tmp_path: Path, lptune: Lptune, assets: Path
+) -> None:
+    job = make_job(case, tmp_path / "job", assets / "models" / "story_llama", assets)
+    check(case, job, lambda: lptune(*job.arguments(), cwd=job.folder, **job.environment))
+
+
+@of(GENERATED)
+def test_a_generated_input_gone_wrong_is_one_line_and_exit_2(
+    case: Case, tmp_path: Path, generated_checkpoint: Path
+) -> None:
+    job = make_job(case, tmp_path / "job", generated_checkpoint, assets=None)
+    check(case, job, lambda: warm.lptune(job.arguments(), folder=job.folder, environment=job.environment))
+
+
+def test_the_jobs_work_until_they_are_damaged(tmp_path: Path, generated_checkpoint: Path) -> None:
+    job = make_job(Case(lambda job: None, GENERATED, ()), tmp_path / "job", generated_checkpoint, None)
+    done = warm.lptune(job.arguments(), folder=job.folder)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_forty_cases_run_as_a_user_types_them_and_half_of_these_are_real() -> None:
+    num_real = sum(case.base in REAL for case in CASES)
+    num_typed = num_real + sum(case.base == CONFIG for case in CASES)
+    assert num_typed >= 40
+    assert num_real >= num_typed / 2
+    assert len({case.name for case in CASES}) == len(CASES)

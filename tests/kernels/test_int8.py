@@ -1,6 +1,10 @@
 """The INT8 GEMM op: exact against float64, its fake implementation, its counter."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +25,7 @@ def _operands(m: int, k: int, n: int) -> tuple[torch.Tensor, ...]:
     return a, b, torch.rand(m, 1, generator=generator), torch.rand(1, n, generator=generator)
 
 
-@pytest.fixture(params=["torch", "reference"])
+@pytest.fixture(params=["torch", "float32", "reference"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LPTUNE_KERNELS", request.param)
     choose_backend.cache_clear()
@@ -103,6 +107,18 @@ def test_an_unknown_backend_is_one_line(
     choose_backend.cache_clear()
     with pytest.raises(UserError, match="LPTUNE_KERNELS='cuda'"):
         choose_backend("cpu")
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+def test_a_cpu_whose_int8_gemm_saturates_gets_an_exact_one(isa: str) -> None:
+    code = (
+        "import torch; from lptune.kernels import *; a = torch.full((32, 640), 127, dtype=torch.int8)\n"
+        "out = int8_scaled_mm(a, a.t(), None, None, torch.float32, layer_handle(-1), 0)\n"
+        "print((out == 127 * 127 * 640).all().item(), choose_backend('cpu'))"
+    )
+    env = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "True", done.stdout
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -137,4 +137,38 @@ def test_a_model_on_meta_can_be_converted_and_then_loaded() -> None:
     x = torch.randn(3, 32)
     with record_gemms() as executed:
         assert model.layers[0]["up"](x).shape == (3, 48)  # type: ignore[index]
-    assert executed == {(0, 0): 1}
+    assert list(executed.values()) == [1]
+
+
+def test_a_module_under_two_names_is_converted_once_and_stays_one() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+    model["again"] = model["a"]
+    plan = linear.convert(model, INT8)
+    assert [layer.name for layer in plan.converted] == ["a", "b"]
+    assert model["again"] is model["a"]
+    assert isinstance(model["again"], linear.LowPrecisionLinear)
+
+
+def test_hooks_and_a_bare_linear_are_kept() -> None:
+    layer = nn.Linear(32, 16)
+    seen: list[torch.Size] = []
+    layer.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    linear.convert(layer, INT8)
+    layer(torch.randn(4, 32))
+    assert seen == [(4, 16)]
+    assert linear.unconvert(layer) == 1
+    assert type(layer) is nn.Linear
+
+
+def test_a_subclass_of_linear_stands_in_the_plan_with_its_reason() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "mlp": nn.Linear(32, 32)})
+    reasons = {layer.name: layer.reason for layer in linear.convert(model, INT8).layers}
+    assert reasons["attention.out_proj"] == "a subclass of nn.Linear: NonDynamicallyQuantizableLinear"
+    assert reasons["mlp"] is None
+
+
+def test_autocast_decides_the_compute_dtype_as_for_nn_linear() -> None:
+    layer = nn.Linear(32, 16)
+    linear.convert(layer, INT8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(4, 32)).dtype == torch.bfloat16

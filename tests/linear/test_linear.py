@@ -164,6 +164,37 @@ def test_padding_rows_have_gradients_of_exactly_zero() -> None:
     assert (_run(layer, x, g)["grad_input"][-10:] == 0).all()
 
 
+@pytest.mark.parametrize("grad_weight", ["column", "folded"])
+def test_zero_rows_of_weight_and_input_take_nothing_from_the_others(grad_weight: str) -> None:
+    # A stand-in scale of 1 for a zero row would be folded into g and dwarf all other columns.
+    keys = {"grad_input": "folded", "grad_weight": grad_weight}
+    layer, (x, g) = _layer(torch.float32, **keys), _inputs(torch.float32)
+    with torch.no_grad():
+        layer.weight[5] = 0
+    x[7] = 0
+    ours, truth = _run(layer, x, g), _truth(layer, x, g)
+    for name, bound in _bounds(layer, x, g, keys).items():
+        assert numerics.relative_error(ours[name], truth[name]) <= bound, name
+
+
+def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound() -> None:
+    keys = {"grad_input": "folded", "grad_weight": "column"}
+    layer, (x, g) = _layer(torch.bfloat16, **keys), _inputs(torch.bfloat16)
+    x, g = x[:37].clone(), g[:37].clone()
+    x[3] *= 1000
+    ours, truth = _run(layer, x, g), _truth(layer, x, g)
+    for name, bound in _bounds(layer, x, g, keys).items():
+        assert numerics.relative_error(ours[name], truth[name]) <= bound, name
+
+
+def test_no_tokens_give_no_output_and_zero_gradients() -> None:
+    layer = _layer(torch.float32)
+    results = _run(layer, torch.zeros(0, K), torch.zeros(0, N))
+    assert results["output"].shape == (0, N)
+    assert results["grad_input"].shape == (0, K)
+    assert (results["grad_weight"] == 0).all()
+
+
 def test_batched_input_equals_flattened() -> None:
     layer, (x, _) = _layer(torch.bfloat16), _inputs(torch.bfloat16)
     assert torch.equal(layer(x.view(4, T // 4, K)), layer(x).view(4, T // 4, N))

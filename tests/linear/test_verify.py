@@ -98,6 +98,52 @@ def test_recomputation_counts_output_twice_and_is_right() -> None:
     assert verified.num_gemms == 3 * 4
 
 
+def test_a_head_registered_before_the_body_is_understood() -> None:
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body = nn.Linear(32, 16), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    model = HeadFirst()
+    plan = linear.convert(model, INT8)
+    with linear.verify_step(model, plan, 1):
+        model(torch.randn(4, 32)).sum().backward()
+    model.head.spec = dataclasses.replace(model.head.spec, grad_input="high")  # type: ignore[type-var]
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer head: grad_input"),
+        linear.verify_step(model, plan, 1),
+    ):
+        model(torch.randn(4, 32)).sum().backward()
+
+
+def test_another_model_does_not_hide_a_fall_back() -> None:
+    policy, reference = _model(), _model()
+    plan = linear.convert(policy, INT8)
+    linear.convert(reference, INT8)
+    policy[0].spec = dataclasses.replace(policy[0].spec, output="high")  # type: ignore[type-var]
+
+    def both() -> None:
+        reference(torch.randn(24, 32))
+        _step(policy, 1)
+
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: output"),
+        linear.verify_step(policy, plan, 1),
+    ):
+        both()
+
+
+def test_verifications_can_be_nested() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    with linear.verify_step(model, plan, 1) as outer, linear.verify_step(model, plan, 1) as inner:
+        _step(model, 1)
+    assert outer == inner
+
+
 def test_frozen_layers_need_no_grad_weight() -> None:
     model = _model()
     plan = linear.convert(model, INT8)
@@ -105,6 +151,7 @@ def test_frozen_layers_need_no_grad_weight() -> None:
     with linear.verify_step(model, plan, 2) as verified:
         _step(model)
     assert verified.num_gemms == (3 * 3 - 1) * 2
+    assert verified.low_precision_flops_fraction == 1.0  # of the FLOPs that the step has
 
 
 def test_the_fraction_counts_what_stayed_high() -> None:
@@ -112,5 +159,6 @@ def test_the_fraction_counts_what_stayed_high() -> None:
     plan = linear.convert(model, dataclasses.replace(INT8, grad_weight="high"), skip=["4"])
     with linear.verify_step(model, plan, 2) as verified:
         _step(model)
-    low, all_ = 2 * (32 * 48 + 48 * 32), 3 * (32 * 48 + 48 * 32 + 32 * 16)
+    # The first layer's grad_input is no need of training: nothing trained stands before it.
+    low, all_ = 32 * 48 + 2 * 48 * 32, 2 * 32 * 48 + 3 * (48 * 32 + 32 * 16)
     assert verified.low_precision_flops_fraction == pytest.approx(low / all_)

@@ -64,7 +64,9 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
     another exit code.
     """
 
-    def call(*overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config, **env: str) -> Finished:
+    def call(
+        *overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config, **env: str
+    ) -> Finished:
         command = [sys.executable, "-m", "lptune.cli.main", "run"]
         command += [f"--nproc-per-node={ranks}"] if ranks > 1 else []
         command += ["full_finetune", "--config", str(config), *overrides]

@@ -1,0 +1,54 @@
+"""`lptune` in a process of its own that need not import torch: it is forked off a server that has.
+
+Start-up is nine tenths of a command that ends with one line. A test that runs many of those runs them here, and
+some of them as a user does (the `lptune` fixture); the command line, the streams and the exit code are the same.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.cli.conftest import Finished, clean_environment
+
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["lptune.cli.main", "lptune.checkpoint", "lptune.data", "lptune.models.decoder", "lptune.training"]
+)
+
+
+def lptune(
+    arguments: list[str], *, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 60
+) -> Finished:
+    """`lptune ARGUMENTS` in `folder`."""
+    with tempfile.TemporaryDirectory() as output:
+        return _lptune(arguments, folder, clean_environment() | (environment or {}), Path(output), timeout_s)
+
+
+def _lptune(
+    arguments: list[str], folder: Path, environment: dict[str, str], output: Path, timeout_s: float
+) -> Finished:
+    process = _CONTEXT.Process(target=_call, args=(arguments, folder, environment, output))
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"lptune {' '.join(arguments)}: still running after {timeout_s} s")
+    stdout, stderr = ((output / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+
+
+def _call(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+    import torch
+
+    from lptune.cli.main import main
+
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        os.dup2(os.open(output / name, os.O_CREAT | os.O_WRONLY), stream.fileno())
+    main(arguments)
