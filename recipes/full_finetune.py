@@ -77,8 +77,8 @@ def main(cfg: FinetuneConfig) -> None:
         world.print("\n".join([*rows.report, plan.table()]))
         world.print(
             f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
-            f"{world.size} x {world.device.type}, attention by {attention}, "
-            f"8-bit GEMMs by {kernels.choose_backend(world.device.type)}"
+            f"{world.size} x {world.device.type}, attention by {attention}"
+            + (f", 8-bit GEMMs by {kernels.choose_backend(world.device.type)}" if plan.converted else "")
             + (f", continuing {saved.folder}" if saved else "")
         )
         if step == 0 and held_out is not None:
@@ -133,9 +133,13 @@ def main(cfg: FinetuneConfig) -> None:
                 if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
-                if is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
+                stopped = world.stop_requested()
+                if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
                     keep_last = cfg.checkpoint.keep_last
                     checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
+                if stopped and not is_last:
+                    metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
+                    raise SystemExit(143)
 
         # --- Result.
         if held_out is not None:

@@ -82,14 +82,14 @@ def read_index(folder: Path) -> HFIndex:
                     )
                 tensors[name] = stored[name]
         return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
-    if (folder / "adapter_config.json").exists():
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    if (folder / SINGLE_NAME).is_file():  # some folders hold the same weights in another layout beside it
+        files = [folder / SINGLE_NAME]
+    elif (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder}: holds an adapter, not a model; merge it into its base model first (peft: "
             "merge_and_unload, save_pretrained)"
         )
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    if (folder / SINGLE_NAME).is_file():  # some folders hold the same weights in another layout beside it
-        files = [folder / SINGLE_NAME]
     if len(files) == 1:
         return HFIndex(folder, _read_header(files[0]), False)
     if files:

@@ -7,6 +7,7 @@ needs the recipe imported.
 
 import ast
 import dataclasses
+import gc
 import importlib.util
 import sys
 import typing
@@ -40,7 +41,14 @@ def load_main(path: Path) -> Callable[[Any], object]:
         raise UserError(f"{path}: is no Python file; a recipe ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
-    spec.loader.exec_module(module)
+    # What a recipe imports, torch above all, lives to the end. Searching it for garbage again and again, and
+    # once more at exit, was half of the time in which a run says what is wrong (3.9 s; without it 1.9 s).
+    gc.disable()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        gc.enable()
+    gc.freeze()
     main: Callable[[Any], object] = module.main
     return main
 

@@ -18,14 +18,15 @@ def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int)
     """
     if global_batch_size % micro_batch_size:
         raise UserError(
-            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size ({micro_batch_size})"
+            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
+            f"({micro_batch_size})"
         )
     num_micro = global_batch_size // micro_batch_size
     if num_micro % num_ranks:
         fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
         raise UserError(
-            f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not divide "
-            f"among {num_ranks} data ranks; numbers of ranks that do: {', '.join(fitting)}"
+            f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not "
+            f"divide among {num_ranks} data ranks; numbers of ranks that do: {', '.join(fitting)}"
         )
 
 

@@ -156,6 +156,31 @@ def test_an_index_that_lies_or_leads_elsewhere_is_refused(tmp_path: Path) -> Non
         checkpoint.read_index(folder)
 
 
+def test_a_file_that_is_something_else_says_what_it_is(tmp_path: Path) -> None:
+    path = _folder(tmp_path / "model", _weights()) / "model.safetensors"
+    for content, message in (
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "git-lfs pointer; run `git lfs pull`",
+        ),
+        (b"PK\x03\x04 a zip of torch.save", "a pickle of torch.save, which is never loaded; convert it"),
+        (b"<html>404</html>", "download it again"),
+        (b"", "download it again"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            checkpoint.read_index(path.parent)
+
+
+def test_an_adapter_is_refused_and_a_merged_model_beside_one_is_not(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights())
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    assert checkpoint.read_index(folder).files == ["model.safetensors"]
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="holds an adapter, not a model; merge it into its base model first"):
+        checkpoint.read_index(folder)
+
+
 def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

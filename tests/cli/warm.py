@@ -1,7 +1,7 @@
 """`lptune` in a process of its own that need not import torch: it is forked off a server that has.
 
-Start-up is nine tenths of a command that ends with one line. A test that runs many of those runs them here, and
-some of them as a user does (the `lptune` fixture); the command line, the streams and the exit code are the same.
+Start-up is nine tenths of a command that ends with one line. A test of many such commands runs them here, and
+some as a user does (the `lptune` fixture): command line, streams and exit code are the same.
 """
 
 import os

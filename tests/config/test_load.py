@@ -48,7 +48,7 @@ def test_yaml_overrides_defaults_and_arguments_override_yaml(tmp_path: Path) -> 
         ("x: !!python/object/apply:os.system [ls]", "c.yaml: line 1: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'"),
         ("a: &a [*a]", "c.yaml: line 1: not valid YAML: YAML recursive aliases are not supported."),
         ("- a", "c.yaml: must hold `key: value` lines, found a list"),
-        (b"\xff\xfe\x00", "c.yaml: cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"\xff\xfe\x00", "c.yaml: is not UTF-8 text; a config is a YAML file, saved as UTF-8"),
         (BASE + "optimzer: {lr: 1}", "c.yaml: unknown key 'optimzer' (did you mean 'optimizer'?)"),
         (BASE + "optimizer: {learning_rate: 1}", "c.yaml: unknown key 'optimizer.learning_rate'; known: kind, lr, weight_decay, beta1, beta2, eps"),
         (BASE + "optimizer: {weight_deca: 1}", "c.yaml: unknown key 'optimizer.weight_deca' (did you mean 'optimizer.weight_decay'?)"),
@@ -88,6 +88,9 @@ def test_a_mistake_in_the_file_is_one_line_with_its_key_or_line(
         ("data={source: a, seq_len: b}", "data.seq_len: must be an integer, found 'b'"),
         ("micro_batch_size=3", "global_batch_size: 32 is not a multiple of micro_batch_size (3)"),
         ("seed=-1", "seed: must be at least 0, found -1"),
+        ("seed.x=1", "seed: must be an integer, found {'x': 1}"),
+        ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+        ("model.path=", "model.path: is empty; name a file or folder"),
     ],
 )
 def test_a_mistake_in_an_argument_names_the_argument(tmp_path: Path, argument: str, message: str) -> None:
@@ -117,6 +120,13 @@ def test_lists_come_as_yaml_or_separated_by_commas(tmp_path: Path) -> None:
     wanted = ("lm_head", "model.layers.0.*")
     assert load(tmp_path, BASE, "precision.skip=[lm_head, model.layers.0.*]").precision.skip == wanted
     assert load(tmp_path, BASE, "precision.skip=lm_head,model.layers.0.*").precision.skip == wanted
+    # Globs that begin with a star are no YAML.
+    assert load(tmp_path, BASE, "precision.skip=[*.o_proj, 'lm_head']").precision.skip == (
+        "*.o_proj",
+        "lm_head",
+    )
+    assert load(tmp_path, BASE, "precision.skip=*_proj").precision.skip == ("*_proj",)
+    assert load(tmp_path, BASE, "precision.skip=").precision.skip == ()
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:

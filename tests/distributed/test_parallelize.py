@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lptune import distributed, linear, models
 from lptune.checkpoint.hf import local_rows
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, UserError
-from lptune.distributed.parallelize import _require_compiler
+from lptune.distributed import check_compiler
 from lptune.kernels import record_gemms
 from tests.launch import run_ranks
 
@@ -158,7 +158,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         UserError, match=r"compile: needs a C\+\+ compiler, and /nowhere/g\+\+ is not on the PATH"
     ):
-        _require_compiler()
+        check_compiler("block")
 
 
 def test_cuda_without_a_device_is_one_line() -> None:

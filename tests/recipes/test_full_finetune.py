@@ -287,7 +287,7 @@ def test_sigterm_saves_the_step_and_exits_143(
         out = process.communicate(timeout=120)[0]
     assert process.returncode == 143
     step = read_metrics(tmp_path / "run")[-1]["step"]
-    assert f"stopped by a signal after step {step}, saved" in out
+    assert f"stopped by SIGTERM after step {step}, saved" in out
     done = run_recipe("schedule.kind=constant", f"num_steps={step + 1}")
     assert f"continuing {tmp_path / 'run/checkpoints' / f'step-{step:08d}'}" in done.stdout
 
