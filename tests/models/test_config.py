@@ -68,7 +68,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized (fp8)"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     "experts": ({"num_local_experts": 8}, "mixtures of experts"),
-    "dropout": ({"attention_dropout": 0.1}, "found 0.1"),
     "residual dropout": ({"model_type": "phi3", "resid_pdrop": 0.1}, "found 0.1"),
     "activation": ({"hidden_act": "sillu"}, "did you mean 'silu'?"),
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
