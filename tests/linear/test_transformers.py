@@ -1,0 +1,35 @@
+"""convert() on somebody else's model, in somebody else's loop."""
+
+import copy
+
+import pytest
+import torch
+
+from lptune import linear, models
+from lptune.config import PrecisionConfig
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "qwen3"])
+def test_a_transformers_model_trains_in_int8_in_a_plain_loop(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    preset = copy.deepcopy(models.PRESETS[family]["tiny"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset), dtype=torch.bfloat16).train()
+    names = list(model.state_dict())
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+    assert len(plan.converted) == len(plan.layers) - 1  # all but the head
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, preset["vocab_size"], (4, 32))
+    first_step = linear.FirstStep(model, plan, enabled=True, report=lambda line: None)
+    losses = []
+    for _ in range(15):
+        with first_step(num_passes=1):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert first_step.verified.num_gemms == 3 * len(plan.converted)
+    assert losses[-1] < 0.8 * losses[0]
+    assert list(model.state_dict()) == names
