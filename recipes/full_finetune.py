@@ -75,6 +75,11 @@ def main(cfg: FinetuneConfig) -> None:
             run.write_plan(plan.to_json())
         attention = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
         world.print("\n".join([*rows.report, plan.table()]))
+        if cfg.data.seq_len > model_config.max_position_embeddings:
+            world.print(
+                f"note: data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
+                f"(max_position_embeddings {model_config.max_position_embeddings})"
+            )
         world.print(
             f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
             f"{world.size} x {world.device.type}, attention by {attention}"

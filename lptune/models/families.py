@@ -366,8 +366,8 @@ def _check_supported(keys: Keys) -> str:
         raise keys.error("architectures", f"expected a list of names, found {names!r}")
     if names and not any(str(name).endswith("ForCausalLM") for name in names):
         raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
-    # Not attention_dropout: published Granite 3 folders carry 0.1, it changes no logits, and fine-tuning without it
-    # is what people do. It is ignored and kept in the export (docs/models.md).
+    # Not attention_dropout: published Granite 3 folders carry 0.1, it changes no logits, and fine-tuning
+    # without it is what people do. It is ignored and kept in the export (docs/models.md).
     for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout"):
         keys.refuse(key, f"dropout is not supported, found {keys.get(key)}; set it to 0.0")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
