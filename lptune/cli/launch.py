@@ -90,9 +90,19 @@ def as_rank(body: Callable[[], object]) -> None:
         # A peer that leaves closes its connections, and does so moments before its outcome stands written.
         if not _peer_has_a_reason(within_s=_PEER_GRACE_S):
             print(f"rank {rank}:\n{traceback.format_exc()}", end="", file=sys.stderr)
-    if not _write_outcome(Outcome(rank, code, time.time_ns(), line)) and line:
+    written = _write_outcome(Outcome(rank, code, time.time_ns(), line))
+    if line and not written:
         print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr)
+    if line and rank != 0:
+        # Most mistakes are every rank's. The first to leave ends the others, and rank 0 is to name it.
+        _wait_for_main_rank(within_s=_PEER_GRACE_S)
     sys.exit(code)
+
+
+def _wait_for_main_rank(within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and all(outcome.rank != 0 for outcome in _read_outcomes()):
+        time.sleep(0.02)
 
 
 def _peer_has_a_reason(within_s: float) -> bool:
