@@ -160,7 +160,8 @@ def test_verify_names_the_damage(command: Command) -> None:
 
 
 def test_verify_checks_a_checkpoint_against_its_manifest(command: Command) -> None:
-    manifest = pytest.importorskip("lptune.checkpoint.manifest")
+    from lptune.checkpoint import manifest
+
     folder = Path("step-00000003")
     folder.mkdir()
     save_file({"a": torch.zeros(4)}, folder / "model.safetensors")
