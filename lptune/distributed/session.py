@@ -101,7 +101,7 @@ def session(device: str = "auto") -> Iterator[World]:
             signal.signal(signal.SIGTERM, previous)
         dist.destroy_process_group()
         # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
-        # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 27 exits). Let it
+        # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
         # have the GIL.
         time.sleep(0.1)
 

@@ -8,6 +8,10 @@ What is right: in a step of m forward and backward passes, a planned grad_input 
 multiple of m for a layer called more than once per pass, like a head that works in chunks), `output` as often
 or, where activation checkpointing recomputes it, twice as often. A GEMM planned in high precision never runs
 in low.
+
+One thing the count cannot see: under recomputation, an `output` that ran in high precision in forward and in
+low when recomputed, or the other way round. A compiler may drop either run, so once and twice are both
+accepted.
 """
 
 from collections.abc import Callable, Iterator
