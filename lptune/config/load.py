@@ -60,8 +60,22 @@ def to_yaml(cfg: Any) -> str:
         for name in sections:
             section = section[name]
         section[leaf] = written
-    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes text that looks like a number: OmegaConf reads 0E0 as one, PyYAML does not and would leave it
+    bare.
+    """
+
+
+def _represent_text(dumper: Any, text: str) -> Any:
+    style = "'" if text[:1] in tuple("+-.0123456789") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def key_paths(cls: type, prefix: str = "") -> list[str]:

@@ -186,6 +186,20 @@ FREE = {
 }  # fmt: skip
 
 
+class QuotedText(yaml.SafeDumper):
+    """Text is text, however it looks."""
+
+
+QuotedText.add_representer(str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
+@pytest.mark.parametrize("text", ["0E0", "1e5", "-3", "+1", ".5", "1_000", "0x1F", "007", "1.5.2", "12:30"])
+def test_text_that_looks_like_a_number_stays_text_in_a_written_config(tmp_path: Path, text: str) -> None:
+    cfg = load(tmp_path, f"model: {{path: '{text}'}}\ndata: {{source: builtin}}\n")
+    assert cfg.model.path == text
+    assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
 @given(st.fixed_dictionaries({}, optional={key: a_value(key, hint) for key, hint in FREE.items()}))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_to_yaml_and_load_config_are_inverse(tmp_path: Path, chosen: dict[str, typing.Any]) -> None:
@@ -196,7 +210,7 @@ def test_to_yaml_and_load_config_are_inverse(tmp_path: Path, chosen: dict[str, t
         for name in sections:
             section = section.setdefault(name, {})
         section[leaf] = list(value) if isinstance(value, tuple) else value
-    cfg = load(tmp_path, yaml.safe_dump(nested, allow_unicode=True))
+    cfg = load(tmp_path, yaml.dump(nested, Dumper=QuotedText, allow_unicode=True))
     for key, value in chosen.items():
         found: typing.Any = cfg
         for name in key.split("."):
