@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lptune import checkpoint, data, distributed, kernels, linear, models, training
+from lptune import checkpoint, data, distributed, linear, models, training
 from lptune.config import DivergedError, FinetuneConfig
 
 
@@ -33,7 +33,7 @@ def main(cfg: FinetuneConfig) -> None:
         model_config = models.read_config(source.folder)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
-        plan = linear.convert(model, cfg.precision)
+        plan = linear.convert(model, cfg.precision, device=world.device)
         saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
         step = saved.step if saved else 0
 
@@ -83,7 +83,7 @@ def main(cfg: FinetuneConfig) -> None:
         world.print(
             f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
             f"{world.size} x {world.device.type}, attention by {attention}"
-            + (f", 8-bit GEMMs by {kernels.choose_backend(world.device.type)}" if plan.converted else "")
+            + (f", 8-bit GEMMs by {plan.backend(world.device.type)}" if plan.converted else "")
             + (f", continuing {saved.folder}" if saved else "")
         )
         if step == 0 and held_out is not None:

@@ -2,6 +2,7 @@
 
 from lptune.config.errors import DivergedError, UserError, closest
 from lptune.config.load import key_paths, load_config, to_yaml
+from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -11,11 +12,11 @@ from lptune.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PrecisionConfig,
     ScheduleConfig,
 )
 
 __all__ = [
+    "PRECISION_KINDS",
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",

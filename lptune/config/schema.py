@@ -8,36 +8,11 @@ Checks here see values only. Whether a file exists, a tensor fits or a kernel ca
 it.
 """
 
-import math
-import os
 from dataclasses import dataclass, field
 
-from lptune.config.errors import UserError, closest
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{closest(value, choices)}")
-
-
-def _at_least(key: str, value: float, minimum: float) -> None:
-    # The negated form also refuses NaN.
-    if not minimum <= value < math.inf:
-        raise UserError(
-            f"{key}: must be {'finite and ' * (value == math.inf)}at least {minimum}, found {value}"
-        )
-
-
-def _path(key: str, value: str) -> None:
-    if not value:
-        raise UserError(f"{key}: is empty; name a file or folder")
-    if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
-        raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
-
-
-def _positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
+from lptune.config.checks import at_least, check_path, one_of, positive
+from lptune.config.errors import UserError
+from lptune.config.precision import PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +23,7 @@ class ModelConfig:
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""
 
     def __post_init__(self) -> None:
-        _path("model.path", self.path)
+        check_path("model.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +70,14 @@ class DataConfig:
     """Split of eval_source when that is a hub dataset; `split` when not given."""
 
     def __post_init__(self) -> None:
-        _path("data.source", self.source)
+        check_path("data.source", self.source)
         if self.eval_source is not None:
-            _path("data.eval_source", self.eval_source)
-        _one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
-        _one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
-        _at_least("data.seq_len", self.seq_len, 2)
+            check_path("data.eval_source", self.eval_source)
+        one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
+        one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
+        at_least("data.seq_len", self.seq_len, 2)
         if self.max_rows is not None:
-            _at_least("data.max_rows", self.max_rows, 1)
+            at_least("data.max_rows", self.max_rows, 1)
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"data.eval_fraction: must be at least 0 and below 1, found {self.eval_fraction}")
         if self.eval_split is not None and self.eval_source is None:
@@ -111,41 +86,6 @@ class DataConfig:
             raise UserError(
                 "data.eval_fraction and data.eval_source exclude each other; set one of them "
                 "(data.eval_fraction=0 switches the first off)"
-            )
-
-
-PRECISION_KINDS = ("none", "int8_rowcol")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Which of the three GEMMs of a linear layer run in 8 bits, and how."""
-
-    kind: str = "none"
-    """none | int8_rowcol."""
-    output: str = "low"
-    """low | high: precision of `output = x @ W.T`."""
-    grad_input: str = "folded"
-    """folded | column | requantized | high: how `grad_input = g @ W` sees the weight (docs/numerics.md)."""
-    grad_weight: str = "column"
-    """column | folded | high: how `grad_weight = g.T @ x` sees the input; folded saves x in 8 bits."""
-    skip: tuple[str, ...] = ("lm_head",)
-    """Layer names or globs that stay in compute dtype."""
-    all_gather: str = "high"
-    """high: FSDP gathers weights in compute dtype."""
-    verify: bool = True
-    """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
-
-    def __post_init__(self) -> None:
-        _one_of("precision.kind", self.kind, PRECISION_KINDS)
-        _one_of("precision.output", self.output, ("low", "high"))
-        _one_of("precision.grad_input", self.grad_input, ("folded", "column", "requantized", "high"))
-        _one_of("precision.grad_weight", self.grad_weight, ("column", "folded", "high"))
-        _one_of("precision.all_gather", self.all_gather, ("high",))
-        if self.kind != "none" and (self.output, self.grad_input, self.grad_weight) == ("high",) * 3:
-            raise UserError(
-                f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
-                "runs nothing in low precision; set kind: none"
             )
 
 
@@ -179,10 +119,10 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.kind", self.kind, ("adamw",))
-        _positive("optimizer.lr", self.lr)
-        _at_least("optimizer.weight_decay", self.weight_decay, 0)
-        _positive("optimizer.eps", self.eps)
+        one_of("optimizer.kind", self.kind, ("adamw",))
+        positive("optimizer.lr", self.lr)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        positive("optimizer.eps", self.eps)
         for key, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= beta < 1:
                 raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {beta}")
@@ -200,8 +140,8 @@ class ScheduleConfig:
     """Share of the peak that is left at the last step (cosine, linear)."""
 
     def __post_init__(self) -> None:
-        _one_of("schedule.kind", self.kind, ("cosine", "linear", "constant"))
-        _at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        one_of("schedule.kind", self.kind, ("cosine", "linear", "constant"))
+        at_least("schedule.warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.min_lr_ratio <= 1:
             raise UserError(f"schedule.min_lr_ratio: must be within 0 and 1, found {self.min_lr_ratio}")
 
@@ -216,8 +156,8 @@ class CheckpointConfig:
     """How many checkpoints stay."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.every_steps", self.every_steps, 0)
-        _at_least("checkpoint.keep_last", self.keep_last, 1)
+        at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +168,7 @@ class ExportConfig:
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
 
     def __post_init__(self) -> None:
-        _one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
+        one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,12 +226,12 @@ class FinetuneConfig:
     """Decides data order and every random bit."""
 
     def __post_init__(self) -> None:
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
-        _one_of("compile", self.compile, ("block", "model", "none"))
-        _one_of("activation_checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
-        _at_least("global_batch_size", self.global_batch_size, 1)
-        _at_least("micro_batch_size", self.micro_batch_size, 1)
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
+        one_of("compile", self.compile, ("block", "model", "none"))
+        one_of("activation_checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
+        at_least("global_batch_size", self.global_batch_size, 1)
+        at_least("micro_batch_size", self.micro_batch_size, 1)
         if self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
@@ -302,15 +242,15 @@ class FinetuneConfig:
                 f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are "
                 "more tokens than 32 bits count (2^31); lower one of the two"
             )
-        _at_least("num_epochs", self.num_epochs, 1)
+        at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:
-            _at_least("num_steps", self.num_steps, 1)
-        _at_least("max_grad_norm", self.max_grad_norm, 0)
-        _at_least("eval_every_steps", self.eval_every_steps, 0)
-        _at_least("num_samples", self.num_samples, 0)
-        _at_least("seed", self.seed, 0)
-        _path("output_dir", self.output_dir)
-        _path("resume", self.resume)
+            at_least("num_steps", self.num_steps, 1)
+        at_least("max_grad_norm", self.max_grad_norm, 0)
+        at_least("eval_every_steps", self.eval_every_steps, 0)
+        at_least("num_samples", self.num_samples, 0)
+        at_least("seed", self.seed, 0)
+        check_path("output_dir", self.output_dir)
+        check_path("resume", self.resume)
         if self.num_samples and not (self.data.eval_fraction or self.data.eval_source):
             raise UserError(
                 "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "

@@ -104,7 +104,8 @@ def _expensive_ops() -> frozenset[Any]:
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
-            torch.ops.lptune.int8_scaled_mm.default,
+            torch.ops.lptune.scaled_mm.default,
+            torch.ops.lptune.block_scaled_mm.default,
             *_varlen_ops(),
         }
     )

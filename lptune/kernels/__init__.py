@@ -1,20 +1,44 @@
-"""GEMMs on 8-bit operands behind custom ops `lptune::*`, with a plain-torch reference beside each.
+"""GEMMs on 8-bit operands and their quantizers behind custom ops `lptune::*`, with a plain-torch reference
+beside each.
 
 A custom op is opaque to torch.compile: what it does at run time really happened. That is why the count of
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 
-from lptune.kernels.backend import choose_backend, requested_backend
-from lptune.kernels.int8 import cast, int8_scaled_mm
+from lptune.kernels.backend import choose_backend, k_major, requested_backend
+from lptune.kernels.block_mm import block_scaled_mm
+from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, layer_amaxes, quantize_delayed
+from lptune.kernels.quantize import (
+    quantize_blocks,
+    quantize_columns,
+    quantize_mx,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_tensor,
+)
 from lptune.kernels.record import GEMMS, Executed, layer_handle, record_gemms
+from lptune.kernels.scaled_mm import cast, scaled_mm
 
 __all__ = [
     "GEMMS",
+    "OPERANDS",
     "Executed",
+    "LayerAmaxes",
+    "block_scaled_mm",
     "cast",
     "choose_backend",
-    "int8_scaled_mm",
+    "forget_amaxes",
+    "k_major",
+    "layer_amaxes",
     "layer_handle",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_delayed",
+    "quantize_mx",
+    "quantize_rows",
+    "quantize_rows_and_columns",
+    "quantize_tensor",
     "record_gemms",
     "requested_backend",
+    "scaled_mm",
 ]

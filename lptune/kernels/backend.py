@@ -1,4 +1,4 @@
-"""The one place that decides which implementation runs an 8-bit GEMM."""
+"""The one place that decides which implementation runs an 8-bit operation."""
 
 import functools
 import logging
@@ -7,35 +7,61 @@ import os
 import torch
 
 from lptune.config import UserError
+from lptune.kernels import native
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("torch", "float32", "reference")
+# What each operation can run on; the first that works here is taken.
+BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("torch", "reference")},
+    "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
+    "block_gemm": {"cpu": ("reference",), "cuda": ("reference",)},
+    "quantize": {"cpu": ("native", "reference"), "cuda": ("reference",)},
+}
+NAMES = ("torch", "native", "float32", "reference")
 
 
 def requested_backend() -> str | None:
-    """`LPTUNE_KERNELS`, if set. Raises UserError for a name that is none of BACKENDS."""
+    """`LPTUNE_KERNELS`, if set. Raises UserError for a name that is no backend's."""
     name = os.environ.get("LPTUNE_KERNELS")
-    if name is not None and name not in BACKENDS:
-        raise UserError(f"LPTUNE_KERNELS={name!r}: must be one of {', '.join(BACKENDS)}; set it or unset it")
+    if name is not None and name not in NAMES:
+        raise UserError(f"LPTUNE_KERNELS={name!r}: must be one of {', '.join(NAMES)}; set it or unset it")
     return name
 
 
 @functools.cache
-def choose_backend(device_type: str) -> str:
-    """Name of the implementation used on `device_type`; logged once per process.
+def choose_backend(operation: str, device_type: str) -> str:
+    """Name of the implementation that runs `operation` (a key of BACKENDS) on `device_type`; logged once.
 
-    torch      `torch._int_mm`: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt's IMMA kernels on CUDA
+    torch      torch's own 8-bit GEMMs: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt and CUTLASS on CUDA
+    native     lptune's C++, compiled on first use (kernels/native)
     float32    float32 GEMMs over slices short enough to be exact: for CPUs on which oneDNN's int8 GEMM is not
-    reference  float64 GEMM, exact for int8; slow
+    reference  plain torch: float64 for INT8 (exact), float32 for float8
 
-    `LPTUNE_KERNELS` overrides the choice, for debugging.
+    `LPTUNE_KERNELS` overrides the choice where the operation has a backend of that name, for debugging.
     """
-    name = requested_backend() or ("torch" if device_type != "cpu" or _int_mm_is_exact() else "float32")
-    logger.info("8-bit GEMMs on %s run on backend %r", device_type, name)
+    candidates = BACKENDS[operation].get(device_type, ("reference",))
+    name = requested_backend()
+    if name is None or name not in candidates:
+        name = next(each for each in candidates if _works(each, operation, device_type))
+    logger.info("%s on %s runs on backend %r", operation, device_type, name)
     return name
 
 
+def k_major(device: torch.device) -> bool:
+    """Whether 8-bit GEMMs on `device` want both operands contiguous along the contraction."""
+    return device.type == "cuda"
+
+
+def _works(backend: str, operation: str, device_type: str) -> bool:
+    if backend == "native":
+        return native.available()
+    if backend == "torch" and operation == "float8_gemm":
+        return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)  # Ada and Hopper
+    return not (backend == "torch" and device_type == "cpu") or _int_mm_is_exact()
+
+
+@functools.cache
 def _int_mm_is_exact() -> bool:
     """Whether the CPU's int8 GEMM adds without saturating.
 

@@ -8,10 +8,11 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from lptune.config import PrecisionConfig, UserError, closest
-from lptune.kernels import requested_backend
+from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
@@ -21,7 +22,13 @@ from lptune.linear.spec import LinearSpec
 _ALIGNMENT = 16
 
 
-def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str] = ()) -> Plan:
+def convert(
+    model: nn.Module,
+    precision: PrecisionConfig,
+    *,
+    skip: Iterable[str] = (),
+    device: torch.device | None = None,
+) -> Plan:
     """Turns each `nn.Linear` of `model` that `precision` selects into a LowPrecisionLinear; returns the plan.
 
     Works on any module tree, `model` itself included, before or after weights are loaded, on any device
@@ -30,8 +37,9 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
     alone; it stands in the plan with that reason.
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
-    (`lm_head`, `layers.0.*`, `*.o_proj`). Raises UserError for a pattern that matches nothing and when no
-    layer is left to convert, and for an unknown LPTUNE_KERNELS.
+    (`lm_head`, `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet. Raises
+    UserError for a pattern that matches nothing, when no layer is left to convert, when the device has no
+    8-bit GEMM for the kind, and for an unknown LPTUNE_KERNELS.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
@@ -43,7 +51,7 @@ def convert(model: nn.Module, precision: PrecisionConfig, *, skip: Iterable[str]
     requested_backend()
     patterns = [*precision.skip, *skip]
     _check_patterns(patterns, linears)
-    spec = LinearSpec.from_config(precision)
+    spec = _for_device(LinearSpec.from_config(precision), device or _device(model))
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     layers = []
     for name, module in linears.items():
@@ -75,6 +83,25 @@ def unconvert(model: nn.Module) -> int:
     for module in converted:
         module.release()
     return len(converted)
+
+
+def _device(model: nn.Module) -> torch.device | None:
+    """Where the model is, None while it is nowhere (meta)."""
+    parameter = next(model.parameters(), None)
+    return None if parameter is None or parameter.device.type == "meta" else parameter.device
+
+
+def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
+    """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
+    if device is None or spec.emulate or choose_backend(spec.operation, device.type) != "reference":
+        return spec
+    if spec.scaling == "mx" or requested_backend() == "reference":
+        # MX is worth trying before the hardware for it is there; the plan says that it is emulated.
+        return spec._replace(emulate=True)
+    raise UserError(
+        f"precision.kind: {spec.kind} needs a device with a {spec.fmt} GEMM, and {device.type} here has "
+        "none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:

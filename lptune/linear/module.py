@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from lptune.kernels import layer_handle
-from lptune.linear.autograd import int8_rowcol_linear
+from lptune.kernels import forget_amaxes, layer_handle
+from lptune.linear.autograd import low_precision_linear
 from lptune.linear.spec import LinearSpec
 
 _numbers = itertools.count()
@@ -36,6 +36,7 @@ class LowPrecisionLinear(nn.Linear):
 
     def release(self) -> None:
         """Undoes `adopt`."""
+        forget_amaxes(int(self.handle))
         del self.spec, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -46,10 +47,7 @@ class LowPrecisionLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x_TK = x.reshape(-1, x.shape[-1])
-        spec = self.spec
-        out_TN: Tensor = int8_rowcol_linear(
-            x_TK, self.weight, self.handle, spec.output, spec.grad_input, spec.grad_weight
-        )
+        out_TN = low_precision_linear(x_TK, self.weight, self.handle, self.spec)
         out = out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
         return out if self.bias is None else out + self.bias.to(out.dtype)
 

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from lptune.kernels import GEMMS
+from lptune.kernels import GEMMS, choose_backend
 from lptune.linear.spec import LinearSpec
 
 
@@ -41,6 +41,13 @@ class Plan:
         """The layers that run in low precision."""
         return tuple(layer for layer in self.layers if layer.spec is not None)
 
+    def backend(self, device_type: str) -> str | None:
+        """What runs the 8-bit GEMMs on `device_type`; None where nothing was converted."""
+        specs = [layer.spec for layer in self.layers if layer.spec is not None]
+        if not specs:
+            return None
+        return "emulation" if specs[0].emulate else choose_backend(specs[0].operation, device_type)
+
     @property
     def flops_per_token(self) -> float:
         """Of forward and backward through all linear layers: three GEMMs of 2 * in * out each."""
@@ -59,7 +66,7 @@ class Plan:
                     "grad_input": grad_input,
                     "grad_weight": grad_weight,
                     "all_gather": gather,
-                    "spec": asdict(layer.spec) if layer.spec else None,
+                    "spec": layer.spec._asdict() if layer.spec else None,
                     "reason": layer.reason,
                 }
             )
@@ -81,9 +88,9 @@ class Plan:
             for row in (header, *rows)
         ]
         lines.insert(1, "-" * len(lines[0]))
-        summary = (
-            f"precision {self.kind}: {len(self.converted)} of {len(self.layers)} linear layers converted"
-        )
+        emulated = " (emulated)" if any(layer.spec.emulate for layer in self.layers if layer.spec) else ""
+        count = f"{len(self.converted)} of {len(self.layers)} linear layers converted"
+        summary = f"precision {self.kind}{emulated}: {count}"
         return "\n".join([summary, *lines])
 
 

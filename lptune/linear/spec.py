@@ -1,32 +1,74 @@
 """What one linear layer does in each of its three GEMMs."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lptune.config import PrecisionConfig
-from lptune.kernels import GEMMS
+
+# kind: what shares a scale, the format of x and W, whether scales are powers of two.
+_SCALING = {
+    "int8_rowcol": ("rowwise", "int8", False),
+    "int8_tensorwise": ("tensorwise", "int8", False),
+    "float8_tensorwise": ("tensorwise", "e4m3", False),
+    "float8_delayed": ("delayed", "e4m3", False),
+    "float8_rowwise": ("rowwise", "e4m3", True),
+    "float8_rowwise_with_gw_hp": ("rowwise", "e4m3", True),
+    "float8_blockwise": ("blockwise", "e4m3", False),
+    "mxfp8": ("mx", "e4m3", True),
+}
 
 
-@dataclass(frozen=True)
-class LinearSpec:
-    """How the three GEMMs of a layer run. `high` means: in compute dtype."""
+class LinearSpec(NamedTuple):
+    """How the three GEMMs of a layer run. `high` means: in compute dtype.
+
+    A tuple of plain values: the compiler treats them as constants, and layers with equal specs share a graph.
+    """
 
     kind: str
+    scaling: str  # rowwise | tensorwise | delayed | blockwise | mx
+    fmt: str  # of x and W; a key of numerics.FORMATS
+    grad_fmt: str  # of g
+    power_of_two: bool
     output: str  # low | high
-    grad_input: str  # folded | column | requantized | high
-    grad_weight: str  # column | folded | high
+    grad_input: str  # folded | column | requantized | tensor | block | high
+    grad_weight: str  # column | folded | tensor | block | high
+    emulate: bool
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
         """The spec that `precision` asks for on every converted layer."""
-        return cls(precision.kind, precision.output, precision.grad_input, precision.grad_weight)
+        scaling, fmt, power_of_two = _SCALING[precision.kind]
+        return cls(
+            kind=precision.kind,
+            scaling=scaling,
+            fmt=fmt,
+            grad_fmt=precision.resolved_grad_format,
+            power_of_two=power_of_two,
+            output=precision.output,
+            grad_input=precision.resolved_grad_input,
+            grad_weight=precision.resolved_grad_weight,
+            emulate=precision.emulate,
+        )
 
-    def low_gemms(self) -> tuple[str, ...]:
-        """Those of GEMMS that run in 8 bits."""
-        return tuple(gemm for gemm in GEMMS if getattr(self, gemm) != "high")
+    def is_low(self, gemm: str) -> bool:
+        """Whether `gemm`, one of kernels.GEMMS, runs in 8 bits."""
+        return bool(getattr(self, gemm) != "high")
+
+    @property
+    def operation(self) -> str:
+        """What kernels.choose_backend calls the GEMM of this spec."""
+        if self.scaling in ("blockwise", "mx"):
+            return "block_gemm"
+        return "int8_gemm" if self.fmt == "int8" else "float8_gemm"
 
     def describe(self, gemm: str) -> str:
-        """What the plan table says of `gemm`: `int8`, `int8 folded`, `high`."""
+        """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `high`."""
         how = getattr(self, gemm)
         if how == "high":
             return "high"
-        return "int8" if how == "low" else f"int8 {how}"
+        formats = self.fmt
+        if gemm != "output" and self.grad_fmt != self.fmt:
+            formats = f"{self.grad_fmt} x {self.fmt}"
+        if how == "low":
+            how = {"rowwise": "row", "blockwise": "block", "mx": "block"}.get(self.scaling, "tensor")
+        size = {"blockwise": "128", "mx": "32"}.get(self.scaling, "")
+        return f"{formats} {how}{size}"

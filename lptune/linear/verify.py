@@ -124,7 +124,7 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 def _faults(
     layer: LayerPlan, counts: dict[str, int], num_passes: int, trained: tuple[bool, bool]
 ) -> Iterator[str]:
-    low = layer.spec.low_gemms() if layer.spec else ()
+    low = [gemm for gemm in GEMMS if layer.spec and layer.spec.is_low(gemm)]
     calls = max(counts["grad_input"], counts["grad_weight"]) or num_passes
     input_trained, weight_trained = trained
     allowed: dict[str, tuple[int, ...]] = {

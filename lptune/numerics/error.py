@@ -1,7 +1,8 @@
 """How far a result is from the truth, and how far the format says it should be.
 
-Rounding to a step d adds noise of variance d**2 / 12. With d = amax / 127 for each row, an operand's relative
-noise is `(amax / rms) / (127 * sqrt(12))`; a GEMM of two such operands adds their variances.
+Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale everywhere: with
+d = amax / 127 a row's relative noise is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on the
+value. A GEMM of two quantized operands adds their variances.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lptune.numerics.formats import INT8, Format
+from lptune.numerics.quantize import expand_blocks, quantize_blocks
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
@@ -24,8 +26,27 @@ def sqnr_db(actual: Tensor, truth: Tensor) -> float:
     return math.inf if error == 0 else -20 * math.log10(error)
 
 
-def predicted_relative_error(x: Tensor, dim: int, fmt: Format = INT8) -> float:
-    """Expected ‖dequantize(quantize(x)) - x‖ / ‖x‖ for one scale along `dim`, from the step alone."""
+def predicted_relative_error(
+    x: Tensor, dim: int | tuple[int, ...], fmt: Format = INT8, *, power_of_two: bool = False
+) -> float:
+    """Expected ‖dequantize(quantize(x)) - x‖ / ‖x‖, from the format's step at each value alone.
+
+    x: (M, K), any float dtype. dim: what one scale covers: 1 a row, 0 a column, (0, 1) the tensor.
+    """
+    m, k = x.shape
+    block = {1: (1, k), 0: (m, 1), (0, 1): (m, k)}[dim]
+    return predicted_block_error(x, block, fmt, power_of_two=power_of_two)
+
+
+def predicted_block_error(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
+) -> float:
+    """`predicted_relative_error` for one scale per block."""
+    m, k = x.shape
+    scales = quantize_blocks(x, block, fmt, power_of_two=power_of_two).scale
+    scale64 = expand_blocks(scales, block, (m, k)).to(torch.float64)
     x64 = x.to(torch.float64)
-    step = x64.abs().amax(dim=dim, keepdim=True) / fmt.max
-    return float((step.square() / 12).expand_as(x64).sum().sqrt() / x64.norm())
+    step = scale64 * fmt.spacing(torch.where(scale64 > 0, x64 / scale64, 0.0))
+    # A zero is a number of every format.
+    noise = torch.where(x64 == 0, 0.0, step.square() / 12)
+    return float(noise.sum().sqrt() / x64.norm())

@@ -1,25 +1,52 @@
 """The 8-bit number formats.
 
-INT8 is symmetric: [-127, 127]. -128 is never produced, so that a value and its negative quantize alike and a
-contraction of 133,144 products still fits an int32 accumulator (127 * 127 * 133,144 < 2**31).
+INT8 is a fixed-point format: every step between neighbours is the same. It is symmetric here, [-127, 127]:
+-128 is never produced, so that a value and its negative quantize alike and a contraction of 133,144 products
+still fits an int32 accumulator (127 * 127 * 133,144 < 2**31).
+
+e4m3 and e5m2 are floating-point formats (arXiv:2209.05433): the step grows with the value, so that small
+values beside an outlier keep their relative precision. e4m3 has one bit more of it, e5m2 has the range of
+float16; gradients are often given the range, weights and activations the precision.
+
+E8M0 holds a power of two and nothing else. It is the scale of an MX block.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit storage format: values are multiples of a step (integers) up to `max`."""
+    """An 8-bit storage format. Integers up to `max`, or floating point where `mantissa_bits` is given."""
 
     name: str
     dtype: torch.dtype
     max: float
     """Largest magnitude; a scale is amax / max."""
+    mantissa_bits: int | None = None
+    """Stored bits of the significand of a floating-point format; None for integers."""
+    min_exponent: int = 0
+    """Exponent of the smallest normal number; below it the step stays what it is there."""
+
+    def spacing(self, values: Tensor) -> Tensor:
+        """Distance between the two neighbours that each of `values` (already divided by its scale) lies
+        between; float64, same shape.
+        """
+        if self.mantissa_bits is None:
+            return torch.ones_like(values, dtype=torch.float64)
+        # frexp: |v| = m * 2**e with m in [0.5, 1), so the exponent of the leading bit is e - 1.
+        exponent = torch.frexp(values.to(torch.float64).abs()).exponent - 1
+        exponent = exponent.clamp(min=self.min_exponent)
+        return torch.ldexp(torch.ones_like(values, dtype=torch.float64), exponent - self.mantissa_bits)
 
 
 INT8 = Format("int8", torch.int8, 127.0)
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_exponent=-6)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_exponent=-14)
+
+FORMATS = {fmt.name: fmt for fmt in (INT8, E4M3, E5M2)}
 
 # Longest contraction of int8 products that an int32 accumulator holds for certain.
 INT32_SAFE_CONTRACTION = (2**31 - 1) // (127 * 127)

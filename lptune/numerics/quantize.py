@@ -1,27 +1,43 @@
-"""Quantization with one scale per row or per column.
+"""Quantization with one scale per row, per column, per tensor or per block.
 
-A scale always dequantizes, `x ≈ q * scale`, is float32, and is `amax / max` of what it covers: a row of the
-matrix as stored (`quantize_rows`, what a GEMM contracting over the row needs) or a column
-(`quantize_columns`). One scale per row and not per tensor: an outlier token or channel then coarsens itself
-only.
+A scale always dequantizes, `x ≈ q * scale`, is float32, and is `amax / max` of what it covers. How much it
+covers is the trade: an outlier coarsens everything that shares its scale, and a scale can leave the sum of a
+GEMM only where it is constant along the contraction.
+
+    quantize_rows      (M, 1)      what a GEMM that contracts over the row needs of its left operand
+    quantize_columns   (1, K)      the same for the right operand
+    quantize_tensor    (1, 1)      one scale serves every GEMM that the tensor takes part in
+    quantize_blocks    (M/bm, K/bk)  the GEMM applies the scales block by block inside the sum
+
+What is computed, in every implementation of it (this one, the CPU's and Triton's give the same bits):
+
+    scale   = amax / max    rounded once to float32        or the next power of two
+    inverse = max / amax    rounded once to float32        or 1 / scale, exactly
+    q       = round to nearest even (x * inverse)          one float32 product per element
+
+A product and not a quotient, because a quotient is what compilers replace by an approximate one.
 
 Three choices that cost others accuracy:
+
 - scales are float32 whatever the input: an amax of 1e-6 in float16 underflows a scale kept in float16 to
-zero;
-- no scale is clamped from below. A floor such as 1e-12 ruins small gradients: after folding a weight scale
-into
-  g, |g * s| near 1e-10 is ordinary. A zero row has scale 0, and a 1 in its place would be folded into g and
-  drown the others (one zero row in 4,096 took grad_input's error from 0.01 to 0.94); only the divisor is
-  replaced;
+  zero;
+- no scale is clamped to something like 1e-12. That ruins small gradients: after folding a weight scale into
+  g, |g * s| near 1e-10 is ordinary. A scale is at least the smallest normal float32, 2**-126, so that its
+  inverse is finite. Only a row that is all zero has scale 0: a 1 in its place would be folded into g and
+  drown the others (one zero row in 4,096 took grad_input's error from 0.01 to 0.94);
 - an inf or NaN makes its scale NaN, so that it comes out of the GEMM as NaN and never as a plausible number.
+  What q holds there is unspecified.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.numerics.formats import INT8, Format
+
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its inverse, 2**126, is finite
 
 
 class QuantizedRows(NamedTuple):
@@ -38,39 +54,136 @@ class QuantizedColumns(NamedTuple):
     scale_1K: Tensor  # float32, q_MK * scale_1K ≈ x_MK
 
 
-def quantize_rows(x_MK: Tensor, fmt: Format = INT8) -> QuantizedRows:
-    """One scale per row. x_MK: any float dtype, (M, K), K > 0. |q * scale - x| <= scale / 2 for finite
-    rows.
+class QuantizedTensor(NamedTuple):
+    """A matrix with one scale."""
+
+    q_MK: Tensor  # fmt.dtype
+    scale_11: Tensor  # float32, q_MK * scale_11 ≈ x_MK
+
+
+class QuantizedBlocks(NamedTuple):
+    """A matrix with one scale per block of bm x bk; the last block of a row or column may be smaller."""
+
+    q_MK: Tensor  # fmt.dtype
+    scale: Tensor  # float32, (ceil(M / bm), ceil(K / bk))
+
+
+class Scale(NamedTuple):
+    """A scale and what an element is multiplied with to be quantized by it."""
+
+    scale: Tensor  # float32
+    inverse: Tensor  # float32; 1 / scale up to one rounding, 0 where scale is 0 or NaN
+
+
+def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Scale:
+    """The scale that maps `amax` (float32, >= 0, any shape) to the largest number of `fmt`.
+
+    power_of_two: the smallest power of two that is not below amax / max, so that nothing saturates. Dividing
+    by it is exact, hence a number already quantized by such a scale is not rounded again by a larger one.
     """
-    return QuantizedRows(*_quantize(x_MK, 1, fmt))
+    # Through float64: one rounding to float32, whatever a compiler makes of a float32 division.
+    scale = (amax.to(torch.float64) / fmt.max).to(torch.float32)
+    if power_of_two:
+        # The next power of two, on the bits: round the exponent up if any bit of the significand is set.
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = scale.clamp(min=SMALLEST_SCALE)
+        inverse = scale.reciprocal()  # exact
+    else:
+        inverse = (fmt.max / amax.to(torch.float64)).to(torch.float32)
+        tiny = scale < SMALLEST_SCALE
+        scale = torch.where(tiny, SMALLEST_SCALE, scale)
+        inverse = torch.where(tiny, 1 / SMALLEST_SCALE, inverse)
+    scale = torch.where(amax == 0, 0.0, scale)
+    not_finite = ~(amax < torch.inf)  # NaN compares false
+    scale = torch.where(not_finite, torch.nan, scale)
+    return Scale(scale, torch.where((amax == 0) | not_finite, 0.0, inverse))
 
 
-def quantize_columns(x_MK: Tensor, fmt: Format = INT8) -> QuantizedColumns:
-    """One scale per column. x_MK: any float dtype, (M, K), M > 0. |q * scale - x| <= scale / 2 for finite
-    columns.
+def round_to(scaled: Tensor, fmt: Format) -> Tensor:
+    """float32 values already multiplied by an inverse scale -> the nearest numbers of `fmt`, ties to even.
+
+    Values beyond the format's range saturate; where the scale came from the same values, none are.
     """
-    return QuantizedColumns(*_quantize(x_MK, 0, fmt))
+    scaled = scaled.clamp(-fmt.max, fmt.max)
+    return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
 
 
-def dequantize(quantized: QuantizedRows | QuantizedColumns, dtype: torch.dtype = torch.float32) -> Tensor:
+def quantize_rows(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedRows:
+    """One scale per row. x_MK: any float dtype, (M, K).
+
+    For INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
+    """
+    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two))
+
+
+def quantize_columns(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedColumns:
+    """One scale per column. x_MK: any float dtype, (M, K)."""
+    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two))
+
+
+def quantize_tensor(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedTensor:
+    """One scale. x_MK: any float dtype, (M, K)."""
+    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two))
+
+
+def quantize_blocks(
+    x_MK: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
+) -> QuantizedBlocks:
+    """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size."""
+    m, k = x_MK.shape
+    rows, columns = block
+    # The zeros that fill up the last blocks do not change an amax.
+    x32 = F.pad(x_MK.to(torch.float32), (0, -k % columns, 0, -m % rows))
+    split = x32.view(x32.shape[0] // rows, rows, x32.shape[1] // columns, columns)
+    scale, inverse = scale_from_amax(_amax(split, (1, 3)), fmt, power_of_two)
+    q = round_to(split * inverse, fmt).view(x32.shape)[:m, :k]
+    return QuantizedBlocks(q.contiguous(), scale[:, 0, :, 0])
+
+
+def quantize_with_scale(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """q for a scale that was chosen before x was known (delayed scaling); what exceeds it saturates.
+
+    scale: float32, broadcastable to x. Inf saturates too; NaN is unspecified for INT8 and stays NaN in
+    float8, so a caller who must tell looks at the amax.
+    """
+    inverse = torch.where(scale > 0, (1 / scale.to(torch.float64)).to(torch.float32), 0.0)
+    return round_to(x.to(torch.float32) * inverse, fmt)
+
+
+def dequantize(
+    quantized: QuantizedRows | QuantizedColumns | QuantizedTensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """`(q * scale)` in float32, rounded once to `dtype`."""
     q, scale = quantized
     return (q.to(torch.float32) * scale).to(dtype)
 
 
-def _quantize(x: Tensor, dim: int, fmt: Format) -> tuple[Tensor, Tensor]:
+def dequantize_blocks(
+    quantized: QuantizedBlocks, block: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`(q * scale)` in float32, rounded once to `dtype`; `block` as it was quantized with."""
+    m, k = quantized.q_MK.shape
+    scale = expand_blocks(quantized.scale, block, (m, k))
+    return (quantized.q_MK.to(torch.float32) * scale).to(dtype)
+
+
+def expand_blocks(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """Block scales (any dtype), one for each element of a matrix of `shape`; float32."""
+    expanded = scale.to(torch.float32).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return expanded[: shape[0], : shape[1]]
+
+
+def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    if x32.numel() == 0:  # nothing to scale, and amax has no identity
+        return x32.sum(dim=dim, keepdim=True)
+    # The two extrema instead of abs().amax(): one reading less in eager mode; both propagate NaN.
+    return torch.maximum(x32.amax(dim=dim, keepdim=True), -x32.amin(dim=dim, keepdim=True))
+
+
+def _quantize(
+    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     assert x.dim() == 2, x.shape
     x32 = x.to(torch.float32)
-    if x32.shape[dim] == 0:  # nothing to scale, and amax has no identity
-        kept = (x32.shape[0], 1) if dim == 1 else (1, x32.shape[1])
-        return x32.to(fmt.dtype), x32.new_zeros(kept)
-    # The two extrema instead of abs().amax(): one reading less in eager mode; both propagate NaN.
-    amax = torch.maximum(x32.amax(dim=dim, keepdim=True), -x32.amin(dim=dim, keepdim=True))
-    scale = amax / fmt.max
-    scale = torch.where(scale == torch.inf, torch.nan, scale)
-    # amax / 127 is 0 for a zero row and also where float32 underflows: all of it quantizes to 0.
-    divisor = torch.where(scale == 0, torch.inf, scale)
-    # The clamp only acts where the scale is subnormal and therefore coarse; elsewhere |x / scale| <=
-    # 127.00002.
-    # What a NaN becomes here does not matter: its scale is NaN.
-    return (x32 / divisor).round_().clamp_(-fmt.max, fmt.max).to(fmt.dtype), scale
+    scale, inverse = scale_from_amax(_amax(x32, dim), fmt, power_of_two)
+    return round_to(x32 * inverse, fmt), scale

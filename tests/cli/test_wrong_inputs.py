@@ -219,7 +219,12 @@ def learning_rate_of_nan(job: Job) -> None:
     job.values["optimizer"] = {"lr": float("nan")}
 
 
-@case("argument 'precision.kind=int8'", "not one of none, int8_rowcol", "mean 'int8_rowcol'?", on=(CONFIG,))
+@case(
+    "argument 'precision.kind=int8'",
+    "not one of none, int8_rowcol, int8_tensorwise",
+    "mean 'int8_rowcol'?",
+    on=(CONFIG,),
+)
 def misspelt_choice(job: Job) -> None:
     job.overrides = ["precision.kind=int8"]
 

@@ -45,7 +45,7 @@ def test_the_plan_gives_each_layer_its_gemms_or_its_reason() -> None:
     assert rows["layers.0.up"] | {"spec": None} == {
         "name": "layers.0.up",
         "shape": [48, 32],
-        "output": "int8",
+        "output": "int8 row",
         "grad_input": "int8 folded",
         "grad_weight": "int8 column",
         "all_gather": "high",

@@ -39,7 +39,7 @@ def test_a_step_that_ran_as_planned_is_counted(compiled: bool) -> None:
 def test_a_planted_fall_back_in_one_gemm_is_named(gemm: str, compiled: bool) -> None:
     model = _model()
     plan = linear.convert(model, INT8)
-    model[2].spec = dataclasses.replace(model[2].spec, **{gemm: "high"})  # type: ignore[arg-type, type-var]
+    model[2].spec = model[2].spec._replace(**{gemm: "high"})  # type: ignore[arg-type, type-var]
     with (
         pytest.raises(
             linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run .* ran 0 times"
@@ -82,7 +82,7 @@ def test_a_fall_back_in_one_of_two_passes_is_named() -> None:
 def test_low_precision_where_high_was_planned_is_named() -> None:
     model = _model()
     plan = linear.convert(model, dataclasses.replace(INT8, grad_weight="high"))
-    model[0].spec = dataclasses.replace(model[0].spec, grad_weight="column")  # type: ignore[type-var]
+    model[0].spec = model[0].spec._replace(grad_weight="column")  # type: ignore[type-var]
     with (
         pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: grad_weight was to run 0 times"),
         linear.verify_step(model, plan, 2),
@@ -111,7 +111,7 @@ def test_a_head_registered_before_the_body_is_understood() -> None:
     plan = linear.convert(model, INT8)
     with linear.verify_step(model, plan, 1):
         model(torch.randn(4, 32)).sum().backward()
-    model.head.spec = dataclasses.replace(model.head.spec, grad_input="high")  # type: ignore[type-var]
+    model.head.spec = model.head.spec._replace(grad_input="high")  # type: ignore[type-var]
     with (
         pytest.raises(linear.PrecisionNotAppliedError, match="layer head: grad_input"),
         linear.verify_step(model, plan, 1),
@@ -123,7 +123,7 @@ def test_another_model_does_not_hide_a_fall_back() -> None:
     policy, reference = _model(), _model()
     plan = linear.convert(policy, INT8)
     linear.convert(reference, INT8)
-    policy[0].spec = dataclasses.replace(policy[0].spec, output="high")  # type: ignore[type-var]
+    policy[0].spec = policy[0].spec._replace(output="high")  # type: ignore[type-var]
 
     def both() -> None:
         reference(torch.randn(24, 32))

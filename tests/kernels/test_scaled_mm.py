@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lptune.config import UserError
-from lptune.kernels import int8_scaled_mm, layer_handle, record_gemms
+from lptune.kernels import layer_handle, record_gemms, scaled_mm
 from lptune.kernels.backend import choose_backend
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
@@ -43,23 +43,23 @@ def test_the_result_is_the_exact_sum_scaled_in_float32(
     for sa, sb in ((scale_a, scale_b), (scale_a, None), (None, scale_b), (None, None)):
         expected = exact if sa is None else exact * sa
         expected = (expected if sb is None else expected * sb).to(out_dtype)
-        assert torch.equal(int8_scaled_mm(a, b, sa, sb, out_dtype, NO_LAYER, 0), expected)
+        assert torch.equal(scaled_mm(a, b, sa, sb, out_dtype, NO_LAYER, 0), expected)
 
 
 @pytest.mark.parametrize("transposed", ["a", "b", "both"])
 def test_strides_do_not_matter(transposed: str) -> None:
     a, b, scale_a, scale_b = _operands(20, 48, 36)
-    expected = int8_scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0)
+    expected = scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0)
     a = a.t().contiguous().t() if transposed in ("a", "both") else a
     b = b.t().contiguous().t() if transposed in ("b", "both") else b
-    assert torch.equal(int8_scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0), expected)
+    assert torch.equal(scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0), expected)
 
 
 def test_contractions_beyond_int32_are_split(backend: str) -> None:
     k = INT32_SAFE_CONTRACTION + 1000
     a = torch.full((2, k), 127, dtype=torch.int8)
     b = torch.full((k, 3), -127, dtype=torch.int8)
-    out = int8_scaled_mm(a, b, None, None, torch.float32, NO_LAYER, 0)
+    out = scaled_mm(a, b, None, None, torch.float32, NO_LAYER, 0)
     exact = -127.0 * 127.0 * k
     assert exact < -(2**31)
     # Two parts, each rounded to float32 once, and their sum once.
@@ -71,7 +71,7 @@ def test_contractions_beyond_int32_are_split(backend: str) -> None:
 def test_nan_scales_come_out_as_nan() -> None:
     a, b, scale_a, scale_b = _operands(4, 16, 16)
     scale_a[2] = torch.nan
-    out = int8_scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 0)
+    out = scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 0)
     assert out[2].isnan().all()
     assert out[[0, 1, 3]].isfinite().all()
 
@@ -79,24 +79,24 @@ def test_nan_scales_come_out_as_nan() -> None:
 def test_opcheck() -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
     arguments = [
-        (a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 1),
-        (a, b, None, scale_b, torch.float32, NO_LAYER, 2),
+        (a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 1, False),
+        (a, b, None, scale_b, torch.float32, NO_LAYER, 2, True),
     ]
     for args in arguments:
-        torch.library.opcheck(torch.ops.lptune.int8_scaled_mm.default, args)
+        torch.library.opcheck(torch.ops.lptune.scaled_mm.default, args)
     torch.library.opcheck(torch.ops.lptune.cast.default, (torch.randn(3, 4), torch.bfloat16))
 
 
 def test_bad_operands_are_named() -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
-    with pytest.raises(ValueError, match=r"int8 operands, got torch\.float32"):
-        int8_scaled_mm(a.float(), b, None, None, torch.float32, NO_LAYER, 0)
+    with pytest.raises(ValueError, match=r"two int8 or two float8 operands, got torch\.float32"):
+        scaled_mm(a.float(), b, None, None, torch.float32, NO_LAYER, 0)
     with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\), got \(8, 16\) and \(24, 16\)"):
-        int8_scaled_mm(a, b.t(), None, None, torch.float32, NO_LAYER, 0)
-    with pytest.raises(ValueError, match=r"scale_a of shape \(M, 1\)"):
-        int8_scaled_mm(a, b, scale_b, None, torch.float32, NO_LAYER, 0)
-    with pytest.raises(ValueError, match=r"scale_b of shape \(1, N\)"):
-        int8_scaled_mm(a, b, None, scale_a, torch.float32, NO_LAYER, 0)
+        scaled_mm(a, b.t(), None, None, torch.float32, NO_LAYER, 0)
+    with pytest.raises(ValueError, match=r"scale_a of shape \(M, 1\) or \(1, 1\)"):
+        scaled_mm(a, b, scale_b, None, torch.float32, NO_LAYER, 0)
+    with pytest.raises(ValueError, match=r"scale_b of shape \(1, N\) or \(1, 1\)"):
+        scaled_mm(a, b, None, scale_a, torch.float32, NO_LAYER, 0)
 
 
 def test_an_unknown_backend_is_one_line(
@@ -106,17 +106,17 @@ def test_an_unknown_backend_is_one_line(
     monkeypatch.setenv("LPTUNE_KERNELS", "cuda")
     choose_backend.cache_clear()
     with pytest.raises(UserError, match="LPTUNE_KERNELS='cuda'"):
-        choose_backend("cpu")
+        choose_backend("int8_gemm", "cpu")
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_a_cpu_whose_int8_gemm_saturates_gets_an_exact_one(isa: str) -> None:
     code = (
         "import torch; from lptune.kernels import *; a = torch.full((32, 640), 127, dtype=torch.int8)\n"
-        "out = int8_scaled_mm(a, a.t(), None, None, torch.float32, layer_handle(-1), 0)\n"
+        "out = scaled_mm(a, a.t(), None, None, torch.float32, layer_handle(-1), 0)\n"
         "plain = torch._int_mm(a, a.t())\n"
         "print((out == 127 * 127 * 640).all().item(), (plain == 127 * 127 * 640).all().item(), "
-        "choose_backend('cpu'))"
+        "choose_backend('int8_gemm', 'cpu'))"
     )
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -131,8 +131,8 @@ def test_every_execution_is_counted_for_its_layer(compiled: bool) -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
 
     def twice(layer: torch.Tensor) -> torch.Tensor:
-        first = int8_scaled_mm(a, b, scale_a, scale_b, torch.float32, layer, 0)
-        return first + int8_scaled_mm(a, b, scale_a, None, torch.float32, layer, 2)
+        first = scaled_mm(a, b, scale_a, scale_b, torch.float32, layer, 0)
+        return first + scaled_mm(a, b, scale_a, None, torch.float32, layer, 2)
 
     run = torch.compile(twice, fullgraph=True) if compiled else twice
     with record_gemms() as executed:
@@ -147,6 +147,6 @@ def test_every_execution_is_counted_for_its_layer(compiled: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cuda_equals_cpu_bitwise(shape: tuple[int, int, int]) -> None:
     a, b, scale_a, scale_b = _operands(*shape)
-    expected = int8_scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 0)
-    on_gpu = int8_scaled_mm(a.cuda(), b.cuda(), scale_a.cuda(), scale_b.cuda(), torch.bfloat16, NO_LAYER, 0)
+    expected = scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, NO_LAYER, 0)
+    on_gpu = scaled_mm(a.cuda(), b.cuda(), scale_a.cuda(), scale_b.cuda(), torch.bfloat16, NO_LAYER, 0)
     assert torch.equal(on_gpu.cpu(), expected)

@@ -1,0 +1,37 @@
+"""Checks of single values; each raises one UserError that names the key, what was found and what is legal."""
+
+import math
+import os
+
+from lptune.config.errors import UserError, closest
+
+
+def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
+    """`value` is one of `choices`; `where` follows them in the message."""
+    if value not in choices:
+        raise UserError(
+            f"{key}: {value!r} is not one of {', '.join(choices)}{where}{closest(value, choices)}"
+        )
+
+
+def at_least(key: str, value: float, minimum: float) -> None:
+    """Finite and `>= minimum`."""
+    # The negated form also refuses NaN.
+    if not minimum <= value < math.inf:
+        raise UserError(
+            f"{key}: must be {'finite and ' * (value == math.inf)}at least {minimum}, found {value}"
+        )
+
+
+def check_path(key: str, value: str) -> None:
+    """Not empty, and something a file system could hold."""
+    if not value:
+        raise UserError(f"{key}: is empty; name a file or folder")
+    if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+        raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
+
+
+def positive(key: str, value: float) -> None:
+    """Finite and above 0."""
+    if not 0 < value < math.inf:
+        raise UserError(f"{key}: must be greater than 0 and finite, found {value}")

@@ -1,0 +1,111 @@
+"""The kinds of low precision and the keys that choose among them (what they compute: docs/numerics.md)."""
+
+from dataclasses import dataclass
+
+from lptune.config.checks import one_of
+from lptune.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind can do in its two backward GEMMs; the first of each is what `low` means."""
+
+    grad_input: tuple[str, ...]
+    grad_weight: tuple[str, ...]
+    grad_formats: tuple[str, ...]
+    """Formats of the output's gradient; the first is the default."""
+
+
+_ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
+
+PRECISION_KINDS = {
+    "none": Kind((), (), ()),
+    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",)),
+    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",)),
+    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
+    "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
+    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",)),
+    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",)),
+    "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
+    "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Which of the three GEMMs of a linear layer run in 8 bits, and how."""
+
+    kind: str = "none"
+    """none | int8_rowcol | int8_tensorwise | float8_tensorwise | float8_delayed | float8_rowwise |
+    float8_rowwise_with_gw_hp | float8_blockwise | mxfp8."""
+    output: str = "low"
+    """low | high: precision of `output = x @ W.T`."""
+    grad_input: str = "low"
+    """low (as is usual for the kind) | high; kinds with row scales also take folded (their `low`) | column |
+    requantized: how `grad_input = g @ W` sees the weight (docs/numerics.md)."""
+    grad_weight: str = "low"
+    """low (as is usual for the kind) | high; kinds with row scales also take column (their `low`) | folded:
+    how `grad_weight = g.T @ x` sees the input; folded saves x in 8 bits."""
+    grad_format: str = "auto"
+    """auto | e5m2 | e4m3: format of g for float8_tensorwise and float8_delayed (auto: e5m2)."""
+    emulate: bool = False
+    """Compute the 8-bit GEMMs in wider arithmetic on the same operands: any kind on any device, slowly."""
+    skip: tuple[str, ...] = ("lm_head",)
+    """Layer names or globs that stay in compute dtype."""
+    all_gather: str = "high"
+    """high: FSDP gathers weights in compute dtype."""
+    verify: bool = True
+    """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
+
+    def __post_init__(self) -> None:
+        one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
+        one_of("precision.output", self.output, ("low", "high"))
+        one_of("precision.all_gather", self.all_gather, ("high",))
+        kind = PRECISION_KINDS[self.kind]
+        anything = self.kind == "none"  # a config may keep its choices while precision is switched off
+        for key, choices in (
+            ("grad_input", ("low", *(_all("grad_input") if anything else kind.grad_input))),
+            ("grad_weight", ("low", *(_all("grad_weight") if anything else kind.grad_weight))),
+            ("grad_format", ("auto", *(_all("grad_formats") if anything else kind.grad_formats))),
+        ):
+            value = getattr(self, key)
+            of_kind = "" if anything else f" (precision.kind: {self.kind})"
+            one_of(f"precision.{key}", value, choices, of_kind)
+        if not anything and not self.low_gemms():
+            raise UserError(
+                f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
+                "runs nothing in low precision; set kind: none"
+            )
+
+    def low_gemms(self) -> tuple[str, ...]:
+        """Those of output, grad_input and grad_weight that run in 8 bits."""
+        return tuple(
+            gemm
+            for gemm, how in (
+                ("output", self.output),
+                ("grad_input", self.resolved_grad_input),
+                ("grad_weight", self.resolved_grad_weight),
+            )
+            if how != "high"
+        )
+
+    @property
+    def resolved_grad_input(self) -> str:
+        """`grad_input` with `low` replaced by what it means for the kind."""
+        return PRECISION_KINDS[self.kind].grad_input[0] if self.grad_input == "low" else self.grad_input
+
+    @property
+    def resolved_grad_weight(self) -> str:
+        """`grad_weight` with `low` replaced by what it means for the kind."""
+        return PRECISION_KINDS[self.kind].grad_weight[0] if self.grad_weight == "low" else self.grad_weight
+
+    @property
+    def resolved_grad_format(self) -> str:
+        """`grad_format` with `auto` replaced by what it means for the kind."""
+        return PRECISION_KINDS[self.kind].grad_formats[0] if self.grad_format == "auto" else self.grad_format
+
+
+def _all(field: str) -> tuple[str, ...]:
+    return tuple(
+        dict.fromkeys(choice for kind in PRECISION_KINDS.values() for choice in getattr(kind, field))
+    )

@@ -1,0 +1,164 @@
+"""lptune's own C++ for CPUs: the INT8 quantizers and the GEMM's epilogue (quantize.cpp).
+
+Compiled on first use by the machine's C++ compiler for the machine's processor, kept under
+`$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`), called through ctypes on raw pointers: no build step at
+installation, no torch headers, two seconds once. Where there is no compiler, torch's own operations do the
+same work, slower and with the same bits.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("quantize.cpp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_LINK = ("-std=c++17", "-shared", "-fPIC")
+
+_Result = tuple[Tensor, Tensor]
+
+
+def available() -> bool:
+    """Whether the library is there or could be compiled; logged once if not."""
+    return _library() is not None
+
+
+def quantize_rows(x_MK: Tensor, multiplier_1K: Tensor | None) -> _Result:
+    """INT8 rows of `x * multiplier`: q (M, K) row by row, scale (M, 1)."""
+    x = _prepare(x_MK)
+    q, scale = _outputs(x, (x.shape[0], 1))
+    _call(x, multiplier_1K, (q, scale), None, None)
+    return q, scale
+
+
+def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
+    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K)."""
+    x = _prepare(x_MK)
+    q, scale = _outputs(x, (1, x.shape[1]))
+    _call(x, None, None, multiplier_M1, (q, scale))
+    return q, scale
+
+
+def quantize_rows_and_columns(
+    x_MK: Tensor, multiplier_1K: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """INT8 rows of `x * multiplier` and columns of `x`."""
+    x = _prepare(x_MK)
+    rows, columns = _outputs(x, (x.shape[0], 1)), _outputs(x, (1, x.shape[1]))
+    _call(x, multiplier_1K, rows, None, columns)
+    return *rows, *columns
+
+
+def apply_scales(
+    acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """`(acc.float() * scale_a * scale_b).to(out_dtype)`. acc: int32; scales: float32."""
+    library = _library()
+    assert library is not None
+    acc, (m, n) = acc_MN.contiguous(), acc_MN.shape
+    one = torch.ones(1)
+    a, b = (one if s is None else s.contiguous() for s in (scale_a, scale_b))
+    direct = out_dtype in (torch.bfloat16, torch.float32)
+    out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
+    library.lptune_apply_scales(
+        ctypes.c_void_p(acc.data_ptr()),
+        ctypes.c_int64(m),
+        ctypes.c_int64(n),
+        ctypes.c_void_p(a.data_ptr()),
+        int(a.numel() > 1),
+        ctypes.c_void_p(b.data_ptr()),
+        int(b.numel() > 1),
+        ctypes.c_void_p(out.data_ptr()),
+        int(out.dtype == torch.bfloat16),
+        torch.get_num_threads(),
+    )
+    return out.to(out_dtype)
+
+
+def _prepare(x: Tensor) -> Tensor:
+    x = x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.float32)
+    return x.contiguous()
+
+
+def _outputs(x: Tensor, scale_shape: tuple[int, int]) -> _Result:
+    return torch.empty(x.shape, dtype=torch.int8), torch.empty(scale_shape, dtype=torch.float32)
+
+
+def _call(
+    x: Tensor,
+    row_multiplier: Tensor | None,
+    rows: _Result | None,
+    column_multiplier: Tensor | None,
+    columns: _Result | None,
+) -> None:
+    library = _library()
+    assert library is not None
+
+    # The contiguous copies live until the call is over.
+    multipliers = [m if m is None else m.contiguous() for m in (row_multiplier, column_multiplier)]
+    pointers = [m if m is None else m.data_ptr() for m in multipliers]
+    q_rows, scale_rows = (t.data_ptr() for t in rows) if rows else (None, None)
+    q_columns, scale_columns = (t.data_ptr() for t in columns) if columns else (None, None)
+    library.lptune_quantize(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        *(
+            ctypes.c_void_p(p)
+            for p in (pointers[0], q_rows, scale_rows, pointers[1], q_columns, scale_columns)
+        ),
+        torch.get_num_threads(),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning(
+            "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
+        )
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """Path of the library built from this source, by this compiler, for this processor."""
+    identity = hashlib.sha256(_SOURCE.read_bytes())
+    identity.update(repr((compiler, _FLAGS, _processor())).encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lptune"
+    library = cache / f"native-{identity.hexdigest()[:24]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # Ranks start together: each builds its own file, and the last rename wins with the same content.
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            built = Path(folder) / library.name
+            command = [compiler, *_FLAGS, *_LINK, str(_SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(library)
+    return library
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")

@@ -1,0 +1,214 @@
+"""Quantizers as custom ops: what a GEMM's operand is made by.
+
+Each op gives, on every device and by every backend, the bits of its twin in `lptune.numerics`; what the
+backends differ in is how often they read. An op is opaque to torch.compile, hence compiled and eager runs
+quantize alike by construction.
+
+`multiplier` folds another operand's scales in before quantization (lptune/linear/rowwise.py): rows of
+`x * multiplier_1K`, columns of `x * multiplier_M1`, the product rounded to float32 as usual.
+
+`transposed` asks for the values to be stored the other way round; the result has the same shape and other
+strides. Tensor cores want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; a wrong
+layout costs 1.5x to 2.6x on Hopper), and the cheapest moment to turn a matrix is while it is written anyway.
+"""
+
+import torch
+from torch import Tensor
+
+from lptune import numerics
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
+from lptune.numerics import (
+    FORMATS,
+    QuantizedBlocks,
+    QuantizedColumns,
+    QuantizedMX,
+    QuantizedRows,
+    QuantizedTensor,
+)
+
+_OPTIONAL = Tensor | None
+
+
+def quantize_rows(
+    x_MK: Tensor,
+    fmt: str,
+    *,
+    multiplier_1K: Tensor | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> QuantizedRows:
+    """`numerics.quantize_rows(x_MK * multiplier_1K)`. x_MK: bfloat16, float16 or float32, any strides.
+
+    fmt: a key of `numerics.FORMATS`. multiplier_1K: float32. transposed: q_MK is stored column by column.
+    """
+    return QuantizedRows(*_quantize_rows(x_MK, multiplier_1K, fmt, power_of_two, transposed))
+
+
+def quantize_columns(
+    x_MK: Tensor,
+    fmt: str,
+    *,
+    multiplier_M1: Tensor | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> QuantizedColumns:
+    """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`."""
+    return QuantizedColumns(*_quantize_columns(x_MK, multiplier_M1, fmt, power_of_two, transposed))
+
+
+def quantize_rows_and_columns(
+    x_MK: Tensor,
+    fmt: str,
+    *,
+    multiplier_1K: Tensor | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
+) -> tuple[QuantizedRows, QuantizedColumns]:
+    """Rows of `x * multiplier_1K` and columns of `x` itself: both operands that backward makes of a gradient.
+
+    transposed: of the columns; the rows are always stored row by row.
+    """
+    q_rows, scale_M1, q_columns, scale_1K = _quantize_rows_and_columns(
+        x_MK, multiplier_1K, fmt, power_of_two, transposed
+    )
+    return QuantizedRows(q_rows, scale_M1), QuantizedColumns(q_columns, scale_1K)
+
+
+def quantize_tensor(x_MK: Tensor, fmt: str, *, power_of_two: bool = False) -> QuantizedTensor:
+    """`numerics.quantize_tensor(x_MK)`."""
+    return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two))
+
+
+def quantize_blocks(
+    x_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool = False
+) -> QuantizedBlocks:
+    """`numerics.quantize_blocks(x_MK, block)`."""
+    return QuantizedBlocks(*_quantize_blocks(x_MK, block[0], block[1], fmt, power_of_two))
+
+
+def quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> QuantizedMX:
+    """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
+    return QuantizedMX(*_quantize_mx(x_MK, dim, fmt))
+
+
+@torch.library.custom_op("lptune::quantize_rows", mutates_args=())
+def _quantize_rows(
+    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+        q, scale = native.quantize_rows(x_MK, multiplier_1K)
+    else:
+        q, scale = numerics.quantize_rows(_fold(x_MK, multiplier_1K), FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q, transposed), scale
+
+
+@torch.library.custom_op("lptune::quantize_columns", mutates_args=())
+def _quantize_columns(
+    x_MK: Tensor, multiplier_M1: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+        q, scale = native.quantize_columns(x_MK, multiplier_M1)
+    else:
+        folded = _fold(x_MK, multiplier_M1)
+        q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q, transposed), scale
+
+
+@torch.library.custom_op("lptune::quantize_rows_and_columns", mutates_args=())
+def _quantize_rows_and_columns(
+    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+        q_rows, scale_M1, q_columns, scale_1K = native.quantize_rows_and_columns(x_MK, multiplier_1K)
+    else:
+        q_rows, scale_M1 = numerics.quantize_rows(
+            _fold(x_MK, multiplier_1K), FORMATS[fmt], power_of_two=power_of_two
+        )
+        q_columns, scale_1K = numerics.quantize_columns(x_MK, FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q_rows, False), scale_M1, _store(q_columns, transposed), scale_1K
+
+
+@torch.library.custom_op("lptune::quantize_tensor", mutates_args=())
+def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q, False), scale
+
+
+@torch.library.custom_op("lptune::quantize_blocks", mutates_args=())
+def _quantize_blocks(
+    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    block = (block_rows, block_columns)
+    q, scale = numerics.quantize_blocks(x_MK, block, FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q, False), scale.contiguous()
+
+
+@torch.library.custom_op("lptune::quantize_mx", mutates_args=())
+def _quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+    q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
+    return _store(q, False), scale.contiguous()
+
+
+def _fold(x: Tensor, multiplier: Tensor | None) -> Tensor:
+    return x if multiplier is None else x.to(torch.float32) * multiplier
+
+
+def _store(q: Tensor, transposed: bool) -> Tensor:
+    return q.t().contiguous().t() if transposed else q.contiguous()
+
+
+def _empty(x: Tensor, fmt: str, transposed: bool) -> Tensor:
+    dtype = FORMATS[fmt].dtype
+    return x.new_empty(x.shape[::-1], dtype=dtype).t() if transposed else x.new_empty(x.shape, dtype=dtype)
+
+
+def _scale(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+@_quantize_rows.register_fake
+def _(
+    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, transposed), _scale(x_MK, x_MK.shape[0], 1)
+
+
+@_quantize_columns.register_fake
+def _(
+    x_MK: Tensor, multiplier_M1: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, transposed), _scale(x_MK, 1, x_MK.shape[1])
+
+
+@_quantize_rows_and_columns.register_fake
+def _(
+    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = x_MK.shape
+    return (
+        _empty(x_MK, fmt, False),
+        _scale(x_MK, m, 1),
+        _empty(x_MK, fmt, transposed),
+        _scale(x_MK, 1, k),
+    )
+
+
+@_quantize_tensor.register_fake
+def _(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, False), _scale(x_MK, 1, 1)
+
+
+@_quantize_blocks.register_fake
+def _(
+    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    m, k = x_MK.shape
+    return _empty(x_MK, fmt, False), _scale(x_MK, -(-m // block_rows), -(-k // block_columns))
+
+
+@_quantize_mx.register_fake
+def _(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+    (m, k), size = x_MK.shape, numerics.MX_BLOCK
+    shape = (m, -(-k // size)) if dim == 1 else (-(-m // size), k)
+    return _empty(x_MK, fmt, False), x_MK.new_empty(shape, dtype=torch.float8_e8m0fnu)

@@ -1,0 +1,199 @@
+"""GEMM on 8-bit operands with the scales applied to the accumulator.
+
+`out = (a @ b) * scale_a * scale_b`: products of 8-bit numbers, a wide accumulator, the scales and the
+rounding to the output dtype last. This works for every scale that is constant along the contraction: one per
+row of a, one per column of b, or one per tensor.
+
+INT8 accumulates in int32. The sum is exact, so every backend gives the same bits. Contractions longer than an
+int32 holds (133,144 products: many tokens in grad_weight, a 152k vocabulary in grad_input) are split and
+summed in float32.
+
+Float8 accumulates in float32 (products of two float8 numbers are exact there); the order of the sum is the
+backend's, and with it the last bits.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
+from lptune.kernels.record import note
+from lptune.numerics.formats import INT32_SAFE_CONTRACTION
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    gemm: int,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None: a scale of 1.
+
+    For INT8 to the bit, for float8 up to the rounding of a float32 sum.
+
+    a_MK, b_KN: both int8 or both float8, any strides (fastest: a row-major, b column-major). Scales: float32,
+    (M, 1) and (1, N), or (1, 1) for one per tensor. layer: `layer_handle` of the calling layer; gemm: index
+    into GEMMS. Both only feed `record_gemms`. emulate: use the reference, whatever the device could do.
+    Raises ValueError for other dtypes and shapes.
+    """
+    _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
+    out_MN: Tensor = _scaled_mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, layer, gemm, emulate)
+    return out_MN
+
+
+@torch.library.custom_op("lptune::scaled_mm", mutates_args=())
+def _scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    gemm: int,
+    emulate: bool,
+) -> Tensor:
+    mm = _int8_mm if a_MK.dtype == torch.int8 else _float8_mm
+    out_MN = mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, emulate)
+    note(layer, gemm)
+    return out_MN
+
+
+@_scaled_mm.register_fake
+def _(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    gemm: int,
+    emulate: bool,
+) -> Tensor:
+    return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` that survives torch.compile.
+
+    Inductor drops a float32 -> bfloat16 -> float32 round trip, and with it the rounding of the weight before
+    its quantization, so that compiled and eager runs would disagree on every scale.
+    """
+    out: Tensor = _cast(x, dtype)
+    return out
+
+
+@torch.library.custom_op("lptune::cast", mutates_args=())
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+@_cast.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _check(a_MK: Tensor, b_KN: Tensor, scale_a_M1: Tensor | None, scale_b_1N: Tensor | None) -> None:
+    if not (a_MK.dtype == b_KN.dtype == torch.int8 or {a_MK.dtype, b_KN.dtype} <= set(_FLOAT8)):
+        raise ValueError(
+            f"scaled_mm needs two int8 or two float8 operands, got {a_MK.dtype} and {b_KN.dtype}"
+        )
+    if a_MK.dim() != 2 or b_KN.dim() != 2 or a_MK.shape[1] != b_KN.shape[0]:
+        raise ValueError(
+            f"scaled_mm needs (M, K) and (K, N), got {tuple(a_MK.shape)} and {tuple(b_KN.shape)}"
+        )
+    m, n = a_MK.shape[0], b_KN.shape[1]
+    if scale_a_M1 is not None and scale_a_M1.shape not in ((m, 1), (1, 1)):
+        raise ValueError(f"scaled_mm needs scale_a of shape (M, 1) or (1, 1), got {tuple(scale_a_M1.shape)}")
+    if scale_b_1N is not None and scale_b_1N.shape not in ((1, n), (1, 1)):
+        raise ValueError(f"scaled_mm needs scale_b of shape (1, N) or (1, 1), got {tuple(scale_b_1N.shape)}")
+
+
+def _int8_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    emulate: bool,
+) -> Tensor:
+    backend = "reference" if emulate else choose_backend("int8_gemm", a_MK.device.type)
+    mm = {"torch": _int_mm, "float32": _int_mm_float32, "reference": _int_mm_reference}[backend]
+    m, k = a_MK.shape
+    if k <= INT32_SAFE_CONTRACTION:
+        acc_MN = mm(a_MK, b_KN)
+    else:
+        acc_MN = torch.zeros(m, b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
+        for start in range(0, k, INT32_SAFE_CONTRACTION):
+            part = slice(start, start + INT32_SAFE_CONTRACTION)
+            acc_MN += mm(a_MK[:, part], b_KN[part])
+    if choose_backend("quantize", a_MK.device.type) == "native" and acc_MN.dtype == torch.int32:
+        return native.apply_scales(acc_MN, scale_a_M1, scale_b_1N, out_dtype)
+    return _apply_scales(acc_MN.to(torch.float32), scale_a_M1, scale_b_1N).to(out_dtype)
+
+
+def _float8_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    emulate: bool,
+) -> Tensor:
+    if emulate or choose_backend("float8_gemm", a_MK.device.type) == "reference":
+        acc_MN = a_MK.to(torch.float32) @ b_KN.to(torch.float32)
+        return _apply_scales(acc_MN, scale_a_M1, scale_b_1N).to(out_dtype)
+    # Not yet run on hardware.
+    one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
+    scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
+    if scale_a.numel() != 1 or scale_b.numel() != 1:  # rowwise takes vectors on both sides
+        scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
+        scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
+    # cuBLASLt wants a row-major and b column-major.
+    a_MK, b_KN = a_MK.contiguous(), b_KN.t().contiguous().t()
+    rowwise_float32 = scale_a.numel() != 1 and out_dtype != torch.bfloat16
+    out: Tensor = torch._scaled_mm(
+        a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16 if rowwise_float32 else out_dtype
+    )
+    return out.to(out_dtype)
+
+
+def _int_mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    # float64 holds every integer up to 2**53: exact far beyond the int32 limit.
+    return (a_MK.double() @ b_KN.double()).to(torch.int32)
+
+
+def _int_mm_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    # 127 * 127 * 1024 < 2**24: float32 holds every partial sum of so many products exactly.
+    acc_MN = torch.zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.int32, device=a_MK.device)
+    for start in range(0, a_MK.shape[1], 1024):
+        part = slice(start, start + 1024)
+        acc_MN += (a_MK[:, part].float() @ b_KN[part].float()).to(torch.int32)
+    return acc_MN
+
+
+def _int_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    if a_MK.device.type == "cpu":
+        return torch._int_mm(a_MK, b_KN)
+    # cuBLASLt wants more than 16 rows and K, N in multiples of 8; zeros change no sum and no scale.
+    # Not yet run on hardware.
+    (m, k), n = a_MK.shape, b_KN.shape[1]
+    pad_m, pad_k, pad_n = max(32 - m, 0), -k % 16, -n % 16
+    if pad_m or pad_k:
+        a_MK = F.pad(a_MK, (0, pad_k, 0, pad_m))
+    if pad_k or pad_n:
+        b_KN = F.pad(b_KN, (0, pad_n, 0, pad_k))
+    return torch._int_mm(a_MK, b_KN)[:m, :n]
+
+
+def _apply_scales(acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+    if scale_a is not None:
+        acc_MN = acc_MN * scale_a
+    return acc_MN if scale_b is None else acc_MN * scale_b

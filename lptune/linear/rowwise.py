@@ -1,0 +1,141 @@
+"""One scale per row or column: `int8_rowcol`, `float8_rowwise`, `float8_rowwise_with_gw_hp`.
+
+    output      = x @ W.T    contracts over K: rows of x, rows of W        one scale per row of each
+    grad_input  = g @ W      contracts over N: rows of g, columns of W
+    grad_weight = g.T @ x    contracts over T: columns of g, columns of x  one scale per column of each
+
+A scale can leave the sum only where it is constant along the contraction. W was quantized by rows for
+`output`, and in `grad_input` those scales vary along the contraction. They are pushed into the other operand
+instead:
+
+    g @ (q * s) = (g * s.T) @ q        `folded`
+
+so g * s.T is quantized by rows and multiplied by the very 8-bit weight that forward used: W is rounded once,
+not twice. That matters under an 8-bit all-gather, where the original weight is not there to be quantized by
+column. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allows x to be saved in 8 bits;
+outlier channels of x then share a scale with ordinary ones, so it is an option and `column` the default
+(docs/numerics.md).
+
+g is needed in two forms, by rows for one GEMM and by columns for the other: one op makes both.
+"""
+
+from torch import Tensor
+
+from lptune.kernels import (
+    k_major,
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    scaled_mm,
+)
+from lptune.linear.spec import LinearSpec
+from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
+
+_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
+
+
+def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
+    fmt, power_of_two = spec.fmt, spec.power_of_two
+    saved: tuple[Tensor, ...] = (x_TK,)
+    x = None
+    if spec.output == "low" or spec.grad_weight == "folded":
+        x = quantize_rows(x_TK, fmt, power_of_two=power_of_two)
+    if spec.grad_weight == "folded":
+        assert x is not None
+        saved = (x.q_MK, x.scale_M1)
+    if spec.output == "high":
+        return x_TK @ w_NK.t(), saved
+    assert x is not None
+    w = quantize_rows(w_NK, fmt, power_of_two=power_of_two)
+    out_TN = scaled_mm(
+        x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, _OUTPUT, emulate=spec.emulate
+    )
+    return out_TN, saved
+
+
+def backward(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    w_NK: Tensor,
+    saved: tuple[Tensor, ...],
+    layer: Tensor,
+    needs_grad_input: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
+    turn = k_major(g_TN.device)
+    w_rows = None
+    if needs_grad_input and spec.grad_input in ("folded", "requantized", "high"):
+        turn_w = turn and spec.grad_input == "folded"
+        w_rows = quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=turn_w)
+    multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
+
+    g_rows: QuantizedRows | None = None
+    g_columns: QuantizedColumns | None = None
+    wants_rows = needs_grad_input and spec.grad_input != "high"
+    wants_columns = needs_grad_weight and spec.grad_weight == "column"
+    if wants_rows and wants_columns:
+        g_rows, g_columns = quantize_rows_and_columns(
+            g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two, transposed=turn
+        )
+    elif wants_rows:
+        g_rows = quantize_rows(g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two)
+    elif wants_columns:
+        g_columns = quantize_columns(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=turn)
+
+    gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
+    gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs_grad_weight else None
+    return gx_TK, gw_NK
+
+
+def _grad_input(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    g: QuantizedRows | None,
+    w_NK: Tensor,
+    w_rows: QuantizedRows | None,
+    layer: Tensor,
+) -> Tensor:
+    dtype = g_TN.dtype
+    if spec.grad_input == "high":
+        # The dequantized weight, not the original: what backward sees must not depend on how it was gathered.
+        assert w_rows is not None
+        return g_TN @ dequantize(w_rows, dtype)
+    assert g is not None
+    if spec.grad_input == "folded":
+        assert w_rows is not None
+        q_NK, scale_1K = w_rows.q_MK, None
+    else:
+        # Quantized by column: the original weight, or what is left of it after rows (requantized).
+        from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
+        q_NK, scale_1K = quantize_columns(
+            from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
+        )
+    return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, _GRAD_INPUT, emulate=spec.emulate)
+
+
+def _grad_weight(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    g: QuantizedColumns | None,
+    saved: tuple[Tensor, ...],
+    layer: Tensor,
+) -> Tensor:
+    dtype, turn = g_TN.dtype, k_major(g_TN.device)
+    if spec.grad_weight == "high":
+        return g_TN.t() @ saved[0]
+    if spec.grad_weight == "folded":
+        xq_TK, x_scale_T1 = saved
+        g = quantize_columns(
+            g_TN, spec.grad_fmt, multiplier_M1=x_scale_T1, power_of_two=spec.power_of_two, transposed=turn
+        )
+        x_scale_1K = None
+    else:
+        xq_TK, x_scale_1K = quantize_columns(
+            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=turn
+        )
+    assert g is not None
+    return scaled_mm(
+        g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, _GRAD_WEIGHT, emulate=spec.emulate
+    )

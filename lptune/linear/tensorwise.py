@@ -1,0 +1,75 @@
+"""One scale per tensor: `int8_tensorwise`, `float8_tensorwise`, `float8_delayed`.
+
+A scale that is the same everywhere leaves every sum, so each of x, W and g is quantized once and the same
+8-bit tensor serves both GEMMs it takes part in. That is the cheapest kind, and the coarsest: one outlier
+token decides the step of all others. Float8 forgives it more than INT8 does, since its step shrinks with the
+value.
+
+g takes e5m2 in float8 by default: gradients spread over more orders of magnitude than e4m3 holds
+(arXiv:2209.05433).
+
+`delayed` differs in where the scale comes from: the largest amax of past steps instead of this tensor's own,
+so that quantizing is one pass with no reduction before it (lptune/kernels/delayed.py).
+"""
+
+from torch import Tensor
+
+from lptune.kernels import quantize_delayed, quantize_tensor, scaled_mm
+from lptune.linear.spec import LinearSpec
+from lptune.numerics import QuantizedTensor, dequantize
+
+_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
+
+
+def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
+    if spec.output == "high":
+        return x_TK @ w_NK.t(), (x_TK,)
+    x, w = _quantize(spec, x_TK, layer, "x"), _quantize(spec, w_NK, layer, "w")
+    out_TN = scaled_mm(
+        x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, _OUTPUT, emulate=spec.emulate
+    )
+    # x itself and not its 8-bit copy: q, k and v share one x, and each would keep a copy of its own.
+    return out_TN, (x_TK,)
+
+
+def backward(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    w_NK: Tensor,
+    saved: tuple[Tensor, ...],
+    layer: Tensor,
+    needs_grad_input: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
+    (x_TK,) = saved
+    dtype, gx_TK, gw_NK = g_TN.dtype, None, None
+    low_input = needs_grad_input and spec.grad_input != "high"
+    low_weight = needs_grad_weight and spec.grad_weight != "high"
+    g = _quantize(spec, g_TN, layer, "g") if low_input or low_weight else None
+    if needs_grad_input:
+        w = _quantize(spec, w_NK, layer, "w")
+        if g is None or not low_input:
+            # The dequantized weight: what backward sees must not depend on how it was gathered.
+            gx_TK = g_TN @ dequantize(w, dtype)
+        else:
+            gx_TK = scaled_mm(
+                g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, _GRAD_INPUT, emulate=spec.emulate
+            )
+    if needs_grad_weight:
+        if g is None or not low_weight:
+            gw_NK = g_TN.t() @ x_TK
+        else:
+            x = _quantize(spec, x_TK, layer, "x")
+            gw_NK = scaled_mm(
+                g.q_MK.t(), x.q_MK, g.scale_11, x.scale_11, dtype, layer, _GRAD_WEIGHT, emulate=spec.emulate
+            )
+    return gx_TK, gw_NK
+
+
+def _quantize(spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str) -> QuantizedTensor:
+    fmt = spec.grad_fmt if operand == "g" else spec.fmt
+    if spec.scaling == "delayed":
+        return quantize_delayed(tensor, fmt, layer, operand)
+    return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two)
