@@ -1,0 +1,31 @@
+"""Runs the tests of the Triton kernels where there is no GPU: in Triton's interpreter.
+
+It replaces `triton.jit` when Triton is imported, so it takes a process of its own. The arithmetic is NumPy's,
+one program after the other: it proves the indices, masks and formulas, not the compiler (test_triton_aot.py)
+and not the hardware (the same tests, marked gpu).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FILES = ["test_triton_quantize.py", "test_triton_gemm.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
+@pytest.mark.parametrize("file", FILES)
+def test_in_the_interpreter(file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--color=no"]
+    done = subprocess.run(
+        [*command, f"tests/kernels/{file}"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
