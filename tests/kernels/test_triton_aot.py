@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lptune.kernels.triton import gemm, quantize
+from lptune.kernels.triton import blocks, gemm, quantize
 from lptune.numerics import FORMATS
 from tests.kernels.ahead_of_time import Compiled, compile_for, gemm_arguments
 
@@ -153,3 +153,84 @@ def test_int8_gemm_on_sm_100_gets_the_older_instruction(case: tuple[gemm.GemmCon
     # A fact about Triton 3.7, and a reason to look again when it changes.
     pattern = r"mma\.sync\.aligned\.m16n8k32\.row\.col\.satfinite\.s32\.s8\.s8\.s32"
     assert re.fullmatch(pattern, _scaled_mm(100, case, "i8").tensor_core)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1)])
+def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, int]) -> None:
+    tile, mx = blocks.block_tile(*block), 32 in block
+    arguments = {
+        "x_ptr": "*bf16",
+        "q_ptr": "*i8",
+        "scale_ptr": "*u8" if mx else "*fp32",
+        "M": "i32",
+        "K": "i32",
+        "stride_m": "i32",
+        "stride_k": "1",
+        "ROWS": block[0],
+        "COLUMNS": block[1],
+        "FORMAT": "e4m3",
+        "MAX": 448.0,
+        "POWER_OF_TWO": mx,
+        "E8M0": mx,
+        "HARDWARE_FLOAT8": arch > 80,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+    }
+    _check(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
+
+
+def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, bool]) -> Compiled:
+    config, tma = case
+    scale = "*u8" if block == 32 else "*fp32"
+    arguments = gemm_arguments(config, "fp8e4nv", tma, BLOCK_K=128 if kind == "native" else block) | {
+        "scale_a_ptr": scale,
+        "scale_b_ptr": scale,
+        "scale_a_stride_m": "i32",
+        "scale_a_stride_k": "1",
+        "scale_b_stride_n": "i32",
+        "scale_b_stride_k": "1",
+        "B_COLUMNS": 128 if kind == "square" else 1,
+        "E8M0": block == 32,
+        "NATIVE": kind == "native",
+    }
+    compiled = compile_for(
+        arch,
+        blocks.block_mm_kernel,
+        arguments,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    _check(compiled)
+    assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
+    return compiled
+
+
+def _block_cases(kind: str, major: int) -> list[Any]:
+    return [(config, tma) for tma in (False, True) for config in blocks.block_mm_configs(kind, major)]
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("square", 9)))
+@pytest.mark.parametrize("arch", [90, 100])
+def test_square_block_gemm_uses_the_float8_instruction(arch: int, case: tuple[gemm.GemmConfig, bool]) -> None:
+    used = _block_mm(arch, "square", 128, case).tensor_core
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
+    assert re.fullmatch(wgmma if arch == 90 else r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", used)
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 9)))
+@pytest.mark.parametrize("block", [128, 32])
+def test_vector_block_gemm_on_sm_90_uses_wgmma(block: int, case: tuple[gemm.GemmConfig, bool]) -> None:
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
+    assert re.fullmatch(wgmma, _block_mm(90, "vector", block, case).tensor_core)
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 10)))
+def test_vector_block_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
+    assert _block_mm(100, "vector", 128, case).tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("native", 10)))
+def test_mx_gemm_on_sm_100_leaves_the_scales_to_the_tensor_core(case: tuple[gemm.GemmConfig, bool]) -> None:
+    used = _block_mm(100, "native", 32, case).tensor_core
+    assert used == "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X"

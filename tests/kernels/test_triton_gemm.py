@@ -150,13 +150,18 @@ def test_float8_lies_within_the_rounding_of_a_float32_sum(
 
 
 @needs_float8
-def test_no_float8_configuration_changes_a_bit() -> None:
+def test_every_float8_configuration_is_right_and_a_gpu_gives_the_same_bits_with_each() -> None:
     # Each adds in steps of 128, so ranks that chose different ones still agree.
-    a, b, scale_a, scale_b = _float8(*((150, 272, 270) if INTERPRETED else (1000, 4112, 2064)), (E4M3, E4M3))
+    shape = (140, 144, 270) if INTERPRETED else (1000, 4112, 2064)
+    a, b, scale_a, scale_b = _float8(*shape, (E4M3, E4M3))
     major = 9 if INTERPRETED else launch.capability(DEVICE)[0]
     results = [
         _run(a, b, scale_a, scale_b, torch.float32, config=config, tma=tma)
         for tma in ((True, False) if launch.has_tma(DEVICE) else (False,))
         for config in gemm.gemm_configs(major, False, tma)
     ]
-    assert all(same_bits(result, results[0]) for result in results)
+    scale = scale_a.double() * scale_b.double()
+    exact, bound = a.double() @ b.double() * scale, _bound(a, b, scale)
+    assert all(((result.double() - exact).abs() <= bound).all() for result in results)
+    # In the interpreter a tile's product is a BLAS call, whose order of summation depends on its size.
+    assert INTERPRETED or all(same_bits(result, results[0]) for result in results)

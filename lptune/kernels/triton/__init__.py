@@ -3,6 +3,7 @@
     formats.py    from an amax to a scale, from a value to 8 bits: device functions
     quantize.py   by row, by column, by tensor
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
+    blocks.py     one scale per block: quantizers, and the GEMM that applies them inside its sum
     launch.py     what a launch asks of the device
     tuning.py     which configuration is fastest here, kept on disk
 

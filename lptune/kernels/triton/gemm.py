@@ -14,7 +14,8 @@ rounded once: no second pass over `out`, which is what a library GEMM without sc
 - INT8 accumulates in int32, exactly: every backend gives the same bits. Float8 accumulates in the tensor
   core, which on Hopper keeps about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); so the
   accumulator is added to a float32 one every 128 products. cuBLAS calls the alternative "fast accumulation".
-- Every configuration steps by 128. A configuration changes the time and no bit, float8 included.
+- Every configuration steps by 128, so that it changes the time and no bit, float8 included (compared by the
+  gpu tests).
 
 Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
 On sm_100 Triton 3.7 compiles INT8 to `mma.sync`, as it has no INT8 instruction of the fifth generation.
