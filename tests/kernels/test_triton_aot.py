@@ -40,6 +40,13 @@ def _check(compiled: Compiled) -> None:
     assert not re.findall(r"(?:min|max)\.NaN", compiled.ptx)
 
 
+def _check_bits(compiled: Compiled) -> None:
+    """What a quantizer's bits depend on: each product rounded by itself, subnormal numbers kept."""
+    _check(compiled)
+    assert "mul.f32" in compiled.ptx or "mul.rn.f32" in compiled.ptx
+    assert not re.findall(r"fma\.rn|\.ftz|\.approx|div\.full", compiled.ptx)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
 def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bool) -> None:
@@ -58,7 +65,9 @@ def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bo
         "BLOCK_K": block_k,
         "HELD": held,
     }
-    _check(compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k)))
+    _check_bits(
+        compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -99,7 +108,7 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
         "POWER_OF_TWO": False,
         "HARDWARE_FLOAT8": arch > 80,
     }
-    _check(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
+    _check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
 
 
 def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Compiled:
@@ -177,7 +186,7 @@ def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, in
         "BLOCK_M": tile.block_m,
         "BLOCK_K": tile.block_k,
     }
-    _check(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
+    _check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
 
 
 def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, bool]) -> Compiled:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-FILES = ["test_triton_quantize.py", "test_triton_gemm.py", "test_triton_blocks.py"]
+FILES = ["test_triton_quantize.py", "test_triton_gemm.py", "test_triton_blocks.py", "test_triton_dispatch.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")

@@ -11,3 +11,22 @@ Each gives what its plain-torch twin gives: INT8 and every quantizer to the bit.
 in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.py); the tests marked gpu run
 the same comparisons on hardware. That has not happened yet.
 """
+
+from lptune.kernels.triton.blocks import block_scaled_mm, quantize_blocks
+from lptune.kernels.triton.gemm import scaled_mm
+from lptune.kernels.triton.quantize import (
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_tensor,
+)
+
+__all__ = [
+    "block_scaled_mm",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
+    "quantize_tensor",
+    "scaled_mm",
+]
