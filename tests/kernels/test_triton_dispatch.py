@@ -129,7 +129,8 @@ def test_a_float8_layer_has_the_same_operands_and_differs_by_the_sum_alone(
     precision = PrecisionConfig(kind=kind)  # type: ignore[arg-type]
     ours, reference = (_layer_on(name, precision, run_on) for name in ("triton", "reference"))
     for name in ours:
-        # Quantization alone is worth 2**-5; equal operands leave the rounding of two sums of at most 160
-        # products, in Hopper's tensor core of 13 bits behind the largest (test_triton_gemm.py).
+        # A different operand is worth 2**-5. Equal ones leave the rounding of two sums of up to 160 products,
+        # each step of which costs less than 2**-24 of the sum so far; in Hopper's tensor core each of a
+        # chunk's 4 * 33 additions costs less than 2**-13 of its largest addend (test_triton_gemm.py).
         limit = 160 * 2.0**-23 if INTERPRETED else 4 * 33 * 2.0**-13
         assert numerics.relative_error(ours[name].cpu(), reference[name].cpu()) < limit, name

@@ -79,6 +79,12 @@ def test_no_int8_configuration_changes_a_bit(config: gemm.GemmConfig, tma: bool)
     assert same_bits(out, expected)
 
 
+def test_every_tile_is_computed_when_there_are_several_groups_of_them() -> None:
+    a, b, _, _ = _int8(9 * 64 + 5, 16, 70)  # ten rows of tiles: a group of eight and one of two
+    out = _run(a, b, None, None, torch.float32, config=gemm.GemmConfig(64, 64, 4, 3, 1))
+    assert same_bits(out, (a.double() @ b.double()).float())
+
+
 @pytest.mark.parametrize("layout", ["both row-major", "both column-major", "a column-major", "misaligned"])
 def test_any_layout_gives_the_same(layout: str) -> None:
     a, b, scale_a, scale_b = (x.to(DEVICE) for x in _int8(65, 96, 40))

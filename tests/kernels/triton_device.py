@@ -18,6 +18,9 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
+# Asked for by cuBLAS in deterministic mode, which is what poisons uninitialized memory.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip(
         "needs a CUDA device, or the interpreter (test_triton_interpreted.py)", allow_module_level=True
