@@ -59,6 +59,22 @@ def quantize_rows_and_columns(
     return *rows, *columns
 
 
+def quantize_tensor(x_MK: Tensor) -> _Result:
+    """INT8 values of `x` by one scale, (1, 1)."""
+    library, x = _library(), _prepare(x_MK)
+    assert library is not None
+    q, scale = _outputs(x, (1, 1))
+    library.lptune_quantize_tensor(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.numel()),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_void_p(scale.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return q, scale
+
+
 def apply_scales(
     acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:

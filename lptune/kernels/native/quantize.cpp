@@ -149,6 +149,21 @@ void quantize(const void* data, int64_t m, int64_t k, const float* row_multiplie
     }
 }
 
+template <typename T>
+void quantize_tensor(const void* data, int64_t size, int8_t* q, float* scale, int num_threads) {
+    const auto* x = static_cast<const typename T::Storage*>(data);
+    typename T::Magnitude largest = 0;
+    #pragma omp parallel for simd schedule(static) num_threads(num_threads) reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) {
+        const auto m = T::magnitude(x[i]);
+        largest = m > largest ? m : largest;
+    }
+    const Scale s = scale_from_amax(T::amax(largest));
+    *scale = s.scale;
+    #pragma omp parallel for simd schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < size; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
+}
+
 inline uint16_t to_bfloat16(float f) {
     const uint32_t bits = as_bits(f);
     // Ties to even. The NaN that arithmetic makes has few payload bits and stays one.
@@ -159,14 +174,16 @@ inline uint16_t to_bfloat16(float f) {
 
 extern "C" {
 
-// Part of the cache's file name too: raise it when a signature below changes.
-int lptune_native_version() { return 1; }
-
 void lptune_quantize(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_multiplier,
                      int8_t* q_rows, float* scale_rows, const float* column_multiplier, int8_t* q_columns,
                      float* scale_columns, int num_threads) {
     (is_bfloat16 ? quantize<BFloat16> : quantize<Float32>)(
         x, m, k, row_multiplier, q_rows, scale_rows, column_multiplier, q_columns, scale_columns, num_threads);
+}
+
+void lptune_quantize_tensor(const void* x, int is_bfloat16, int64_t size, int8_t* q, float* scale,
+                            int num_threads) {
+    (is_bfloat16 ? quantize_tensor<BFloat16> : quantize_tensor<Float32>)(x, size, q, scale, num_threads);
 }
 
 // out = float(acc) * scale_a[row] * scale_b[column], in this order, rounded once to the output's type.
