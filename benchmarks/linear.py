@@ -30,7 +30,7 @@ Shape = tuple[int, int, int]
 
 
 def our_layer(kind: str, layer: nn.Sequential) -> tuple[str, linear.Plan]:
-    """Converts `layer` in place; the kind's label, marked where this device only emulates it, and the plan."""
+    """Converts `layer` in place; the kind's label, marked where the device only emulates it, and the plan."""
     try:
         plan = linear.convert(layer, PrecisionConfig(kind=kind))
     except UserError:
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    # Every layer timed is compiled for itself; together they are more than the compiler's limit for one function.
+    # Every layer timed is compiled for itself; together that is more than a function's limit.
     torch._dynamo.config.recompile_limit = 100
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {args.threads} threads"

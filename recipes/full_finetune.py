@@ -65,10 +65,11 @@ def main(cfg: FinetuneConfig) -> None:
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
         optimizer = training.build_optimizer(model, cfg.optimizer)
+        scaling = linear.DelayedScaling(plan, world.device, world.max_)
         if saved is None:
             checkpoint.load_hf(model, source)
         else:
-            checkpoint.load_state(saved, model, optimizer)
+            checkpoint.load_state(saved, model, optimizer, scaling.state())
         run.create(saved, world.print)
         if world.is_main:
             run.write_config(cfg)
@@ -100,7 +101,7 @@ def main(cfg: FinetuneConfig) -> None:
                 started = time.perf_counter()
                 batches = loader.micro_batches(step)
                 num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
-                with first_step(num_passes=len(batches)):
+                with first_step(num_passes=len(batches)), scaling.step():
                     loss_sum = forward_backward(model, batches, num_targets, cfg, world)
                 loss = world.sum(loss_sum) / num_targets
                 grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
@@ -141,7 +142,9 @@ def main(cfg: FinetuneConfig) -> None:
                 stopped = world.stop_requested()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
                     keep_last = cfg.checkpoint.keep_last
-                    checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
+                    checkpoint.save_state(
+                        run.checkpoints, step, model, optimizer, facts, world, keep_last, scaling.state()
+                    )
                 if stopped and not is_last:
                     metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
                     raise SystemExit(143)

@@ -7,7 +7,7 @@ executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 
 from lptune.kernels.backend import choose_backend, k_major, requested_backend
 from lptune.kernels.block_mm import block_scaled_mm
-from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, layer_amaxes, quantize_delayed
+from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, quantize_delayed, set_layer_amaxes
 from lptune.kernels.quantize import (
     quantize_blocks,
     quantize_columns,
@@ -29,7 +29,6 @@ __all__ = [
     "choose_backend",
     "forget_amaxes",
     "k_major",
-    "layer_amaxes",
     "layer_handle",
     "quantize_blocks",
     "quantize_columns",
@@ -41,4 +40,5 @@ __all__ = [
     "record_gemms",
     "requested_backend",
     "scaled_mm",
+    "set_layer_amaxes",
 ]

@@ -8,12 +8,14 @@
 """
 
 from lptune.linear.convert import convert, unconvert
+from lptune.linear.delayed import DelayedScaling
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
+    "DelayedScaling",
     "FirstStep",
     "LayerPlan",
     "LinearSpec",

@@ -16,8 +16,8 @@ from lptune.numerics.quantize import expand_blocks, quantize_blocks
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """‖actual - truth‖ / ‖truth‖ in float64 (NaN if either holds one)."""
-    truth64 = truth.to(torch.float64)
-    return float((actual.to(torch.float64) - truth64).norm() / truth64.norm())
+    truth64 = truth.detach().to(torch.float64)
+    return float((actual.detach().to(torch.float64) - truth64).norm() / truth64.norm())
 
 
 def sqnr_db(actual: Tensor, truth: Tensor) -> float:
