@@ -86,7 +86,9 @@ def step(layer: nn.Module, shape: Shape, compiled: bool) -> Callable[[], None]:
     return once
 
 
-def steps(shape: Shape, kinds: list[str], compiled: bool, device: str) -> dict[str, Callable[[], None]]:
+def steps(
+    shape: Shape, kinds: list[str], compiled: bool, device: str, peers: bool = True
+) -> dict[str, Callable[[], None]]:
     """What is timed under which label; ours is verified to run in 8 bits."""
 
     def new_layer() -> nn.Sequential:
@@ -100,16 +102,16 @@ def steps(shape: Shape, kinds: list[str], compiled: bool, device: str) -> dict[s
         with linear.verify_step(layer, plan, 1):
             found[label]()
         layer = new_layer()
-        theirs = torchao_layer(kind, layer)
+        theirs = torchao_layer(kind, layer) if peers else None
         if theirs is not None:
             found[theirs] = step(layer, shape, compiled)
     return found
 
 
-def fastest_ms(timed: dict[str, Callable[[], None]], device: str) -> dict[str, float]:
-    """The fastest of ROUNDS rounds; the kinds take turns, so that a disturbance meets all of them."""
+def fastest_ms(timed: dict[str, Callable[[], None]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
+    """The fastest of so many rounds; the kinds take turns, so that a disturbance meets all of them."""
     best = dict.fromkeys(timed, float("inf"))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for label, once in timed.items():
             if device == "cuda":
                 torch.cuda.synchronize()

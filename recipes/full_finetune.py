@@ -33,7 +33,8 @@ def main(cfg: FinetuneConfig) -> None:
         model_config = models.read_config(source.folder)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
-        plan = linear.convert(model, cfg.precision, device=world.device)
+        num_tokens = cfg.micro_batch_size * cfg.data.seq_len
+        plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=num_tokens)
         saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
         step = saved.step if saved else 0
 

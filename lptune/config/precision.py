@@ -52,6 +52,9 @@ class PrecisionConfig:
     """Compute the 8-bit GEMMs in wider arithmetic on the same operands: any kind on any device, slowly."""
     skip: tuple[str, ...] = ("lm_head",)
     """Layer names or globs that stay in compute dtype."""
+    skip_small: bool = False
+    """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
+    tokens per micro-batch (measured: benchmarks/crossover.py)."""
     all_gather: str = "high"
     """high: FSDP gathers weights in compute dtype."""
     verify: bool = True
