@@ -31,13 +31,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kind", action="append", choices=list(PRECISION_KINDS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="tokens, in and out all from these; with --dry-run"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch._dynamo.config.recompile_limit = 1000
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {args.threads} threads"
-    grid = GRIDS[device]
+    if args.sizes and not args.dry_run:
+        parser.error("--sizes is for trials: add --dry-run")
+    grid = (args.sizes,) * 3 if args.sizes else GRIDS[device]
     kinds = ["none", *(kind for kind in args.kind or PRECISION_KINDS if kind != "none")]
     speedup: dict[str, Any] = {}
     for (i, tokens), (j, k), (m, n) in itertools.product(*(enumerate(sizes) for sizes in grid)):

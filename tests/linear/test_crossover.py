@@ -48,7 +48,7 @@ def test_the_number_of_tokens_decides_which_layers_are_converted(monkeypatch: py
     ]
     many = linear.convert(_model(), SMALL, num_tokens=1024)
     assert len(many.converted) == 2
-    with pytest.raises(UserError, match=r"would convert no layer .*0\.12x of bf16 at 8 tokens"):
+    with pytest.raises(UserError, match=r"would convert no layer .*0\.50x of bf16 at 8 tokens"):
         linear.convert(_model(), SMALL, num_tokens=8)
 
 
