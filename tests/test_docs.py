@@ -55,6 +55,11 @@ def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> No
     assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
 
 
+def test_the_example_of_the_linear_layer_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_key_that_a_page_names_exists(page: Path) -> None:
     known = set(key_paths(FinetuneConfig))

@@ -148,7 +148,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
         return None
