@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lptune.cli import catalog
-from lptune.config import FinetuneConfig, key_paths
+from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
 from lptune.data import formats, sources
 from lptune.models.attention import BACKENDS
 from lptune.models.families import FAMILIES
@@ -14,7 +14,7 @@ from lptune.models.presets import PRESETS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json"}  # files and tensors
-PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md"))]
+PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md"))]
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -53,6 +53,12 @@ def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> No
     assert listed == {name for name in catalog.configs() if "/" in name}
     assert listed <= {f"{family}/{size}" for family, presets in PRESETS.items() for size in presets}
     assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
+
+
+def test_the_readme_names_every_kind_of_precision() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert rows == [kind for kind in PRECISION_KINDS if kind != "none"]
 
 
 def test_the_example_of_the_linear_layer_runs() -> None:
