@@ -79,7 +79,10 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
     """The scale that maps `amax` (float32, >= 0, any shape) to the largest number of `fmt`.
 
     power_of_two: the smallest power of two that is not below amax / max, so that nothing saturates. Dividing
-    by it is exact, hence a number already quantized by such a scale is not rounded again by a larger one.
+    by it is exact, hence a float8 number times such a scale is not rounded when it is quantized again by
+    another one, unless it falls below the format's smallest normal number.
+
+    Of an amax of 0 both scale and inverse are 0; of inf or NaN the scale is NaN and the inverse 0.
     """
     # Through float64: one rounding to float32, whatever a compiler makes of a float32 division.
     scale = (amax.to(torch.float64) / fmt.max).to(torch.float32)
@@ -102,7 +105,8 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
 def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     """float32 values already multiplied by an inverse scale -> the nearest numbers of `fmt`, ties to even.
 
-    Values beyond the format's range saturate; where the scale came from the same values, none are.
+    Values beyond the format's range saturate, inf too; by a scale from their own amax none are, but for the
+    rounding of the inverse. NaN is unspecified for INT8 and stays NaN in float8.
     """
     scaled = scaled.clamp(-fmt.max, fmt.max)
     return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
@@ -129,7 +133,10 @@ def quantize_tensor(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = Fa
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> QuantizedBlocks:
-    """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size."""
+    """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size.
+
+    Where M or K is no multiple of the block's, the last blocks are smaller.
+    """
     m, k = x_MK.shape
     rows, columns = block
     # The zeros that fill up the last blocks do not change an amax.
