@@ -13,7 +13,7 @@ from lptune.models.families import FAMILIES
 from lptune.models.presets import PRESETS
 
 DOCS = Path(__file__).parents[1] / "docs"
-NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json"}  # files and tensors
+NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json", "precision.py"}  # files and tensors
 PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md"))]
 
 
@@ -71,5 +71,6 @@ def test_every_key_that_a_page_names_exists(page: Path) -> None:
     known = set(key_paths(FinetuneConfig))
     sections = {key.partition(".")[0] for key in known if "." in key}
     pattern = rf"(?<![\w/.])((?:{'|'.join(sorted(sections))})\.[a-z_]+)\b(?!\.)"
-    named = set(re.findall(pattern, page.read_text(encoding="utf-8")))
+    prose = re.sub(r"```python\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = set(re.findall(pattern, prose))
     assert named - NO_KEYS <= known
