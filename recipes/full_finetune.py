@@ -67,6 +67,7 @@ def main(cfg: FinetuneConfig) -> None:
         model.reset_buffers(world.device)
         optimizer = training.build_optimizer(model, cfg.optimizer)
         scaling = linear.DelayedScaling(plan, world.device, world.max_)
+        rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
             checkpoint.load_hf(model, source)
         else:
@@ -103,7 +104,7 @@ def main(cfg: FinetuneConfig) -> None:
                 batches = loader.micro_batches(step)
                 num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
                 with first_step(num_passes=len(batches)), scaling.step():
-                    loss_sum = forward_backward(model, batches, num_targets, cfg, world)
+                    loss_sum = forward_backward(model, batches, num_targets, cfg, world, rounding, step)
                 loss = world.sum(loss_sum) / num_targets
                 grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
                 if not math.isfinite(loss + grad_norm):
@@ -174,11 +175,14 @@ def forward_backward(
     num_targets: float,
     cfg: FinetuneConfig,
     world: distributed.World,
+    rounding: linear.StochasticRounding,
+    step: int,
 ) -> Tensor:
     """Gradients of the mean loss over all targets of the step, all ranks; returns this rank's summed loss."""
     loss_sum = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches, start=1):
         is_last = number == len(batches)
+        rounding.start(step, world.rank * len(batches) + number - 1)
         distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.

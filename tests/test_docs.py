@@ -14,7 +14,10 @@ from lptune.models.presets import PRESETS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json", "precision.py"}  # files and tensors
-PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md"))]
+PAGES = [
+    DOCS.parent / "README.md",
+    *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md")),
+]
 
 
 def table(page: str, header: str) -> list[list[str]]:

@@ -16,11 +16,19 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
 )
-from lptune.kernels.record import GEMMS, Executed, layer_handle, record_gemms
+from lptune.kernels.record import GEMMS, KEY, MICRO_BATCH, NUMBER, Executed, layer_handle, record_gemms
 from lptune.kernels.scaled_mm import cast, scaled_mm
+from lptune.kernels.stochastic import (
+    quantize_columns_stochastic,
+    quantize_rows_stochastic,
+    quantize_tensor_stochastic,
+)
 
 __all__ = [
     "GEMMS",
+    "KEY",
+    "MICRO_BATCH",
+    "NUMBER",
     "OPERANDS",
     "Executed",
     "LayerAmaxes",
@@ -32,11 +40,14 @@ __all__ = [
     "layer_handle",
     "quantize_blocks",
     "quantize_columns",
+    "quantize_columns_stochastic",
     "quantize_delayed",
     "quantize_mx",
     "quantize_rows",
+    "quantize_rows_stochastic",
     "quantize_rows_and_columns",
     "quantize_tensor",
+    "quantize_tensor_stochastic",
     "record_gemms",
     "requested_backend",
     "scaled_mm",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, quantize_with_scale, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
@@ -54,7 +55,7 @@ def quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: str) -> Qua
 @torch.library.custom_op("lptune::quantize_delayed", mutates_args=())
 def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tuple[Tensor, Tensor]:
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
-    amaxes, chosen = _layers.get(int(layer)), amax
+    amaxes, chosen = _layers.get(int(layer[NUMBER])), amax
     if amaxes is not None:
         # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
         amaxes.current_3[operand] = torch.maximum(amaxes.current_3[operand], amax)

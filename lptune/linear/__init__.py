@@ -12,6 +12,7 @@ from lptune.linear.delayed import DelayedScaling
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
+from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LowPrecisionLinear",
     "Plan",
     "PrecisionNotAppliedError",
+    "StochasticRounding",
     "Verified",
     "convert",
     "unconvert",

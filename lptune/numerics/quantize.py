@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.numerics.formats import INT8, Format
+from lptune.numerics.rounding import stochastic_round_to
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its inverse, 2**126, is finite
 
@@ -112,22 +113,29 @@ def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
 
 
-def quantize_rows(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedRows:
+def quantize_rows(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedRows:
     """One scale per row. x_MK: any float dtype, (M, K).
 
-    For INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
+    random: uniform in [0, 1), x's shape: round stochastically by it (rounding.py). Otherwise to nearest, and
+    for INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
     """
-    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two))
+    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two, random))
 
 
-def quantize_columns(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedColumns:
-    """One scale per column. x_MK: any float dtype, (M, K)."""
-    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two))
+def quantize_columns(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedColumns:
+    """One scale per column. x_MK: any float dtype, (M, K). random: as for rows."""
+    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two, random))
 
 
-def quantize_tensor(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedTensor:
-    """One scale. x_MK: any float dtype, (M, K)."""
-    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two))
+def quantize_tensor(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedTensor:
+    """One scale. x_MK: any float dtype, (M, K). random: as for rows."""
+    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two, random))
 
 
 def quantize_blocks(
@@ -188,9 +196,11 @@ def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool
+    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     assert x.dim() == 2, x.shape
     x32 = x.to(torch.float32)
     scale, inverse = scale_from_amax(_amax(x32, dim), fmt, power_of_two)
-    return round_to(x32 * inverse, fmt), scale
+    scaled = x32 * inverse
+    q = round_to(scaled, fmt) if random is None else stochastic_round_to(scaled, fmt, random)
+    return q, scale
