@@ -5,16 +5,20 @@ and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of
 The key that stands for the first three travels in the layer's handle (record.py), so that a new step is no
 new graph.
 
-One op and plain torch behind it, on every device: the option costs time, and is off by default.
+On CUDA there is plain torch behind the op: the option costs time, and is off by default.
 """
 
 import torch
 from torch import Tensor
 
 from lptune import numerics
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
 from lptune.kernels.record import KEY, MICRO_BATCH
 from lptune.numerics import FORMATS, QuantizedColumns, QuantizedRows, QuantizedTensor
 
+# What shares a scale, for find_scale: rows, columns, the tensor.
+_DIMS: dict[int, int | tuple[int, int]] = {1: 1, 0: 0, 2: (0, 1)}
 # g is rounded once for each GEMM it takes part in, with bits of their own.
 _SALTS = {1: 0, 0: 0x5DEECE66D, 2: 0x2545F4914F6CDD1D >> 1}
 
@@ -52,11 +56,14 @@ def _quantize_stochastic(
         )
     x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
     first = micro_batch * x.numel()
+    scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)
+    if fmt == "int8" and choose_backend("quantize", x.device.type) == "native":
+        return native.round_stochastically(x, inverse, key ^ _SALTS[dim], first), scale
     index = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
     random = numerics.uniform(key ^ _SALTS[dim], index)
-    quantize = {1: numerics.quantize_rows, 0: numerics.quantize_columns, 2: numerics.quantize_tensor}[dim]
-    q, scale = quantize(x, FORMATS[fmt], power_of_two=power_of_two, random=random)
-    return q.contiguous(), scale
+    return numerics.stochastic_round_to(
+        x.to(torch.float32) * inverse, FORMATS[fmt], random
+    ).contiguous(), scale
 
 
 @_quantize_stochastic.register_fake

@@ -188,6 +188,12 @@ def expand_blocks(scale: Tensor, block: tuple[int, int], shape: tuple[int, int])
     return expanded[: shape[0], : shape[1]]
 
 
+def find_scale(x_MK: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool = False) -> Scale:
+    """The scale of what shares one: dim 1 rows, (M, 1); 0 columns, (1, K); (0, 1) the tensor, (1, 1)."""
+    assert x_MK.dim() == 2, x_MK.shape
+    return scale_from_amax(_amax(x_MK.to(torch.float32), dim), fmt, power_of_two)
+
+
 def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     if x32.numel() == 0:  # nothing to scale, and amax has no identity
         return x32.sum(dim=dim, keepdim=True)
@@ -198,9 +204,7 @@ def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 def _quantize(
     x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    assert x.dim() == 2, x.shape
-    x32 = x.to(torch.float32)
-    scale, inverse = scale_from_amax(_amax(x32, dim), fmt, power_of_two)
-    scaled = x32 * inverse
+    scale, inverse = find_scale(x, dim, fmt, power_of_two)
+    scaled = x.to(torch.float32) * inverse
     q = round_to(scaled, fmt) if random is None else stochastic_round_to(scaled, fmt, random)
     return q, scale

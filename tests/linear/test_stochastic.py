@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from lptune import kernels, linear, numerics
 from lptune.config import PrecisionConfig, UserError
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
 
 KINDS = ["int8_rowcol", "int8_tensorwise", "float8_tensorwise", "float8_rowwise"]
 T, K, N = 16, 32, 48
@@ -104,6 +106,31 @@ def test_compiled_equals_eager_bitwise_and_a_step_is_no_new_graph() -> None:
     for eager, compiled_ in zip(results[:3], results[3:], strict=True):
         for a, b in zip(eager, compiled_, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_native_rounding_has_the_bits_of_the_maths(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip("needs a C++ compiler")
+    x = torch.randn(33, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3], x[4, 5] = 0, 1e3
+    handle = kernels.layer_handle(-1)
+    handle[kernels.KEY] = numerics.random_key(0, 1, "a")
+    handle[kernels.MICRO_BATCH] = 2**32 // x.numel()  # the index passes 2**32 on the way
+    results: list[tuple[Tensor, ...]] = []
+    for backend in ("native", "reference"):
+        monkeypatch.setenv("LPTUNE_KERNELS", backend)
+        choose_backend.cache_clear()
+        rows = kernels.quantize_rows_stochastic(
+            x, "int8", handle, multiplier_1K=torch.linspace(0.1, 2, 70)[None]
+        )
+        columns = kernels.quantize_columns_stochastic(x, "int8", handle)
+        results.append((*rows, *columns, *kernels.quantize_tensor_stochastic(x, "int8", handle)))
+    choose_backend.cache_clear()
+    for ours, truth in zip(*results, strict=True):
+        assert torch.equal(ours, truth)
 
 
 def test_without_a_key_it_refuses() -> None:
