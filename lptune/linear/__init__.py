@@ -8,18 +8,22 @@
 """
 
 from lptune.linear.convert import convert, unconvert
+from lptune.linear.delayed import DelayedScaling
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
+from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
+    "DelayedScaling",
     "FirstStep",
     "LayerPlan",
     "LinearSpec",
     "LowPrecisionLinear",
     "Plan",
     "PrecisionNotAppliedError",
+    "StochasticRounding",
     "Verified",
     "convert",
     "unconvert",
