@@ -2,5 +2,14 @@
 
 from lptune.distributed.parallelize import check_compiler, parallelize, reshard, sync_gradients
 from lptune.distributed.session import World, session
+from lptune.distributed.shards import local_rows
 
-__all__ = ["World", "check_compiler", "parallelize", "reshard", "session", "sync_gradients"]
+__all__ = [
+    "World",
+    "check_compiler",
+    "local_rows",
+    "parallelize",
+    "reshard",
+    "session",
+    "sync_gradients",
+]
