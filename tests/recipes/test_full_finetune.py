@@ -39,7 +39,8 @@ def test_int8_run_leaves_metrics_plan_config_checkpoint_and_export(run_recipe: R
     assert plan["kind"] == "int8_rowcol"
     assert plan["num_converted"] == sum(layer["reason"] is None for layer in plan["layers"]) == 14
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    assert config["precision"]["grad_weight"] == "column"
+    assert config["precision"]["grad_weight"] == "low"  # what it means stands in the plan
+    assert {layer["grad_weight"] for layer in plan["layers"]} == {"int8 column", "high"}
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000012"]
 
 
