@@ -7,6 +7,7 @@
 `convert` works on any module tree; parameters stay plain and keep their names.
 """
 
+from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
@@ -20,8 +21,10 @@ __all__ = [
     "LowPrecisionLinear",
     "Plan",
     "PrecisionNotAppliedError",
+    "Predicted",
     "Verified",
     "convert",
+    "predicted_errors",
     "unconvert",
     "verify_step",
 ]

@@ -3,7 +3,9 @@
 from lptune.numerics.error import (
     predicted_block_error,
     predicted_relative_error,
+    quantization_step,
     relative_error,
+    rounding_variance,
     sqnr_db,
 )
 from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
@@ -46,6 +48,7 @@ __all__ = [
     "expand_blocks",
     "predicted_block_error",
     "predicted_relative_error",
+    "quantization_step",
     "quantize_blocks",
     "quantize_columns",
     "quantize_mx",
@@ -55,6 +58,7 @@ __all__ = [
     "random_key",
     "relative_error",
     "round_to",
+    "rounding_variance",
     "scale_from_amax",
     "sqnr_db",
     "stochastic_round_to",

@@ -2,7 +2,7 @@
 
 Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale everywhere: with
 d = amax / 127 a row's relative noise is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on the
-value. A GEMM of two quantized operands adds their variances.
+value. A GEMM of two quantized operands adds their variances (lptune/linear/bounds.py).
 """
 
 import math
@@ -42,11 +42,37 @@ def predicted_block_error(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> float:
     """`predicted_relative_error` for one scale per block."""
+    return float(rounding_variance(x, block, fmt, power_of_two=power_of_two).sum().sqrt() / x.double().norm())
+
+
+def rounding_variance(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
+) -> Tensor:
+    """Expected square of `dequantize(quantize(x)) - x`, element by element; float64, the shape of x.
+
+    One scale per `block` (rows, columns). An element becomes one of the two numbers around it, and is as
+    likely to lie anywhere between them: step**2 / 12. Two kinds of elements are known better. Less than half
+    a step becomes 0, so that its error is itself: most of a row beside a large outlier. And the amax becomes
+    the largest number, exactly.
+    """
+    scale, scaled = _scaled(x, block, fmt, power_of_two)
+    spacing = fmt.spacing(scaled)
+    variance = torch.where(scaled.abs() < spacing / 2, scaled.square(), spacing.square() / 12)
+    is_largest = scaled.abs() > fmt.max * (1 - 2.0**-22)  # the scale was rounded
+    return torch.where(is_largest, 0.0, scale.square() * variance)
+
+
+def quantization_step(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
+) -> Tensor:
+    """Distance between the two numbers that each element of x is rounded to one of; float64, as x."""
+    scale, scaled = _scaled(x, block, fmt, power_of_two)
+    return scale * fmt.spacing(scaled)
+
+
+def _scaled(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """(scale, x / scale) element by element, float64."""
     m, k = x.shape
     scales = quantize_blocks(x, block, fmt, power_of_two=power_of_two).scale
     scale64 = expand_blocks(scales, block, (m, k)).to(torch.float64)
-    x64 = x.to(torch.float64)
-    step = scale64 * fmt.spacing(torch.where(scale64 > 0, x64 / scale64, 0.0))
-    # A zero is a number of every format.
-    noise = torch.where(x64 == 0, 0.0, step.square() / 12)
-    return float(noise.sum().sqrt() / x64.norm())
+    return scale64, torch.where(scale64 > 0, x.to(torch.float64) / scale64, 0.0)
