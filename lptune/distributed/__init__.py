@@ -1,6 +1,22 @@
 """Ranks, meshes, and how a model is spread over them."""
 
-from lptune.distributed.parallelize import check_compiler, parallelize, reshard, sync_gradients
+from lptune.distributed.parallelize import (
+    check_compiler,
+    checkpoint_activations,
+    compile_forward,
+    parallelize,
+    reshard,
+    sync_gradients,
+)
 from lptune.distributed.session import World, session
 
-__all__ = ["World", "check_compiler", "parallelize", "reshard", "session", "sync_gradients"]
+__all__ = [
+    "World",
+    "check_compiler",
+    "checkpoint_activations",
+    "compile_forward",
+    "parallelize",
+    "reshard",
+    "session",
+    "sync_gradients",
+]

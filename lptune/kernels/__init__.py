@@ -16,11 +16,12 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
 )
-from lptune.kernels.record import GEMMS, Executed, layer_handle, record_gemms
+from lptune.kernels.record import GEMMS, RECOMPUTED, Executed, layer_handle, record_gemms
 from lptune.kernels.scaled_mm import cast, scaled_mm
 
 __all__ = [
     "GEMMS",
+    "RECOMPUTED",
     "OPERANDS",
     "Executed",
     "LayerAmaxes",

@@ -3,6 +3,9 @@
 The count comes from inside the kernels. A layer is known there by its *handle*, a zero-dimensional int64 CPU
 tensor: a Python integer would be burnt into the compiled graph and force one compilation per layer, while a
 tensor is an input, so that one graph serves all blocks and each call still says whose it is.
+
+An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
+planned by the compiler) and is counted apart: forward's own count is then exact, whatever is recomputed.
 """
 
 from collections import Counter
@@ -14,7 +17,10 @@ from torch import Tensor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
-# (layer handle's value, index into GEMMS) -> executions
+RECOMPUTED = len(GEMMS)
+"""Stands for an `output` that ran in backward, where Executed holds indices into GEMMS."""
+
+# (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
 
 _active: list[Executed] = []
@@ -39,5 +45,7 @@ def record_gemms() -> Iterator[Executed]:
 
 def note(layer: Tensor, gemm: int) -> None:
     """Called by a kernel after it ran. Backward runs on autograd's threads, hence no thread-local state."""
+    if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is in no backward
+        gemm = RECOMPUTED
     for executed in _active:
         executed[int(layer), gemm] += 1

@@ -107,7 +107,7 @@ def _variance_of_square(a_MK: _Operand, b_NK: _Operand) -> float:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Largest relative variance of rounding once to a floating-point dtype: its step is at most eps * value."""
+    """Largest relative variance of rounding once to a floating-point dtype: a step is at most eps * value."""
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
