@@ -1,11 +1,12 @@
 """Pure tensor maths of low precision: formats, scaling, rounding, error measures. No modules, no kernels."""
 
 from lptune.numerics.error import (
+    Noise,
     predicted_block_error,
     predicted_relative_error,
     quantization_step,
     relative_error,
-    rounding_variance,
+    rounding_noise,
     sqnr_db,
 )
 from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
@@ -36,6 +37,7 @@ __all__ = [
     "INT8",
     "MX_BLOCK",
     "Format",
+    "Noise",
     "QuantizedBlocks",
     "QuantizedColumns",
     "QuantizedMX",
@@ -58,7 +60,7 @@ __all__ = [
     "random_key",
     "relative_error",
     "round_to",
-    "rounding_variance",
+    "rounding_noise",
     "scale_from_amax",
     "sqnr_db",
     "stochastic_round_to",

@@ -6,6 +6,7 @@ value. A GEMM of two quantized operands adds their variances (lptune/linear/boun
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,24 +43,32 @@ def predicted_block_error(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> float:
     """`predicted_relative_error` for one scale per block."""
-    return float(rounding_variance(x, block, fmt, power_of_two=power_of_two).sum().sqrt() / x.double().norm())
+    noise = rounding_noise(x, block, fmt, power_of_two=power_of_two)
+    return float((noise.mean.square() + noise.variance).sum().sqrt() / x.double().norm())
 
 
-def rounding_variance(
-    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
-) -> Tensor:
-    """Expected square of `dequantize(quantize(x)) - x`, element by element; float64, the shape of x.
+class Noise(NamedTuple):
+    """What is known beforehand of `dequantize(quantize(x)) - x`, element by element; float64."""
 
-    One scale per `block` (rows, columns). An element becomes one of the two numbers around it, and is as
-    likely to lie anywhere between them: step**2 / 12. Two kinds of elements are known better. Less than half
-    a step becomes 0, so that its error is itself: most of a row beside a large outlier. And the amax becomes
-    the largest number, exactly.
+    mean: Tensor
+    variance: Tensor
+
+
+def rounding_noise(x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False) -> Noise:
+    """The error of quantizing x, (M, K), with one scale per `block` (rows, columns).
+
+    An element becomes one of the two numbers around it and is as likely to lie anywhere between them: no
+    mean and a variance of step**2 / 12. Two kinds of elements are known better. What is within one and a half
+    steps of zero becomes 0 or the number next to it, and most of a row beside a large outlier is there: its
+    error is no noise. And the amax becomes the largest number, exactly.
     """
     scale, scaled = _scaled(x, block, fmt, power_of_two)
-    spacing = fmt.spacing(scaled)
-    variance = torch.where(scaled.abs() < spacing / 2, scaled.square(), spacing.square() / 12)
+    smallest = fmt.spacing(torch.zeros_like(scaled))
+    is_small = scaled.abs() < 1.5 * smallest
     is_largest = scaled.abs() > fmt.max * (1 - 2.0**-22)  # the scale was rounded
-    return torch.where(is_largest, 0.0, scale.square() * variance)
+    mean = torch.where(is_small, (scaled / smallest).round() * smallest - scaled, 0.0)
+    variance = torch.where(is_small | is_largest, 0.0, fmt.spacing(scaled).square() / 12)
+    return Noise(scale * mean, scale.square() * variance)
 
 
 def quantization_step(
