@@ -13,7 +13,7 @@ help:
 	@echo "make test-slow    the tests that do not fit its time"
 	@echo "make matrix       every kind x compilation x checkpointing (docs/matrix.md)"
 	@echo "make check        ruff and mypy"
-	@echo "make bench        every benchmark of benchmarks/"
+	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make docs         check the links of the documentation"
 
 # Only pyproject.toml and constraints.txt decide what is installed; the source is used in place.
@@ -46,8 +46,10 @@ check: .venv/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# benchmarks/training.py wants a checkpoint and data, gpu_suite.py a GPU, crossover.py a quiet hour.
 bench: .venv/.installed
-	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in linear kernels numerics; do \
+	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
 
 docs: .venv/.installed
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k links

@@ -33,7 +33,8 @@ def main(cfg: FinetuneConfig) -> None:
         model_config = models.read_config(source.folder)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
-        plan = linear.convert(model, cfg.precision, device=world.device)
+        num_tokens = cfg.micro_batch_size * cfg.data.seq_len
+        plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=num_tokens)
         saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
         step = saved.step if saved else 0
 
@@ -65,10 +66,12 @@ def main(cfg: FinetuneConfig) -> None:
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
         optimizer = training.build_optimizer(model, cfg.optimizer)
+        scaling = linear.DelayedScaling(plan, world.device, world.max_)
+        rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
             checkpoint.load_hf(model, source)
         else:
-            checkpoint.load_state(saved, model, optimizer)
+            checkpoint.load_state(saved, model, optimizer, scaling.state())
         run.create(saved, world.print)
         if world.is_main:
             run.write_config(cfg)
@@ -100,8 +103,8 @@ def main(cfg: FinetuneConfig) -> None:
                 started = time.perf_counter()
                 batches = loader.micro_batches(step)
                 num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
-                with first_step(num_passes=len(batches)):
-                    loss_sum = forward_backward(model, batches, num_targets, cfg, world)
+                with first_step(num_passes=len(batches)), scaling.step():
+                    loss_sum = forward_backward(model, batches, num_targets, cfg, world, rounding, step)
                 loss = world.sum(loss_sum) / num_targets
                 grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
                 if not math.isfinite(loss + grad_norm):
@@ -141,7 +144,9 @@ def main(cfg: FinetuneConfig) -> None:
                 stopped = world.stop_requested()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
                     keep_last = cfg.checkpoint.keep_last
-                    checkpoint.save_state(run.checkpoints, step, model, optimizer, facts, world, keep_last)
+                    checkpoint.save_state(
+                        run.checkpoints, step, model, optimizer, facts, world, keep_last, scaling.state()
+                    )
                 if stopped and not is_last:
                     metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
                     raise SystemExit(143)
@@ -170,11 +175,14 @@ def forward_backward(
     num_targets: float,
     cfg: FinetuneConfig,
     world: distributed.World,
+    rounding: linear.StochasticRounding,
+    step: int,
 ) -> Tensor:
     """Gradients of the mean loss over all targets of the step, all ranks; returns this rank's summed loss."""
     loss_sum = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches, start=1):
         is_last = number == len(batches)
+        rounding.start(step, world.rank * len(batches) + number - 1)
         distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.

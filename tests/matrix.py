@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from lptune import distributed, linear, models, numerics
 from lptune.checkpoint.hf import local_rows
 from lptune.config import PRECISION_KINDS, DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig
-from lptune.kernels import layer_handle
+from lptune.kernels import NUMBER, layer_handle
 from lptune.linear import module as linear_module
 from lptune.linear.autograd import low_precision_linear
 
@@ -252,7 +252,7 @@ def _tapped_linear(x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: linear.Linea
 
 @torch.library.custom_op("lptune_tests::tap", mutates_args=())
 def _tap(x: Tensor, layer: Tensor, forward: str, backward: str) -> Tensor:
-    _taps[int(layer), forward] = x.detach().clone()
+    _taps[int(layer[NUMBER]), forward] = x.detach().clone()
     return x.clone()
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 
 from lptune.cli import catalog
-from lptune.config import FinetuneConfig, key_paths
+from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
 from lptune.data import formats, sources
 from lptune.models.attention import BACKENDS
 from lptune.models.families import FAMILIES
 from lptune.models.presets import PRESETS
 
 DOCS = Path(__file__).parents[1] / "docs"
-NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json"}  # files and tensors
-PAGES = [DOCS.parent / "README.md", *(DOCS / name for name in ("data.md", "models.md", "resume.md"))]
+NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json", "precision.py"}  # files and tensors
+PAGES = [
+    DOCS.parent / "README.md",
+    *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md")),
+]
 
 
 def table(page: str, header: str) -> list[list[str]]:
@@ -55,10 +58,22 @@ def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> No
     assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
 
 
+def test_the_readme_names_every_kind_of_precision() -> None:
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert rows == [kind for kind in PRECISION_KINDS if kind != "none"]
+
+
+def test_the_example_of_the_linear_layer_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_key_that_a_page_names_exists(page: Path) -> None:
     known = set(key_paths(FinetuneConfig))
     sections = {key.partition(".")[0] for key in known if "." in key}
     pattern = rf"(?<![\w/.])((?:{'|'.join(sorted(sections))})\.[a-z_]+)\b(?!\.)"
-    named = set(re.findall(pattern, page.read_text(encoding="utf-8")))
+    prose = re.sub(r"```python\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = set(re.findall(pattern, prose))
     assert named - NO_KEYS <= known

@@ -6,6 +6,7 @@ plain and in high
 precision: a run may resume under another precision, compile mode or number of ranks.
 
     step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …one pair per rank
+                    replicated-00000.safetensors, where a precision keeps state: amax histories
                     state.json  manifest.json
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,8 +65,12 @@ def save_state(
     facts: Facts,
     world: World,
     keep_last: int,
+    replicated: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Publishes `folder/step-N` (all ranks call it) and removes checkpoints beyond the newest `keep_last`."""
+    """Publishes `folder/step-N` (all ranks call it) and removes checkpoints beyond the newest `keep_last`.
+
+    replicated: further tensors, the same on every rank; the main rank writes them.
+    """
     reshard(model)
     final = folder / step_folder_name(step)
     partial = folder / f".tmp-{final.name}"
@@ -78,7 +84,10 @@ def save_state(
     for kind, tensors in (
         ("model", _model_tensors(model)),
         ("optimizer", _optimizer_tensors(model, optimizer)),
+        ("replicated", dict(replicated) if world.is_main else {}),
     ):
+        if kind == "replicated" and not tensors:
+            continue
         name = f"{kind}-{world.rank:05d}.safetensors"
         local = {key: local_rows(tensor) for key, tensor in tensors.items()}
         # A rank that holds no row of a tensor stores nothing for it.
@@ -105,8 +114,17 @@ def save_state(
     return final
 
 
-def load_state(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows."""
+def load_state(
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replicated: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows.
+
+    replicated: what save_state was given, filled in place as far as the checkpoint has it; a run that used
+    another precision has other tensors there, or none.
+    """
     for name, parameter in model.named_parameters():
         # A parameter that was never updated (a frozen one) has no state.
         if f"{_MOMENTS[0]}/{name}" in manifest.shards:
@@ -115,6 +133,9 @@ def load_state(manifest: Manifest, model: nn.Module, optimizer: torch.optim.Opti
             optimizer.state[parameter] = {"step": step, **moments}
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         _read(manifest, name, tensor)
+    for name, tensor in replicated.items():
+        if name in manifest.shards:
+            _read(manifest, name, tensor)
 
 
 def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str], None]) -> Manifest | None:

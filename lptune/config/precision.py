@@ -14,18 +14,19 @@ class Kind:
     grad_weight: tuple[str, ...]
     grad_formats: tuple[str, ...]
     """Formats of the output's gradient; the first is the default."""
+    can_round_stochastically: bool = False
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 
 PRECISION_KINDS = {
     "none": Kind((), (), ()),
-    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",)),
-    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",)),
-    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
+    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True),
+    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",), True),
+    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True),
     "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
-    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",)),
-    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",)),
+    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True),
+    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True),
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
 }
@@ -48,10 +49,16 @@ class PrecisionConfig:
     how `grad_weight = g.T @ x` sees the input; folded saves x in 8 bits."""
     grad_format: str = "auto"
     """auto | e5m2 | e4m3: format of g for float8_tensorwise and float8_delayed (auto: e5m2)."""
+    stochastic_rounding: bool = False
+    """Round gradients up or down at random, right on average, where they are quantized; for kinds with a
+    scale per row, column or tensor. Random bits depend on seed, step, layer and element alone. Costs time."""
     emulate: bool = False
     """Compute the 8-bit GEMMs in wider arithmetic on the same operands: any kind on any device, slowly."""
     skip: tuple[str, ...] = ("lm_head",)
     """Layer names or globs that stay in compute dtype."""
+    skip_small: bool = False
+    """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
+    tokens per micro-batch (measured: benchmarks/crossover.py)."""
     all_gather: str = "high"
     """high: FSDP gathers weights in compute dtype."""
     verify: bool = True
@@ -71,6 +78,12 @@ class PrecisionConfig:
             value = getattr(self, key)
             of_kind = "" if anything else f" (precision.kind: {self.kind})"
             one_of(f"precision.{key}", value, choices, of_kind)
+        with_it = [name for name, each in PRECISION_KINDS.items() if each.can_round_stochastically]
+        if self.stochastic_rounding and not anything and self.kind not in with_it:
+            raise UserError(
+                f"precision.stochastic_rounding: not for precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} have it"
+            )
         if not anything and not self.low_gemms():
             raise UserError(
                 f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "

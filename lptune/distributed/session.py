@@ -48,6 +48,11 @@ class World:
             dist.all_reduce(total)
         return float(total.item())
 
+    def max_(self, values: torch.Tensor) -> None:
+        """Replaces each of `values` by its maximum over all ranks. A collective."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         self.sum(0)

@@ -7,7 +7,7 @@ executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 
 from lptune.kernels.backend import choose_backend, k_major, requested_backend
 from lptune.kernels.block_mm import block_scaled_mm
-from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, layer_amaxes, quantize_delayed
+from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, quantize_delayed, set_layer_amaxes
 from lptune.kernels.quantize import (
     quantize_blocks,
     quantize_columns,
@@ -16,13 +16,30 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
 )
-from lptune.kernels.record import GEMMS, RECOMPUTED, Executed, layer_handle, record_gemms
+from lptune.kernels.record import (
+    GEMMS,
+    KEY,
+    MICRO_BATCH,
+    NUMBER,
+    RECOMPUTED,
+    Executed,
+    layer_handle,
+    record_gemms,
+)
 from lptune.kernels.scaled_mm import cast, scaled_mm
+from lptune.kernels.stochastic import (
+    quantize_columns_stochastic,
+    quantize_rows_stochastic,
+    quantize_tensor_stochastic,
+)
 
 __all__ = [
     "GEMMS",
-    "RECOMPUTED",
+    "KEY",
+    "MICRO_BATCH",
+    "NUMBER",
     "OPERANDS",
+    "RECOMPUTED",
     "Executed",
     "LayerAmaxes",
     "block_scaled_mm",
@@ -30,16 +47,19 @@ __all__ = [
     "choose_backend",
     "forget_amaxes",
     "k_major",
-    "layer_amaxes",
     "layer_handle",
     "quantize_blocks",
     "quantize_columns",
+    "quantize_columns_stochastic",
     "quantize_delayed",
     "quantize_mx",
     "quantize_rows",
+    "quantize_rows_stochastic",
     "quantize_rows_and_columns",
     "quantize_tensor",
+    "quantize_tensor_stochastic",
     "record_gemms",
     "requested_backend",
     "scaled_mm",
+    "set_layer_amaxes",
 ]

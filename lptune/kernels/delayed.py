@@ -9,39 +9,38 @@ The measurements are kept here, by layer, written from inside the op: the same p
 executed GEMMs (record.py), and for the same reason. Recomputation measures the same tensor twice, which a
 maximum does not notice. Before there is a history, a tensor's own amax is used.
 
-`linear.DelayedScaling` merges them over ranks, once a step.
+`linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. A layer that none of them
+knows is scaled by its own amax every time.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, quantize_with_scale, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
 
 
-class LayerAmaxes:
-    """Of one layer, one number for each of OPERANDS; float32 tensors of shape (3,) on the layer's device."""
+class LayerAmaxes(NamedTuple):
+    """Of one layer, a number for each of OPERANDS; float32, (3,), on the layer's device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.past = torch.zeros(3, device=device)
-        """Largest amax of the steps remembered; 0: none."""
-        self.current = torch.zeros(3, device=device)
-        """Largest amax of this step so far."""
+    past_3: Tensor  # largest amax of the steps remembered; 0: none
+    current_3: Tensor  # largest amax since it was last set to 0
 
 
 _layers: dict[int, LayerAmaxes] = {}
 
 
-def layer_amaxes(number: int, device: torch.device) -> LayerAmaxes:
-    """Those of the layer with this number, made on first use."""
-    if number not in _layers:
-        _layers[number] = LayerAmaxes(device)
-    return _layers[number]
+def set_layer_amaxes(number: int, amaxes: LayerAmaxes) -> None:
+    """Where layer `number` reads its past and writes its present."""
+    _layers[number] = amaxes
 
 
 def forget_amaxes(number: int) -> None:
-    """When a layer is converted or released: numbers are unique, but memory is not endless."""
+    """When a layer is released: numbers are unique, but memory is not endless."""
     _layers.pop(number, None)
 
 
@@ -55,12 +54,14 @@ def quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: str) -> Qua
 
 @torch.library.custom_op("lptune::quantize_delayed", mutates_args=())
 def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tuple[Tensor, Tensor]:
-    amaxes = layer_amaxes(int(layer), x_MK.device)
-    amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else torch.zeros((), device=x_MK.device)
-    # A maximum with NaN is NaN: the step is lost anyway, and the history is not (DelayedScaling.update).
-    amaxes.current[operand] = torch.maximum(amaxes.current[operand], amax)
-    past = amaxes.past[operand]
-    scale = scale_from_amax(torch.where(past > 0, past, amax), FORMATS[fmt]).scale
+    amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
+    amaxes, chosen = _layers.get(int(layer[NUMBER])), amax
+    if amaxes is not None:
+        # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
+        amaxes.current_3[operand] = torch.maximum(amaxes.current_3[operand], amax)
+        past = amaxes.past_3[operand]
+        chosen = torch.where(past > 0, past, amax)
+    scale = scale_from_amax(chosen, FORMATS[fmt]).scale
     q = quantize_with_scale(x_MK, scale, FORMATS[fmt])
     return q.contiguous(), torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
 

@@ -131,6 +131,8 @@ def _quantize_rows_and_columns(
 
 @torch.library.custom_op("lptune::quantize_tensor", mutates_args=())
 def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+        return native.quantize_tensor(x_MK)
     q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
     return _store(q, False), scale
 

@@ -1,8 +1,10 @@
 """Counts of the low-precision GEMMs that ran, per layer.
 
-The count comes from inside the kernels. A layer is known there by its *handle*, a zero-dimensional int64 CPU
-tensor: a Python integer would be burnt into the compiled graph and force one compilation per layer, while a
-tensor is an input, so that one graph serves all blocks and each call still says whose it is.
+The count comes from inside the kernels. A layer is known there by its *handle*, a small int64 CPU tensor: a
+Python integer would be burnt into the compiled graph and force one compilation per layer, while a tensor is
+an input, so that one graph serves all blocks and each call still says whose it is. What else differs from
+call to call and must not be compiled in travels the same way: the random key of the step and the number of
+the micro-batch, for stochastic rounding.
 
 An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
 planned by the compiler) and is counted apart: forward's own count is then exact, whatever is recomputed.
@@ -26,9 +28,13 @@ Executed = Counter[tuple[int, int]]
 _active: list[Executed] = []
 
 
+# What stands where in a handle.
+NUMBER, KEY, MICRO_BATCH = range(3)
+
+
 def layer_handle(number: int) -> Tensor:
-    """The tensor that names layer `number` inside a kernel; -1 stands for no layer."""
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
+    """The tensor that names layer `number` inside a kernel; -1 stands for no layer. Its key is 0: not set."""
+    return torch.tensor([number, 0, 0], dtype=torch.int64, device="cpu")
 
 
 @contextmanager
@@ -48,4 +54,4 @@ def note(layer: Tensor, gemm: int) -> None:
     if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is in no backward
         gemm = RECOMPUTED
     for executed in _active:
-        executed[int(layer), gemm] += 1
+        executed[int(layer[NUMBER]), gemm] += 1

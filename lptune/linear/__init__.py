@@ -9,12 +9,15 @@
 
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
+from lptune.linear.delayed import DelayedScaling
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
+from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
+    "DelayedScaling",
     "FirstStep",
     "LayerPlan",
     "LinearSpec",
@@ -22,6 +25,7 @@ __all__ = [
     "Plan",
     "PrecisionNotAppliedError",
     "Predicted",
+    "StochasticRounding",
     "Verified",
     "convert",
     "predicted_errors",

@@ -22,7 +22,8 @@ spec says; `least` is four deviations below, without what the compute dtype adds
 
 Independence is an assumption, and what repeats is rounded alike. Where whole rows do, as the same token's do
 before the first attention, they are counted as one: without that grad_weight of the first q, k and v of a
-trained Llama is up to 1.5 times the bound. Where single values do, errors still need not average out: the
+trained Llama is up to 1.5 times the bound. (Stochastic rounding would round them independently.) Where single
+values do, errors still need not average out: the
 -1 + p that every token's gradient holds at its label, in the head of a model, or all the other p while the
 model knows nothing yet. What half a step allows at most is sqrt(3) times the noise assumed here.
 """
@@ -153,13 +154,13 @@ def _grad_input(spec: LinearSpec | None, g_TN: Tensor, w_NK: Tensor) -> tuple[_O
         return _exact(g_TN), _weight(spec, w_NK).plus(_cast(spec, w_NK))
     if spec.grad_input == "folded":
         s_N1 = quantize_rows(w_NK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
-        folded = _quantized(spec, g_TN.to(torch.float32) * s_N1.t(), _ROW, spec.grad_fmt)
+        folded = _gradient(spec, g_TN.to(torch.float32) * s_N1.t(), _ROW)
         return folded, _weight(spec, w_NK).times(_inverse(s_N1))
     if spec.grad_input == "requantized":
-        return _quantized(spec, g_TN, _ROW, spec.grad_fmt), _requantized(spec, w_NK)
+        return _gradient(spec, g_TN, _ROW), _requantized(spec, w_NK)
     how = {"column": (_ROW, _COLUMN), "tensor": (_TENSOR, _TENSOR), "block": (_ROW, _COLUMN)}[spec.grad_input]
     w = _weight(spec, w_NK) if spec.scaling == "blockwise" else _quantized(spec, w_NK, how[1], spec.fmt)
-    return _quantized(spec, g_TN, how[0], spec.grad_fmt), w
+    return _gradient(spec, g_TN, how[0]), w
 
 
 def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> tuple[_Operand, _Operand]:
@@ -167,10 +168,10 @@ def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> tuple[_
         return _exact(g_TN.t()), _exact(x_TK)
     if spec.grad_weight == "folded":
         s_T1 = quantize_rows(x_TK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
-        folded = _quantized(spec, g_TN.to(torch.float32) * s_T1, _COLUMN, spec.grad_fmt)
+        folded = _gradient(spec, g_TN.to(torch.float32) * s_T1, _COLUMN)
         return folded.t(), _quantized(spec, x_TK, _ROW, spec.fmt).times(_inverse(s_T1))
     how = _TENSOR if spec.grad_weight == "tensor" else _COLUMN
-    return _quantized(spec, g_TN, how, spec.grad_fmt).t(), _quantized(spec, x_TK, how, spec.fmt)
+    return _gradient(spec, g_TN, how).t(), _quantized(spec, x_TK, how, spec.fmt)
 
 
 def _weight(spec: LinearSpec, w_NK: Tensor) -> _Operand:
@@ -181,10 +182,16 @@ def _weight(spec: LinearSpec, w_NK: Tensor) -> _Operand:
     return _quantized(spec, w_NK, how, spec.fmt)
 
 
-def _quantized(spec: LinearSpec, tensor_MK: Tensor, how: str, fmt: str) -> _Operand:
+def _gradient(spec: LinearSpec, g_TN: Tensor, how: str) -> _Operand:
+    return _quantized(spec, g_TN, how, spec.grad_fmt, stochastic=spec.stochastic)
+
+
+def _quantized(spec: LinearSpec, tensor_MK: Tensor, how: str, fmt: str, stochastic: bool = False) -> _Operand:
     """One scale per row, column or tensor, or per block along a row or column where the kind has blocks."""
     block = _block(spec, tensor_MK, how)
-    noise = rounding_noise(tensor_MK, block, FORMATS[fmt], power_of_two=spec.power_of_two)
+    noise = rounding_noise(
+        tensor_MK, block, FORMATS[fmt], power_of_two=spec.power_of_two, stochastic=stochastic
+    )
     return _exact(tensor_MK).plus(noise)
 
 

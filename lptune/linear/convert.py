@@ -13,6 +13,7 @@ from torch import nn
 
 from lptune.config import PrecisionConfig, UserError, closest
 from lptune.kernels import choose_backend, requested_backend
+from lptune.linear.crossover import Measurements, measurements
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
@@ -28,6 +29,7 @@ def convert(
     *,
     skip: Iterable[str] = (),
     device: torch.device | None = None,
+    num_tokens: int | None = None,
 ) -> Plan:
     """Turns each `nn.Linear` of `model` that `precision` selects into a LowPrecisionLinear; returns the plan.
 
@@ -37,9 +39,10 @@ def convert(
     alone; it stands in the plan with that reason.
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
-    (`lm_head`, `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet. Raises
+    (`lm_head`, `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet.
+    num_tokens: rows of x in one forward (batch times sequence), needed for `precision.skip_small`. Raises
     UserError for a pattern that matches nothing, when no layer is left to convert, when the device has no
-    8-bit GEMM for the kind, and for an unknown LPTUNE_KERNELS.
+    8-bit GEMM for the kind or nothing was measured for skip_small, and for an unknown LPTUNE_KERNELS.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
@@ -51,11 +54,17 @@ def convert(
     requested_backend()
     patterns = [*precision.skip, *skip]
     _check_patterns(patterns, linears)
-    spec = _for_device(LinearSpec.from_config(precision), device or _device(model))
+    device = device or _device(model)
+    spec = _for_device(LinearSpec.from_config(precision), device)
+    measured = _measured(spec, device, num_tokens) if precision.skip_small else None
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     layers = []
     for name, module in linears.items():
         reason = _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
+        if reason is None and measured is not None and num_tokens is not None:
+            speedup = measured.at(num_tokens, module.in_features, module.out_features)
+            if speedup < 1:
+                reason = f"precision.skip_small: {speedup:.2f}x of bf16 at {num_tokens} tokens"
         number = LowPrecisionLinear.adopt(module, spec) if reason is None else None
         layers.append(
             LayerPlan(
@@ -102,6 +111,22 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
         f"precision.kind: {spec.kind} needs a device with a {spec.fmt} GEMM, and {device.type} here has "
         "none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
     )
+
+
+def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | None) -> Measurements:
+    """What skip_small goes by. Raises UserError where there is nothing to go by."""
+    if num_tokens is None:
+        raise UserError("precision.skip_small: convert() needs num_tokens, the rows of x in one forward")
+    if device is None:
+        raise UserError("precision.skip_small: convert() needs the device on which the model will run")
+    found = None if spec.emulate else measurements(spec.kind, device.type)
+    if found is None:
+        emulated = "emulated " if spec.emulate else ""
+        raise UserError(
+            f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set it to "
+            "false and name layers in precision.skip, or run benchmarks/crossover.py"
+        )
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -36,7 +36,7 @@ class LowPrecisionLinear(nn.Linear):
 
     def release(self) -> None:
         """Undoes `adopt`."""
-        forget_amaxes(int(self.handle))
+        forget_amaxes(int(self.handle[0]))
         del self.spec, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
 

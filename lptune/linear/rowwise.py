@@ -24,8 +24,10 @@ from torch import Tensor
 from lptune.kernels import (
     k_major,
     quantize_columns,
+    quantize_columns_stochastic,
     quantize_rows,
     quantize_rows_and_columns,
+    quantize_rows_stochastic,
     scaled_mm,
 )
 from lptune.linear.spec import LinearSpec
@@ -75,7 +77,16 @@ def backward(
     g_columns: QuantizedColumns | None = None
     wants_rows = needs_grad_input and spec.grad_input != "high"
     wants_columns = needs_grad_weight and spec.grad_weight == "column"
-    if wants_rows and wants_columns:
+    if spec.stochastic:
+        if wants_rows:
+            g_rows = quantize_rows_stochastic(
+                g_TN, spec.grad_fmt, layer, multiplier_1K=multiplier, power_of_two=spec.power_of_two
+            )
+        if wants_columns:
+            g_columns = quantize_columns_stochastic(
+                g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two
+            )
+    elif wants_rows and wants_columns:
         g_rows, g_columns = quantize_rows_and_columns(
             g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two, transposed=turn
         )
@@ -127,9 +138,18 @@ def _grad_weight(
         return g_TN.t() @ saved[0]
     if spec.grad_weight == "folded":
         xq_TK, x_scale_T1 = saved
-        g = quantize_columns(
-            g_TN, spec.grad_fmt, multiplier_M1=x_scale_T1, power_of_two=spec.power_of_two, transposed=turn
-        )
+        if spec.stochastic:
+            g = quantize_columns_stochastic(
+                g_TN, spec.grad_fmt, layer, multiplier_M1=x_scale_T1, power_of_two=spec.power_of_two
+            )
+        else:
+            g = quantize_columns(
+                g_TN,
+                spec.grad_fmt,
+                multiplier_M1=x_scale_T1,
+                power_of_two=spec.power_of_two,
+                transposed=turn,
+            )
         x_scale_1K = None
     else:
         xq_TK, x_scale_1K = quantize_columns(

@@ -32,6 +32,7 @@ class LinearSpec(NamedTuple):
     grad_input: str  # folded | column | requantized | tensor | block | high
     grad_weight: str  # column | folded | tensor | block | high
     emulate: bool
+    stochastic: bool  # g is rounded stochastically
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -47,6 +48,7 @@ class LinearSpec(NamedTuple):
             grad_input=precision.resolved_grad_input,
             grad_weight=precision.resolved_grad_weight,
             emulate=precision.emulate,
+            stochastic=precision.stochastic_rounding,
         )
 
     def is_low(self, gemm: str) -> bool:

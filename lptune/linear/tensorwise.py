@@ -14,7 +14,7 @@ so that quantizing is one pass with no reduction before it (lptune/kernels/delay
 
 from torch import Tensor
 
-from lptune.kernels import quantize_delayed, quantize_tensor, scaled_mm
+from lptune.kernels import quantize_delayed, quantize_tensor, quantize_tensor_stochastic, scaled_mm
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedTensor, dequantize
 
@@ -72,4 +72,6 @@ def _quantize(spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str) -> 
     fmt = spec.grad_fmt if operand == "g" else spec.fmt
     if spec.scaling == "delayed":
         return quantize_delayed(tensor, fmt, layer, operand)
+    if spec.stochastic and operand == "g":
+        return quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
     return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two)

@@ -3,6 +3,11 @@
 Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale everywhere: with
 d = amax / 127 a row's relative noise is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on the
 value. A GEMM of two quantized operands adds their variances (lptune/linear/bounds.py).
+
+`predicted_relative_error` assumes that values fall evenly into the steps. It is too high where they do not:
+beside an outlier that makes the step larger than the values, these become 0, with an error of x**2 and not
+d**2 / 12; and an amax is a number of the format, with no error at all (in blocks of 32, one element of 32).
+`rounding_noise` knows both.
 """
 
 import math
@@ -17,8 +22,8 @@ from lptune.numerics.quantize import expand_blocks, quantize_blocks
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """‖actual - truth‖ / ‖truth‖ in float64 (NaN if either holds one)."""
-    truth64 = truth.to(torch.float64)
-    return float((actual.to(torch.float64) - truth64).norm() / truth64.norm())
+    truth64 = truth.detach().to(torch.float64)
+    return float((actual.detach().to(torch.float64) - truth64).norm() / truth64.norm())
 
 
 def sqnr_db(actual: Tensor, truth: Tensor) -> float:
@@ -32,7 +37,8 @@ def predicted_relative_error(
 ) -> float:
     """Expected ‖dequantize(quantize(x)) - x‖ / ‖x‖, from the format's step at each value alone.
 
-    x: (M, K), any float dtype. dim: what one scale covers: 1 a row, 0 a column, (0, 1) the tensor.
+    x: (M, K), any float dtype, finite, not all zero. dim: the dims that share a scale: 1 for one per row, 0
+    for one per column, (0, 1) for one in all.
     """
     m, k = x.shape
     block = {1: (1, k), 0: (m, 1), (0, 1): (m, k)}[dim]
@@ -43,8 +49,10 @@ def predicted_block_error(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> float:
     """`predicted_relative_error` for one scale per block."""
-    noise = rounding_noise(x, block, fmt, power_of_two=power_of_two)
-    return float((noise.mean.square() + noise.variance).sum().sqrt() / x.double().norm())
+    step = quantization_step(x, block, fmt, power_of_two=power_of_two)
+    # A zero is a number of every format.
+    noise = torch.where(x == 0, 0.0, step.square() / 12)
+    return float(noise.sum().sqrt() / x.to(torch.float64).norm())
 
 
 class Noise(NamedTuple):
@@ -54,21 +62,31 @@ class Noise(NamedTuple):
     variance: Tensor
 
 
-def rounding_noise(x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False) -> Noise:
+def rounding_noise(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False, stochastic: bool = False
+) -> Noise:
     """The error of quantizing x, (M, K), with one scale per `block` (rows, columns).
 
     An element becomes one of the two numbers around it and is as likely to lie anywhere between them: no
     mean and a variance of step**2 / 12. Two kinds of elements are known better. What is within one and a half
     steps of zero becomes 0 or the number next to it, and most of a row beside a large outlier is there: its
     error is no noise. And the amax becomes the largest number, exactly.
+
+    stochastic: rounded up with probability f, the fraction of a step above the number below: no mean and a
+    variance of step**2 * f * (1 - f), wherever it lies.
     """
     scale, scaled = _scaled(x, block, fmt, power_of_two)
-    smallest = fmt.spacing(torch.zeros_like(scaled))
-    is_small = scaled.abs() < 1.5 * smallest
+    spacing = fmt.spacing(scaled)
     is_largest = scaled.abs() > fmt.max * (1 - 2.0**-22)  # the scale was rounded
-    mean = torch.where(is_small, (scaled / smallest).round() * smallest - scaled, 0.0)
-    variance = torch.where(is_small | is_largest, 0.0, fmt.spacing(scaled).square() / 12)
-    return Noise(scale * mean, scale.square() * variance)
+    if stochastic:
+        fraction = (scaled / spacing) % 1
+        mean, variance = torch.zeros_like(scaled), spacing.square() * fraction * (1 - fraction)
+    else:
+        smallest = fmt.spacing(torch.zeros_like(scaled))
+        is_small = scaled.abs() < 1.5 * smallest
+        mean = torch.where(is_small, (scaled / smallest).round() * smallest - scaled, 0.0)
+        variance = torch.where(is_small, 0.0, spacing.square() / 12)
+    return Noise(scale * mean, scale.square() * torch.where(is_largest, 0.0, variance))
 
 
 def quantization_step(

@@ -31,14 +31,17 @@ class Format:
     """Exponent of the smallest normal number; below it the step stays what it is there."""
 
     def spacing(self, values: Tensor) -> Tensor:
-        """Distance between the two neighbours that each of `values` (already divided by its scale) lies
-        between; float64, same shape.
+        """Distance between the two numbers of the format that each of `values` lies between; float64, same
+        shape. At a number of the format: the distance to the next one away from zero.
+
+        values: finite, already divided by their scale.
         """
         if self.mantissa_bits is None:
             return torch.ones_like(values, dtype=torch.float64)
         # frexp: |v| = m * 2**e with m in [0.5, 1), so the exponent of the leading bit is e - 1.
         exponent = torch.frexp(values.to(torch.float64).abs()).exponent - 1
-        exponent = exponent.clamp(min=self.min_exponent)
+        # Zero has no leading bit (frexp says exponent 0); its neighbours are the smallest subnormals.
+        exponent = exponent.where(values != 0, self.min_exponent).clamp(min=self.min_exponent)
         return torch.ldexp(torch.ones_like(values, dtype=torch.float64), exponent - self.mantissa_bits)
 
 

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.numerics.formats import INT8, Format
+from lptune.numerics.rounding import stochastic_round_to
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its inverse, 2**126, is finite
 
@@ -79,7 +80,10 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
     """The scale that maps `amax` (float32, >= 0, any shape) to the largest number of `fmt`.
 
     power_of_two: the smallest power of two that is not below amax / max, so that nothing saturates. Dividing
-    by it is exact, hence a number already quantized by such a scale is not rounded again by a larger one.
+    by it is exact, hence a float8 number times such a scale is not rounded when it is quantized again by
+    another one, unless it falls below the format's smallest normal number.
+
+    Of an amax of 0 both scale and inverse are 0; of inf or NaN the scale is NaN and the inverse 0.
     """
     # Through float64: one rounding to float32, whatever a compiler makes of a float32 division.
     scale = (amax.to(torch.float64) / fmt.max).to(torch.float32)
@@ -102,34 +106,45 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
 def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     """float32 values already multiplied by an inverse scale -> the nearest numbers of `fmt`, ties to even.
 
-    Values beyond the format's range saturate; where the scale came from the same values, none are.
+    Values beyond the format's range saturate, inf too; by a scale from their own amax none are, but for the
+    rounding of the inverse. NaN is unspecified for INT8 and stays NaN in float8.
     """
     scaled = scaled.clamp(-fmt.max, fmt.max)
     return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
 
 
-def quantize_rows(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedRows:
+def quantize_rows(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedRows:
     """One scale per row. x_MK: any float dtype, (M, K).
 
-    For INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
+    random: uniform in [0, 1), x's shape: round stochastically by it (rounding.py). Otherwise to nearest, and
+    for INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
     """
-    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two))
+    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two, random))
 
 
-def quantize_columns(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedColumns:
-    """One scale per column. x_MK: any float dtype, (M, K)."""
-    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two))
+def quantize_columns(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedColumns:
+    """One scale per column. x_MK: any float dtype, (M, K). random: as for rows."""
+    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two, random))
 
 
-def quantize_tensor(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedTensor:
-    """One scale. x_MK: any float dtype, (M, K)."""
-    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two))
+def quantize_tensor(
+    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
+) -> QuantizedTensor:
+    """One scale. x_MK: any float dtype, (M, K). random: as for rows."""
+    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two, random))
 
 
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> QuantizedBlocks:
-    """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size."""
+    """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size.
+
+    Where M or K is no multiple of the block's, the last blocks are smaller.
+    """
     m, k = x_MK.shape
     rows, columns = block
     # The zeros that fill up the last blocks do not change an amax.
@@ -173,6 +188,12 @@ def expand_blocks(scale: Tensor, block: tuple[int, int], shape: tuple[int, int])
     return expanded[: shape[0], : shape[1]]
 
 
+def find_scale(x_MK: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool = False) -> Scale:
+    """The scale of what shares one: dim 1 rows, (M, 1); 0 columns, (1, K); (0, 1) the tensor, (1, 1)."""
+    assert x_MK.dim() == 2, x_MK.shape
+    return scale_from_amax(_amax(x_MK.to(torch.float32), dim), fmt, power_of_two)
+
+
 def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     if x32.numel() == 0:  # nothing to scale, and amax has no identity
         return x32.sum(dim=dim, keepdim=True)
@@ -181,9 +202,9 @@ def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool
+    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    assert x.dim() == 2, x.shape
-    x32 = x.to(torch.float32)
-    scale, inverse = scale_from_amax(_amax(x32, dim), fmt, power_of_two)
-    return round_to(x32 * inverse, fmt), scale
+    scale, inverse = find_scale(x, dim, fmt, power_of_two)
+    scaled = x.to(torch.float32) * inverse
+    q = round_to(scaled, fmt) if random is None else stochastic_round_to(scaled, fmt, random)
+    return q, scale

@@ -35,14 +35,19 @@ def uniform(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def stochastic_round_to(scaled: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """float32 values already multiplied by an inverse scale -> a neighbour in `fmt`, up with the probability
-    of the distance from below.
+    """float32 values already multiplied by an inverse scale -> one of the two neighbours in `fmt`: the upper
+    one with the probability of the distance from the lower, in units of their distance. A number of the
+    format stays what it is.
 
-    random: uniform in [0, 1), same shape. Values beyond the format's range saturate.
+    random: uniform in [0, 1), same shape. Values beyond the format's range saturate; NaN is unspecified for
+    INT8 and stays NaN in float8.
     """
     step = fmt.spacing(scaled).to(torch.float32)
-    # Numbers of the format divided by their own spacing are integers, and the spacing is a power of two.
-    rounded = torch.floor(scaled / step + random) * step
+    # A power of two, so that the quotient is exact; a number of the format is an integer in units of it.
+    steps = scaled / step
+    below = steps.floor()
+    # Both sides of the comparison are exact. floor(steps + random) would not be: 126 + (1 - 2**-24) is 127.
+    rounded = (below + (random < steps - below)) * step
     return rounded.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 

@@ -28,6 +28,11 @@ class Utilization(NamedTuple):
     bf16_mfu: float | None
 
 
+def peak_flops_per_s(device_name: str) -> tuple[float, float] | None:
+    """Dense peaks in FLOP/s of a device, (bf16, 8 bits); None where unknown."""
+    return next((peaks for key, peaks in _PEAKS.items() if key in device_name), None)
+
+
 def utilization(
     flops_per_s: float, low_precision_fraction: float | None, device: torch.device, num_devices: int
 ) -> Utilization:
@@ -35,8 +40,7 @@ def utilization(
 
     low_precision_fraction: share of them in 8 bits; None (not measured) leaves mfu unknown.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peaks = next((peaks for key, peaks in _PEAKS.items() if key in name), None)
+    peaks = peak_flops_per_s(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
     if peaks is None:
         return Utilization(None, None)
     bf16, low = peaks

@@ -23,7 +23,7 @@ MODES = [
 T, K, N = 96, 128, 80
 
 
-def _layer(dtype: torch.dtype, kind: str = "int8_rowcol", **keys: str) -> linear.LowPrecisionLinear:
+def _layer(dtype: torch.dtype, kind: str = "int8_rowcol", **keys: str | bool) -> linear.LowPrecisionLinear:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, dtype=dtype))
     # Emulated: float8 has no GEMM on a CPU. INT8 gives the same bits either way.
@@ -95,6 +95,24 @@ def test_every_gemm_of_every_kind_is_off_by_the_formats_noise_no_more_and_no_les
     x, g = _inputs(dtype)
     for gemm, predicted in linear.predicted_errors(layer.spec, x, layer.weight.detach(), g).items():
         assert predicted.least > 0.8 * predicted.expected or not layer.spec.is_low(gemm), gemm
+
+
+@pytest.mark.parametrize(
+    ("kind", "grad_weight"),
+    [
+        ("int8_rowcol", "column"),
+        ("int8_rowcol", "folded"),
+        ("float8_rowwise", "column"),
+        ("int8_tensorwise", "tensor"),
+        ("float8_tensorwise", "tensor"),
+    ],
+)
+def test_stochastic_rounding_of_g_adds_the_noise_of_its_fractions(kind: str, grad_weight: str) -> None:
+    layer = _layer(torch.float32, kind, grad_weight=grad_weight, stochastic_rounding=True)
+    plan = linear.Plan(kind, (linear.LayerPlan("", K, N, layer.spec),))
+    linear.StochasticRounding(layer, plan, seed=0).start(0, 0)
+    _assert_predicted(layer, *_inputs(torch.float32))
+    _assert_predicted(layer, *_structured(torch.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """convert() on somebody else's model, in somebody else's loop."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,3 +34,36 @@ def test_a_transformers_model_trains_in_int8_in_a_plain_loop(family: str) -> Non
     assert first_step.verified.num_gemms == 3 * len(plan.converted)
     assert losses[-1] < 0.8 * losses[0]
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "qwen3"])
+def test_a_transformers_model_trains_in_int8_in_transformers_trainer(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    preset = copy.deepcopy(models.PRESETS[family]["tiny"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+    tokens = torch.randint(0, preset["vocab_size"], (4, 32))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    num_steps = 15
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=num_steps,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        bf16=True,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    with linear.verify_step(model, plan, num_steps) as verified:
+        trainer.train()
+    assert verified.num_gemms == 3 * len(plan.converted) * num_steps
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == num_steps
+    assert losses[-1] < 0.8 * losses[0]

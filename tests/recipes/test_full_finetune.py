@@ -161,10 +161,12 @@ def test_compiled_runs_verify_and_train_alike(
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["int8_rowcol", "float8_delayed"])
 def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path
+    run_recipe: Run, tmp_path: Path, tiny_config: Path, kind: str
 ) -> None:
-    common = ("precision.kind=int8_rowcol", "checkpoint.every_steps=3", "num_steps=16")
+    emulate = f"precision.emulate={str(kind != 'int8_rowcol').lower()}"
+    common = (f"precision.kind={kind}", emulate, "checkpoint.every_steps=3", "num_steps=16")
     run_recipe(*common, f"output_dir={tmp_path / 'whole'}")
     command = [
         sys.executable,
@@ -191,7 +193,7 @@ def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninter
     assert [r.get("eval_loss") for r in read_metrics(tmp_path / "run")] == [
         r.get("eval_loss") for r in read_metrics(tmp_path / "whole")
     ]
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", *(["replicated"] if kind == "float8_delayed" else [])):
         file = f"checkpoints/step-00000016/{name}-00000.safetensors"
         ours, theirs = load_file(tmp_path / "run" / file), load_file(tmp_path / "whole" / file)
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -59,6 +59,46 @@ def quantize_rows_and_columns(
     return *rows, *columns
 
 
+def quantize_tensor(x_MK: Tensor) -> _Result:
+    """INT8 values of `x` by one scale, (1, 1)."""
+    library, x = _library(), _prepare(x_MK)
+    assert library is not None
+    q, scale = _outputs(x, (1, 1))
+    library.lptune_quantize_tensor(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.numel()),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_void_p(scale.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return q, scale
+
+
+def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) -> Tensor:
+    """`numerics.stochastic_round_to(x * inverse)` to INT8, (M, K), by the bits of `key` for the elements from
+    index `first` on. inverse: float32, (M, 1), (1, K) or (1, 1).
+    """
+    library, x, inverse = _library(), _prepare(x_MK), inverse.contiguous()
+    assert library is not None
+    q = torch.empty(x.shape, dtype=torch.int8)
+    by_column = inverse.shape[1] > 1
+    library.lptune_round_stochastically(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(inverse.data_ptr()),
+        int(inverse.shape[0] > 1),
+        ctypes.c_void_p(inverse.data_ptr() if by_column else None),
+        ctypes.c_uint64(key),
+        ctypes.c_int64(first),
+        ctypes.c_void_p(q.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return q
+
+
 def apply_scales(
     acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -132,7 +172,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
         return None

@@ -7,6 +7,7 @@
 //
 // Compiled with -ffp-contract=off: x * inverse must be rounded before it is rounded to an integer.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
@@ -149,6 +150,71 @@ void quantize(const void* data, int64_t m, int64_t k, const float* row_multiplie
     }
 }
 
+template <typename T>
+void quantize_tensor(const void* data, int64_t size, int8_t* q, float* scale, int num_threads) {
+    const auto* x = static_cast<const typename T::Storage*>(data);
+    typename T::Magnitude largest = 0;
+    #pragma omp parallel for simd schedule(static) num_threads(num_threads) reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) {
+        const auto m = T::magnitude(x[i]);
+        largest = m > largest ? m : largest;
+    }
+    const Scale s = scale_from_amax(T::amax(largest));
+    *scale = s.scale;
+    #pragma omp parallel for simd schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < size; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
+}
+
+// Uniform in [0, 1) from a key and an element's index: lptune/numerics/rounding.py.
+inline uint32_t mix(uint32_t h) {
+    h ^= h >> 16;
+    h *= 0x7feb352du;
+    h ^= h >> 15;
+    h *= 0x846ca68bu;
+    return h ^ (h >> 16);
+}
+
+inline float uniform(uint64_t key, uint32_t index_low, uint32_t index_high) {
+    const uint32_t low = mix(uint32_t(key) ^ index_low);
+    return float(int32_t(mix(low ^ uint32_t(key >> 32) ^ index_high) >> 8)) * 5.9604644775390625e-8f;  // 2**-24
+}
+
+// Rounds x * inverse up with the probability of its distance from below; one inverse per row, per column, or
+// for all (column_inverse null and row_stride 0).
+template <typename T>
+void round_stochastically(const void* data, int64_t m, int64_t k, const float* row_inverse, int row_stride,
+                          const float* column_inverse, uint64_t key, int64_t first, int8_t* q, int num_threads) {
+    const auto* x = static_cast<const typename T::Storage*>(data);
+    #pragma omp parallel num_threads(num_threads)
+    {
+        std::vector<float> repeated(column_inverse ? 0 : k);  // one inner loop for all cases, and a vectorized one
+        #pragma omp for schedule(static)
+        for (int64_t row = 0; row < m; ++row) {
+            const auto* from = x + row * k;
+            int8_t* to = q + row * k;
+            const float* inverse = column_inverse;
+            if (!column_inverse) {
+                std::fill(repeated.begin(), repeated.end(), row_inverse[row * row_stride]);
+                inverse = repeated.data();
+            }
+            // 64-bit indices in 32-bit arithmetic; a row is shorter than 2**32 and carries at most once.
+            const uint64_t base = uint64_t(first) + uint64_t(row) * uint64_t(k);
+            const uint32_t base_low = uint32_t(base), base_high = uint32_t(base >> 32);
+            #pragma omp simd
+            for (int32_t i = 0; i < int32_t(k); ++i) {
+                const uint32_t low = base_low + uint32_t(i), high = base_high + (low < base_low ? 1u : 0u);
+                const float scaled = T::load(from[i]) * inverse[i];
+                const float below = __builtin_floorf(scaled);
+                // Both sides of the comparison are exact.
+                float rounded = below + (uniform(key, low, high) < scaled - below ? 1.0f : 0.0f);
+                rounded = rounded > 127.0f ? 127.0f : rounded;
+                rounded = rounded < -127.0f ? -127.0f : rounded;
+                to[i] = round_to_int8(rounded);
+            }
+        }
+    }
+}
+
 inline uint16_t to_bfloat16(float f) {
     const uint32_t bits = as_bits(f);
     // Ties to even. The NaN that arithmetic makes has few payload bits and stays one.
@@ -159,14 +225,23 @@ inline uint16_t to_bfloat16(float f) {
 
 extern "C" {
 
-// Part of the cache's file name too: raise it when a signature below changes.
-int lptune_native_version() { return 1; }
-
 void lptune_quantize(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_multiplier,
                      int8_t* q_rows, float* scale_rows, const float* column_multiplier, int8_t* q_columns,
                      float* scale_columns, int num_threads) {
     (is_bfloat16 ? quantize<BFloat16> : quantize<Float32>)(
         x, m, k, row_multiplier, q_rows, scale_rows, column_multiplier, q_columns, scale_columns, num_threads);
+}
+
+void lptune_quantize_tensor(const void* x, int is_bfloat16, int64_t size, int8_t* q, float* scale,
+                            int num_threads) {
+    (is_bfloat16 ? quantize_tensor<BFloat16> : quantize_tensor<Float32>)(x, size, q, scale, num_threads);
+}
+
+void lptune_round_stochastically(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_inverse,
+                                 int row_stride, const float* column_inverse, uint64_t key, int64_t first,
+                                 int8_t* q, int num_threads) {
+    (is_bfloat16 ? round_stochastically<BFloat16> : round_stochastically<Float32>)(
+        x, m, k, row_inverse, row_stride, column_inverse, key, first, q, num_threads);
 }
 
 // out = float(acc) * scale_a[row] * scale_b[column], in this order, rounded once to the output's type.

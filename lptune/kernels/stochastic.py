@@ -1,0 +1,75 @@
+"""Quantizers that round stochastically: for gradients, whose rounding errors otherwise may add up.
+
+The random bits are a function of (seed, step, layer's name, index of the element in the step's global batch)
+and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of micro-batches or a resume.
+The key that stands for the first three travels in the layer's handle (record.py), so that a new step is no
+new graph.
+
+On CUDA there is plain torch behind the op: the option costs time, and is off by default.
+"""
+
+import torch
+from torch import Tensor
+
+from lptune import numerics
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
+from lptune.kernels.record import KEY, MICRO_BATCH
+from lptune.numerics import FORMATS, QuantizedColumns, QuantizedRows, QuantizedTensor
+
+# What shares a scale, for find_scale: rows, columns, the tensor.
+_DIMS: dict[int, int | tuple[int, int]] = {1: 1, 0: 0, 2: (0, 1)}
+# g is rounded once for each GEMM it takes part in, with bits of their own.
+_SALTS = {1: 0, 0: 0x5DEECE66D, 2: 0x2545F4914F6CDD1D >> 1}
+
+
+def quantize_rows_stochastic(
+    x_MK: Tensor, fmt: str, layer: Tensor, *, multiplier_1K: Tensor | None = None, power_of_two: bool = False
+) -> QuantizedRows:
+    """`quantize_rows(x * multiplier)`, rounded stochastically. layer: a handle whose key was set."""
+    return QuantizedRows(*_quantize_stochastic(x_MK, multiplier_1K, fmt, power_of_two, 1, layer))
+
+
+def quantize_columns_stochastic(
+    x_MK: Tensor, fmt: str, layer: Tensor, *, multiplier_M1: Tensor | None = None, power_of_two: bool = False
+) -> QuantizedColumns:
+    """`quantize_columns(x * multiplier)`, rounded stochastically."""
+    return QuantizedColumns(*_quantize_stochastic(x_MK, multiplier_M1, fmt, power_of_two, 0, layer))
+
+
+def quantize_tensor_stochastic(
+    x_MK: Tensor, fmt: str, layer: Tensor, *, power_of_two: bool = False
+) -> QuantizedTensor:
+    """`quantize_tensor(x)`, rounded stochastically."""
+    return QuantizedTensor(*_quantize_stochastic(x_MK, None, fmt, power_of_two, 2, layer))
+
+
+@torch.library.custom_op("lptune::quantize_stochastic", mutates_args=())
+def _quantize_stochastic(
+    x_MK: Tensor, multiplier: Tensor | None, fmt: str, power_of_two: bool, dim: int, layer: Tensor
+) -> tuple[Tensor, Tensor]:
+    key, micro_batch = int(layer[KEY]), int(layer[MICRO_BATCH])
+    if key == 0:
+        raise RuntimeError(
+            "stochastic rounding has no random key: call linear.StochasticRounding.start(step, micro_batch) "
+            "before each forward and backward"
+        )
+    x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
+    first = micro_batch * x.numel()
+    scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)
+    if fmt == "int8" and choose_backend("quantize", x.device.type) == "native":
+        return native.round_stochastically(x, inverse, key ^ _SALTS[dim], first), scale
+    index = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
+    random = numerics.uniform(key ^ _SALTS[dim], index)
+    return numerics.stochastic_round_to(
+        x.to(torch.float32) * inverse, FORMATS[fmt], random
+    ).contiguous(), scale
+
+
+@_quantize_stochastic.register_fake
+def _(
+    x_MK: Tensor, multiplier: Tensor | None, fmt: str, power_of_two: bool, dim: int, layer: Tensor
+) -> tuple[Tensor, Tensor]:
+    shape = {1: (x_MK.shape[0], 1), 0: (1, x_MK.shape[1]), 2: (1, 1)}[dim]
+    q = x_MK.new_empty(x_MK.shape, dtype=FORMATS[fmt].dtype)
+    return q, x_MK.new_empty(shape, dtype=torch.float32)

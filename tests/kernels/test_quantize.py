@@ -1,0 +1,133 @@
+"""Every backend of every quantizer gives the bits of its twin in lptune.numerics."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lptune import kernels, numerics
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
+from lptune.numerics import FORMATS
+
+SHAPES = [(1, 1), (3, 5), (65, 33), (128, 512), (1, 700), (700, 1), (0, 4), (4, 0)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@pytest.fixture(params=["native", "reference"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "native" and not native.available():
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("LPTUNE_KERNELS", request.param)
+    choose_backend.cache_clear()
+    assert choose_backend("quantize", "cpu") == request.param
+    yield str(request.param)
+    choose_backend.cache_clear()
+
+
+def _matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Gaussian, with a zero row and column, an outlier and a row at the edge of float32's normal numbers."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+    m, k = shape
+    if m > 2 and k > 2:
+        x[1], x[:, 2] = 0, 0
+        x[0, 0] = 1e4
+        x[2] *= 1e-37
+    return x.to(dtype)
+
+
+def _assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for ours, truth in zip(actual, expected, strict=True):
+        assert ours.dtype == truth.dtype
+        assert torch.equal(ours.double(), truth.double())
+
+
+@pytest.mark.parametrize("fmt", list(FORMATS))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantizers_equal_the_maths_bitwise(shape: tuple[int, int], dtype: torch.dtype, fmt: str) -> None:
+    x = _matrix(shape, dtype)
+    by_column = torch.rand(1, shape[1], generator=torch.Generator().manual_seed(1))
+    by_row = torch.rand(shape[0], 1, generator=torch.Generator().manual_seed(2))
+    form = FORMATS[fmt]
+    rows, columns = numerics.quantize_rows, numerics.quantize_columns
+    _assert_equal(kernels.quantize_rows(x, fmt), rows(x, form))
+    _assert_equal(kernels.quantize_rows(x, fmt, multiplier_1K=by_column), rows(x.float() * by_column, form))
+    _assert_equal(kernels.quantize_columns(x, fmt), columns(x, form))
+    _assert_equal(kernels.quantize_columns(x, fmt, multiplier_M1=by_row), columns(x.float() * by_row, form))
+    for multiplier, folded in ((None, x), (by_column, x.float() * by_column)):
+        both = kernels.quantize_rows_and_columns(x, fmt, multiplier_1K=multiplier)
+        _assert_equal(both[0], rows(folded, form))
+        _assert_equal(both[1], columns(x, form))
+    _assert_equal(kernels.quantize_tensor(x, fmt), numerics.quantize_tensor(x, form))
+
+
+@pytest.mark.parametrize("fmt", list(FORMATS))
+def test_scales_may_be_powers_of_two(fmt: str) -> None:
+    x = _matrix((65, 33), torch.bfloat16)
+    actual = kernels.quantize_rows(x, fmt, power_of_two=True)
+    _assert_equal(actual, numerics.quantize_rows(x, FORMATS[fmt], power_of_two=True))
+    # frexp: a power of two has the significand 1/2.
+    assert (torch.frexp(actual.scale_M1[actual.scale_M1 > 0]).mantissa == 0.5).all()
+
+
+def test_transposed_changes_the_strides_and_nothing_else() -> None:
+    x = _matrix((20, 36), torch.bfloat16)
+    for quantize in (kernels.quantize_rows, kernels.quantize_columns):
+        plain, turned = quantize(x, "int8"), quantize(x, "int8", transposed=True)
+        _assert_equal(turned, plain)
+        assert plain[0].is_contiguous()
+        assert turned[0].t().is_contiguous()
+
+
+def test_input_strides_do_not_matter() -> None:
+    x = _matrix((40, 30), torch.float32).t()[::2]
+    assert not x.is_contiguous()
+    for quantize in (kernels.quantize_rows, kernels.quantize_columns, kernels.quantize_tensor):
+        _assert_equal(quantize(x, "int8"), quantize(x.contiguous(), "int8"))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_makes_its_scale_nan(dtype: torch.dtype, bad: float) -> None:
+    x = _matrix((65, 33), dtype)
+    x[5, 7] = bad
+    rows, columns = kernels.quantize_rows_and_columns(x, "int8")
+    assert rows.scale_M1.isnan().nonzero()[:, 0].tolist() == [5]
+    assert columns.scale_1K.isnan().nonzero()[:, 1].tolist() == [7]
+    assert kernels.quantize_tensor(x, "int8").scale_11.isnan().all()
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    x = _matrix((301, 77), torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows, columns = kernels.quantize_rows_and_columns(x, "int8")
+            results.append((*rows, *columns, *kernels.quantize_tensor(x, "int8")))
+    finally:
+        torch.set_num_threads(before)
+    _assert_equal(results[0], results[1])
+    _assert_equal(results[0], results[2])
+
+
+def test_opcheck() -> None:
+    x, vector, column = torch.randn(24, 40), torch.rand(1, 40), torch.rand(24, 1)
+    ops = torch.ops.lptune
+    layer = kernels.layer_handle(-1)
+    for op, args in (
+        (ops.quantize_rows, (x, vector, "int8", False, False)),
+        (ops.quantize_rows, (x, None, "e4m3", True, True)),
+        (ops.quantize_columns, (x, column, "int8", False, True)),
+        (ops.quantize_rows_and_columns, (x, vector, "int8", False, True)),
+        (ops.quantize_tensor, (x, "int8", False)),
+        (ops.quantize_blocks, (x, 16, 16, "e4m3", False)),
+        (ops.quantize_mx, (x, 0, "e4m3")),
+        (ops.quantize_delayed, (x, "e4m3", layer, 0)),
+    ):
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(op.default, args, test_utils=tests)

@@ -1,0 +1,171 @@
+"""Delayed scaling: which amaxes decide a scale, and that the history survives what it has to."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lptune import linear, numerics
+from lptune.config import PrecisionConfig
+from lptune.linear.delayed import HISTORY
+
+CPU = torch.device("cpu")
+DELAYED = PrecisionConfig(kind="float8_delayed", emulate=True)
+TENSORWISE = PrecisionConfig(kind="float8_tensorwise", emulate=True)
+T, K, N = 32, 48, 16
+
+
+def _model(precision: PrecisionConfig) -> tuple[nn.Sequential, linear.Plan]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    return model, linear.convert(model, precision)
+
+
+def _gradients(model: nn.Sequential, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    out = model(x)
+    out.backward(g)
+    weight = model[0].weight
+    assert x.grad is not None
+    assert isinstance(weight, Tensor)
+    assert weight.grad is not None
+    return out.detach(), x.grad, weight.grad
+
+
+def _batch(scale: float = 1.0, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(T, K, generator=generator), scale * torch.randn(T, N, generator=generator)
+
+
+def test_without_a_history_it_is_tensorwise_scaling_bitwise() -> None:
+    (delayed, plan), (tensorwise, _) = _model(DELAYED), _model(TENSORWISE)
+    x, g = _batch()
+    scaling = linear.DelayedScaling(plan, CPU)
+    with scaling.step():
+        actual = _gradients(delayed, x, g)
+    for ours, expected in zip(actual, _gradients(tensorwise, x, g), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_scale_comes_from_the_largest_amax_of_past_steps_and_what_exceeds_it_saturates() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    x, g = _batch()
+    with scaling.step():
+        _gradients(model, x, g)
+    with scaling.step():
+        output = _gradients(model, 10 * x, g)[0]
+    past = x.abs().amax()
+    scale = numerics.scale_from_amax(past, numerics.E4M3).scale
+    saturated = numerics.quantize_with_scale(10 * x, scale, numerics.E4M3).float() * scale
+    assert saturated.abs().amax() == pytest.approx(float(past), rel=1e-6)
+    w = numerics.dequantize(numerics.quantize_tensor(model[0].weight.detach(), numerics.E4M3))
+    # float32 sums of K products.
+    assert numerics.relative_error(output, saturated @ w.t()) < K * 2.0**-24
+    with scaling.step():  # the third step knows the second's amax
+        output = _gradients(model, 10 * x, g)[0]
+    assert numerics.relative_error(output, 10 * x @ w.t()) < 0.05
+
+
+def test_the_maximum_is_taken_over_the_micro_batches_of_a_step_and_over_ranks() -> None:
+    model, plan = _model(DELAYED)
+    other_rank = torch.tensor([[0.5, 1e3, 0.5]])
+    calls = 0
+
+    def all_reduce_max(amaxes: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        amaxes.copy_(torch.maximum(amaxes, other_rank))
+
+    scaling = linear.DelayedScaling(plan, CPU, all_reduce_max)
+    batches = [_batch(scale, seed) for seed, scale in enumerate((1.0, 3.0, 2.0))]
+    with scaling.step():
+        for x, g in batches:
+            _gradients(model, x, g)
+    (history,) = scaling.state().values()
+    assert calls == 1
+    assert float(history[-1, 0]) == max(float(x.abs().amax()) for x, _ in batches)
+    assert float(history[-1, 1]) == 1e3
+    assert float(history[-1, 2]) == max(float(g.abs().amax()) for _, g in batches)
+
+
+def test_an_outlier_is_forgotten_after_its_history() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    x, g = _batch()
+    with scaling.step():
+        _gradients(model, 1000 * x, g)
+    errors = []
+    for _ in range(HISTORY + 1):
+        with scaling.step():
+            output = _gradients(model, x / 1000, g)[0]
+        errors.append(numerics.relative_error(output, x.double() / 1000 @ model[0].weight.double().t()))
+    # A millionth of the scale's amax is below half of e4m3's smallest number: nothing is left of x.
+    assert min(errors[:HISTORY]) == 1.0
+    assert errors[HISTORY] < 0.05
+
+
+def test_an_evaluation_between_steps_leaves_no_trace() -> None:
+    histories = []
+    for evaluates in (False, True):
+        model, plan = _model(DELAYED)
+        scaling = linear.DelayedScaling(plan, CPU)
+        for seed in range(3):
+            with scaling.step():
+                _gradients(model, *_batch(seed=seed))
+            if evaluates:
+                with torch.no_grad():
+                    model(1e4 * _batch()[0])
+        histories.append(*scaling.state().values())
+    assert torch.equal(*histories)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_comes_out_as_nan_and_is_not_remembered(bad: float) -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    x, g = _batch()
+    with scaling.step():
+        _gradients(model, x, g)
+    before = next(iter(scaling.state().values())).amax(dim=0)
+    broken = x.clone()
+    broken[3, 4] = bad
+    with scaling.step():
+        assert _gradients(model, broken, g)[0].isnan().all()
+    with scaling.step():
+        after = _gradients(model, x, g)
+    assert all(result.isfinite().all() for result in after)
+    assert torch.equal(next(iter(scaling.state().values())).amax(dim=0), before)
+
+
+def test_a_run_that_goes_on_from_saved_histories_has_the_same_bits() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    for seed in range(3):
+        with scaling.step():
+            _gradients(model, *_batch(scale=3.0, seed=seed))
+    saved = {name: tensor.clone() for name, tensor in scaling.state().items()}
+    with scaling.step():
+        expected = _gradients(model, *_batch())
+    again, plan = _model(DELAYED)
+    resumed = linear.DelayedScaling(plan, CPU)
+    for name, tensor in resumed.state().items():
+        tensor.copy_(saved[name])
+    with resumed.step():
+        actual = _gradients(again, *_batch())
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    # And the history mattered: without it the bits are others.
+    fresh, plan = _model(DELAYED)
+    with linear.DelayedScaling(plan, CPU).step():
+        assert not torch.equal(_gradients(fresh, *_batch())[2], expected[2])
+
+
+def test_other_kinds_have_no_state() -> None:
+    model, plan = _model(TENSORWISE)
+    scaling = linear.DelayedScaling(plan, CPU)
+    with scaling.step():
+        _gradients(model, *_batch())
+    assert scaling.state() == {}

@@ -1,0 +1,160 @@
+"""Stochastic rounding of gradients: right on average, a function of the element's place and nothing else."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lptune import kernels, linear, numerics
+from lptune.config import PrecisionConfig, UserError
+from lptune.kernels import native
+from lptune.kernels.backend import choose_backend
+
+KINDS = ["int8_rowcol", "int8_tensorwise", "float8_tensorwise", "float8_rowwise"]
+T, K, N = 16, 32, 48
+
+
+def _layer(kind: str, **keys: str) -> tuple[nn.Sequential, linear.Plan]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    emulate = kind.startswith("float8")
+    precision = PrecisionConfig(kind=kind, emulate=emulate, stochastic_rounding=True, **keys)  # type: ignore[arg-type]
+    return model, linear.convert(model, precision)
+
+
+def _gradients(model: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    model(x).backward(g)
+    (weight,) = model.parameters()
+    assert weight.grad is not None
+    assert x.grad is not None
+    return x.grad, weight.grad
+
+
+def _batch(num_tokens: int = T) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, K, generator=generator), torch.randn(num_tokens, N, generator=generator)
+
+
+@pytest.mark.parametrize("grad_weight", ["column", "folded"])
+def test_the_mean_over_steps_is_the_product_with_the_unrounded_gradient(grad_weight: str) -> None:
+    model, plan = _layer("int8_rowcol", grad_weight=grad_weight)
+    rounding = linear.StochasticRounding(model, plan, seed=0)
+    x, g = _batch()
+    num_steps = 400
+    sums = [torch.zeros(T, K, dtype=torch.float64), torch.zeros(N, K, dtype=torch.float64)]
+    for step in range(num_steps):
+        rounding.start(step, 0)
+        for total, gradient in zip(sums, _gradients(model, x, g), strict=True):
+            total += gradient.double()
+    w8 = numerics.quantize_rows(model[0].weight.detach())
+    x8 = numerics.quantize_columns(x) if grad_weight == "column" else numerics.quantize_rows(x)
+    operands = (numerics.dequantize(w8).double(), numerics.dequantize(x8).double())
+    expected = (g.double() @ operands[0], g.double().t() @ operands[1])
+    # Rounding at random by a fraction f has variance f (1 - f) <= 1/4 of a step squared; sums over the
+    # contraction and means over steps follow. Five standard deviations over 2,000 elements.
+    steps = (g.abs().amax() / 127, g.abs().amax() / 127 * (1 if grad_weight == "column" else 3))
+    for total, truth, operand, step in zip(sums, expected, operands, steps, strict=True):
+        sigma = 0.5 * float(step) * float(operand.square().sum(dim=0).max().sqrt()) / num_steps**0.5
+        assert ((total / num_steps - truth).abs() < 5 * sigma).all()
+        nearest_is_biased = (total / num_steps - truth).norm() / truth.norm()
+        assert nearest_is_biased < 0.003  # rounding to nearest leaves 0.006 to 0.01, the same in every step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_depend_on_seed_step_micro_batch_and_on_nothing_else(kind: str) -> None:
+    x, g = _batch()
+
+    def gradients(seed: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        model, plan = _layer(kind)
+        rounding = linear.StochasticRounding(model, plan, seed)
+        rounding.start(step, micro_batch)
+        return _gradients(model, x, g)
+
+    first = gradients(1, 2, 3)
+    for other, same in (((1, 2, 3), True), ((0, 2, 3), False), ((1, 1, 3), False), ((1, 2, 4), False)):
+        for a, b in zip(first, gradients(*other), strict=True):
+            assert torch.equal(a, b) == same, other
+
+
+def test_a_micro_batch_is_rounded_as_its_part_of_the_global_batch() -> None:
+    # By rows every scale is a row's own: two micro-batches of 8 tokens are one of 16.
+    x, g = _batch()
+    model, plan = _layer("int8_rowcol")
+    rounding = linear.StochasticRounding(model, plan, seed=0)
+    rounding.start(0, 0)
+    whole, _ = _gradients(model, x, g)
+    parts = []
+    for i, part in enumerate((slice(0, T // 2), slice(T // 2, T))):
+        rounding.start(0, i)
+        parts.append(_gradients(model, x[part], g[part])[0])
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_compiled_equals_eager_bitwise_and_a_step_is_no_new_graph() -> None:
+    torch._dynamo.reset()  # other tests compiled the same forward
+    x, g = _batch()
+    results = []
+    for compiled in (False, True):
+        model, plan = _layer("int8_rowcol")
+        rounding = linear.StochasticRounding(model, plan, seed=0)
+        run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step in range(3):
+                rounding.start(step, 0)
+                results.append(_gradients(run, x, g))
+    for eager, compiled_ in zip(results[:3], results[3:], strict=True):
+        for a, b in zip(eager, compiled_, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_native_rounding_has_the_bits_of_the_maths(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native.available():
+        pytest.skip("needs a C++ compiler")
+    x = torch.randn(33, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3], x[4, 5] = 0, 1e3
+    handle = kernels.layer_handle(-1)
+    handle[kernels.KEY] = numerics.random_key(0, 1, "a")
+    handle[kernels.MICRO_BATCH] = 2**32 // x.numel()  # the index passes 2**32 on the way
+    results: list[tuple[Tensor, ...]] = []
+    for backend in ("native", "reference"):
+        monkeypatch.setenv("LPTUNE_KERNELS", backend)
+        choose_backend.cache_clear()
+        rows = kernels.quantize_rows_stochastic(
+            x, "int8", handle, multiplier_1K=torch.linspace(0.1, 2, 70)[None]
+        )
+        columns = kernels.quantize_columns_stochastic(x, "int8", handle)
+        results.append((*rows, *columns, *kernels.quantize_tensor_stochastic(x, "int8", handle)))
+    choose_backend.cache_clear()
+    for ours, truth in zip(*results, strict=True):
+        assert torch.equal(ours, truth)
+
+
+def test_without_a_key_it_refuses() -> None:
+    model, _ = _layer("int8_rowcol")
+    with pytest.raises(RuntimeError, match="no random key"):
+        _gradients(model, *_batch())
+
+
+def test_kinds_without_it_say_so() -> None:
+    with pytest.raises(UserError, match=r"stochastic_rounding: not for precision\.kind: mxfp8; int8_rowcol"):
+        PrecisionConfig(kind="mxfp8", stochastic_rounding=True)
+
+
+def test_other_layers_get_no_key() -> None:
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+    linear.StochasticRounding(model, plan, 0).start(0, 0)
+    assert int(model[0].handle[kernels.KEY]) == 0  # type: ignore[index, union-attr]
+
+
+def test_opcheck() -> None:
+    handle = kernels.layer_handle(-1)
+    handle[kernels.KEY] = 5
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for dim, multiplier in ((1, torch.rand(1, 8)), (0, torch.rand(4, 1)), (2, None)):
+        args = (torch.randn(4, 8), multiplier, "int8", False, dim, handle)
+        torch.library.opcheck(torch.ops.lptune.quantize_stochastic.default, args, test_utils=tests)
