@@ -12,7 +12,7 @@ The bound is `linear.predicted_errors`: derived from the formats and the operand
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,27 +86,31 @@ def run(
 # --- one layer in every mode
 
 
-def modes_table() -> Iterator[list[str]]:
+def modes_table(
+    shape: tuple[int, int, int] = (512, 512, 768),
+    kinds: Sequence[str] = KINDS,
+    modes: Sequence[tuple[str, str]] = MODES,
+) -> Iterator[list[str]]:
     """A row for each kind, or more where the modes of a kind differ."""
     generator = torch.Generator().manual_seed(0)
-    t, k, n = 512, 512, 768
+    t, k, n = shape
     x, w, g = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((t, k), (n, k), (t, n)))
     operands = Operands(x, w, g)
     truth = operands.truth()
     yield ["kind", "modes", *(f"{gemm}: error, bound" for gemm in GEMMS), "holds"]
-    for kind in KINDS:
+    for kind in kinds:
         rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-        for compile_, how in MODES:
+        for compile_, how in modes:
             results, predicted = run(operands, precision(kind), compile_, how)
             errors = {gemm: numerics.relative_error(results[gemm], truth[gemm]) for gemm in GEMMS}
             cells = [f"{errors[gemm]:.5f}, {predicted[gemm].bound:.5f}" for gemm in GEMMS]
             holds = all(predicted[gemm].least <= errors[gemm] <= predicted[gemm].bound for gemm in GEMMS)
             rows.setdefault((*cells, "yes" if holds else "NO"), []).append((compile_, how))
-        for cells_, modes in rows.items():
-            named = ", ".join("/".join(("eager" if c == "none" else "compiled", how)) for c, how in modes)
+        for cells_, same in rows.items():
+            named = ", ".join("/".join(("eager" if c == "none" else "compiled", how)) for c, how in same)
             yield [
-                kind if kind != "none" else "bf16",
-                "all six" if len(modes) == len(MODES) else named,
+                "bf16" if kind == "none" else kind,
+                "all six" if len(same) == len(MODES) else named,
                 *cells_,
             ]
 
