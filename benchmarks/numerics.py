@@ -61,8 +61,11 @@ def precision(kind: str, **keys: str) -> PrecisionConfig:
 
 def run(
     operands: Operands, config: PrecisionConfig, compile_: str = "none", checkpointing: str = "none"
-) -> tuple[dict[str, Tensor], dict[str, linear.Predicted]]:
-    """(output, grad_input and grad_weight of a layer, what is predicted of them)."""
+) -> tuple[dict[str, Tensor], dict[str, linear.Predicted], dict[str, Tensor]]:
+    """(output, grad_input and grad_weight of a layer, what is predicted of them, the truth in float64).
+
+    The truth is that of the weight which the layer holds: `int8_weight_only` has rounded it for good.
+    """
     x_TK, w_NK, g_TN = operands
     block = Block(w_NK)
     plan = linear.convert(block, config)
@@ -80,7 +83,8 @@ def run(
         "grad_input": 0.5 * half_TK.grad,
         "grad_weight": block.linear.weight.grad,
     }
-    return results, linear.predicted_errors(plan.layers[0].spec, x_TK, w_NK, g_TN)
+    held = Operands(x_TK, linear.dequantized(block.linear.weight.detach()).to(x_TK.dtype), g_TN)
+    return results, linear.predicted_errors(plan.layers[0].spec, *held), held.truth()
 
 
 # --- one layer in every mode
@@ -96,12 +100,11 @@ def modes_table(
     t, k, n = shape
     x, w, g = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((t, k), (n, k), (t, n)))
     operands = Operands(x, w, g)
-    truth = operands.truth()
     yield ["kind", "modes", *(f"{gemm}: error, bound" for gemm in GEMMS), "holds"]
     for kind in kinds:
         rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for compile_, how in modes:
-            results, predicted = run(operands, precision(kind), compile_, how)
+            results, predicted, truth = run(operands, precision(kind), compile_, how)
             errors = {gemm: numerics.relative_error(results[gemm], truth[gemm]) for gemm in GEMMS}
             cells = [f"{errors[gemm]:.5f}, {predicted[gemm].bound:.5f}" for gemm in GEMMS]
             holds = all(predicted[gemm].least <= errors[gemm] <= predicted[gemm].bound for gemm in GEMMS)
@@ -163,16 +166,16 @@ def folding_tables() -> Iterator[list[list[str]]]:
 
 
 def _sqnr(operands: Operands, gemm: str, how: str, kind: str = "int8_rowcol") -> float:
-    results, _ = run(operands, precision(kind, **{gemm: how}))
-    return numerics.sqnr_db(results[gemm], operands.truth()[gemm])
+    results, _, truth = run(operands, precision(kind, **{gemm: how}))
+    return numerics.sqnr_db(results[gemm], truth[gemm])
 
 
 def _all_and_median(operands: Operands, kind: str = "int8_rowcol") -> list[str]:
     """Of the whole grad_weight and of the median input channel, by column and folded."""
-    truth_NK = operands.truth()["grad_weight"]
     cells = []
     for how in ("column", "folded"):
-        gw_NK = run(operands, precision(kind, grad_weight=how))[0]["grad_weight"].double()
+        results, _, truth = run(operands, precision(kind, grad_weight=how))
+        gw_NK, truth_NK = results["grad_weight"].double(), truth["grad_weight"]
         ratio_K = truth_NK.norm(dim=0) / (gw_NK - truth_NK).norm(dim=0)
         median = 20 * float(ratio_K[truth_NK.norm(dim=0) > 0].median().log10())
         cells.append(f"{numerics.sqnr_db(gw_NK, truth_NK):.1f} / {median:.1f}")
@@ -260,8 +263,7 @@ def real_tables(operands: dict[str, Operands]) -> Iterator[list[list[str]]]:
 
 
 def _errors(operands: Operands, kind: str) -> dict[str, tuple[float, linear.Predicted]]:
-    results, predicted = run(operands, precision(kind))
-    truth = operands.truth()
+    results, predicted, truth = run(operands, precision(kind))
     return {gemm: (numerics.relative_error(results[gemm], truth[gemm]), predicted[gemm]) for gemm in GEMMS}
 
 

@@ -32,6 +32,7 @@ VARIANTS: dict[str, list[str]] = {
     "float8_rowwise_with_gw_hp": ["kind=float8_rowwise_with_gw_hp"],
     "float8_blockwise": ["kind=float8_blockwise"],
     "mxfp8": ["kind=mxfp8"],
+    "int8_weight_only": ["kind=int8_weight_only"],
 }
 
 

@@ -65,7 +65,7 @@ def main(cfg: FinetuneConfig) -> None:
         distributed.parallelize(model, world, cfg)
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
-        optimizer = training.build_optimizer(model, cfg.optimizer)
+        optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         scaling = linear.DelayedScaling(plan, world.device, world.max_)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
@@ -86,7 +86,7 @@ def main(cfg: FinetuneConfig) -> None:
         world.print(
             f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
             f"{world.size} x {world.device.type}, attention by {attention}"
-            + (f", 8-bit GEMMs by {plan.backend(world.device.type)}" if plan.converted else "")
+            + (f", 8-bit GEMMs by {backend}" if (backend := plan.backend(world.device.type)) else "")
             + (f", continuing {saved.folder}" if saved else "")
         )
         if step == 0 and held_out is not None:

@@ -19,7 +19,7 @@ ALLOWED = {
     "data": {"config"},
     "distributed": {"config", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed"},
-    "training": {"config", "numerics"},
+    "training": {"config", "numerics", "kernels", "linear", "distributed"},
     "report": {"config"},
     "cli": {"config", "models", "data", "checkpoint"},
 }  # fmt: skip

@@ -26,6 +26,7 @@ from lptune.checkpoint.files import (
 )
 from lptune.checkpoint.hf import INDEX_NAME, HFIndex, match_tensors
 from lptune.distributed import World, reshard
+from lptune.linear import dequantized
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -82,6 +83,7 @@ def export_hf(
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
+    parameter = dequantized(parameter)
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lptune.checkpoint.files import read_json
 from lptune.config import UserError, closest
+from lptune.distributed import local_rows
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -180,16 +179,6 @@ def load_hf(model: nn.Module, index: HFIndex) -> None:
                 num_read += read_rows(tensors, stored_name, local, start)
     expected = sum(local_rows(parameter)[0].numel() for parameter in parameters.values())
     assert num_read == expected, f"read {num_read} elements of {expected}"
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of `tensor` (itself when it is not sharded) and the number of its first row."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0
-    local = tensor.to_local().detach()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert all(o == 0 for o in offset[1:]), "only rows are sharded"
-    return local, offset[0] if local.numel() else 0
 
 
 @torch.no_grad()

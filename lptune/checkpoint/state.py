@@ -31,7 +31,7 @@ from lptune.checkpoint.files import (
     sha256,
     write_json,
 )
-from lptune.checkpoint.hf import local_rows, weights_digest
+from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import (
     Manifest,
     Shard,
@@ -44,10 +44,12 @@ from lptune.checkpoint.manifest import (
     write_manifest,
 )
 from lptune.config import FinetuneConfig, UserError
-from lptune.distributed import World, reshard
+from lptune.distributed import World, local_rows, reshard
+from lptune.linear import Int8Weight, dequantized, int8_rows, row_scales
 
 Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALE = "int8_scale"
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
     "data": " (a digest of the training rows: the source or a key of data.* has changed)",
@@ -82,7 +84,7 @@ def save_state(
     files: dict[str, dict[str, Any]] = {}
     shards: dict[str, list[dict[str, Any]]] = {}
     for kind, tensors in (
-        ("model", _model_tensors(model)),
+        ("model", _model_tensors(model) | _scales(model)),
         ("optimizer", _optimizer_tensors(model, optimizer)),
         ("replicated", dict(replicated) if world.is_main else {}),
     ):
@@ -91,7 +93,7 @@ def save_state(
         name = f"{kind}-{world.rank:05d}.safetensors"
         local = {key: local_rows(tensor) for key, tensor in tensors.items()}
         # A rank that holds no row of a tensor stores nothing for it.
-        stored = {key: rows.contiguous() for key, (rows, _) in local.items() if rows.numel()}
+        stored = {key: _plain(rows) for key, (rows, _) in local.items() if rows.numel()}
         save_tensors(partial / name, stored)
         files[name] = describe_file(partial / name)
         shards |= {
@@ -132,7 +134,10 @@ def load_state(
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": step, **moments}
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
-        _read(manifest, name, tensor)
+        if int8_rows(tensor) is not None and f"{_SCALE}/{name}" in manifest.shards:
+            _read_int8(manifest, name, tensor)
+        else:
+            _read(manifest, name, tensor)
     for name, tensor in replicated.items():
         if name in manifest.shards:
             _read(manifest, name, tensor)
@@ -230,6 +235,30 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         if parameter in optimizer.state
         for moment in _MOMENTS
     }
+
+
+def _plain(rows: Tensor) -> Tensor:
+    # What is stored in INT8 is four times as large when dequantized: too large for the device, perhaps.
+    return rows.contiguous() if int8_rows(rows) is None else dequantized(rows).cpu()
+
+
+def _scales(model: nn.Module) -> dict[str, Tensor]:
+    """Beside weights that are stored in INT8. Not needed to load them, but to load them bit for bit."""
+    return {
+        f"{_SCALE}/{name}": row_scales(parameter)
+        for name, parameter in model.named_parameters()
+        if int8_rows(parameter) is not None
+    }
+
+
+@torch.no_grad()
+def _read_int8(manifest: Manifest, name: str, tensor: Tensor) -> None:
+    values, scales = dequantized(tensor), row_scales(tensor).clone()
+    _read(manifest, name, values)
+    _read(manifest, f"{_SCALE}/{name}", scales)
+    weight, _ = local_rows(tensor)
+    assert isinstance(weight, Int8Weight)
+    weight.fill_from(local_rows(values)[0], local_rows(scales)[0])
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:

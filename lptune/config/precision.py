@@ -8,13 +8,14 @@ from lptune.config.errors import UserError
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind can do in its two backward GEMMs; the first of each is what `low` means."""
+    """What a kind can do in its GEMMs; the first of each of the two backward ones is what `low` means."""
 
     grad_input: tuple[str, ...]
     grad_weight: tuple[str, ...]
     grad_formats: tuple[str, ...]
     """Formats of the output's gradient; the first is the default."""
     can_round_stochastically: bool = False
+    output: tuple[str, ...] = ("low", "high")
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
@@ -29,6 +30,8 @@ PRECISION_KINDS = {
     "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True),
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
+    # Stored in INT8, multiplied in compute dtype: there is nothing to switch off.
+    "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), output=("low",)),
 }
 
 
@@ -38,7 +41,7 @@ class PrecisionConfig:
 
     kind: str = "none"
     """none | int8_rowcol | int8_tensorwise | float8_tensorwise | float8_delayed | float8_rowwise |
-    float8_rowwise_with_gw_hp | float8_blockwise | mxfp8."""
+    float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8, no master)."""
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"
@@ -60,17 +63,17 @@ class PrecisionConfig:
     """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
     tokens per micro-batch (measured: benchmarks/crossover.py)."""
     all_gather: str = "high"
-    """high: FSDP gathers weights in compute dtype."""
+    """high: FSDP gathers weights in compute dtype (int8_weight_only: in INT8, as they are stored)."""
     verify: bool = True
     """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
-        one_of("precision.output", self.output, ("low", "high"))
         one_of("precision.all_gather", self.all_gather, ("high",))
         kind = PRECISION_KINDS[self.kind]
         anything = self.kind == "none"  # a config may keep its choices while precision is switched off
         for key, choices in (
+            ("output", kind.output),
             ("grad_input", ("low", *(_all("grad_input") if anything else kind.grad_input))),
             ("grad_weight", ("low", *(_all("grad_weight") if anything else kind.grad_weight))),
             ("grad_format", ("auto", *(_all("grad_formats") if anything else kind.grad_formats))),

@@ -9,12 +9,14 @@ from lptune.distributed.parallelize import (
     sync_gradients,
 )
 from lptune.distributed.session import World, session
+from lptune.distributed.shards import local_rows
 
 __all__ = [
     "World",
     "check_compiler",
     "checkpoint_activations",
     "compile_forward",
+    "local_rows",
     "parallelize",
     "reshard",
     "session",

@@ -128,6 +128,7 @@ def _expensive_ops() -> frozenset[Any]:
             aten._scaled_dot_product_efficient_attention.default,
             torch.ops.lptune.scaled_mm.default,
             torch.ops.lptune.block_scaled_mm.default,
+            torch.ops.lptune.weight_only_mm.default,
             *_varlen_ops(),
         }
     )

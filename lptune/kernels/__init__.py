@@ -31,7 +31,9 @@ from lptune.kernels.stochastic import (
     quantize_columns_stochastic,
     quantize_rows_stochastic,
     quantize_tensor_stochastic,
+    quantize_weight_rows,
 )
+from lptune.kernels.weight_only import weight_only_mm
 
 __all__ = [
     "GEMMS",
@@ -58,8 +60,10 @@ __all__ = [
     "quantize_rows_and_columns",
     "quantize_tensor",
     "quantize_tensor_stochastic",
+    "quantize_weight_rows",
     "record_gemms",
     "requested_backend",
     "scaled_mm",
     "set_layer_amaxes",
+    "weight_only_mm",
 ]

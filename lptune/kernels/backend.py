@@ -1,8 +1,10 @@
 """The one place that decides which implementation runs an 8-bit operation."""
 
 import functools
+import importlib.util
 import logging
 import os
+from types import ModuleType
 
 import torch
 
@@ -13,12 +15,16 @@ logger = logging.getLogger(__name__)
 
 # What each operation can run on; the first that works here is taken.
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("torch", "reference")},
+    # cuBLASLt has no scales in its epilogue for int8: a second pass over the accumulator, four bytes each.
+    "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("triton", "torch", "reference")},
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
-    "block_gemm": {"cpu": ("reference",), "cuda": ("reference",)},
-    "quantize": {"cpu": ("native", "reference"), "cuda": ("reference",)},
+    # What torch has no fast kernel for: see scaled_mm.py.
+    "float8_other_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
+    "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
 }
-NAMES = ("torch", "native", "float32", "reference")
+_FLOAT8_GEMMS = ("float8_gemm", "float8_other_gemm", "block_gemm")
+NAMES = ("torch", "triton", "native", "float32", "reference")
 
 
 def requested_backend() -> str | None:
@@ -33,6 +39,7 @@ def requested_backend() -> str | None:
 def choose_backend(operation: str, device_type: str) -> str:
     """Name of the implementation that runs `operation` (a key of BACKENDS) on `device_type`; logged once.
 
+    triton     lptune's kernels (kernels/triton); float8 GEMMs since Ada, the rest since Ampere
     torch      torch's own 8-bit GEMMs: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt and CUTLASS on CUDA
     native     lptune's C++, compiled on first use (kernels/native)
     float32    float32 GEMMs over slices short enough to be exact: for CPUs on which oneDNN's int8 GEMM is not
@@ -48,17 +55,31 @@ def choose_backend(operation: str, device_type: str) -> str:
     return name
 
 
+def triton_kernels() -> ModuleType:
+    """`lptune.kernels.triton`, imported where it runs and not before: a run on CPU needs no Triton."""
+    from lptune.kernels import triton
+
+    return triton
+
+
 def k_major(device: torch.device) -> bool:
     """Whether 8-bit GEMMs on `device` want both operands contiguous along the contraction."""
     return device.type == "cuda"
 
 
 def _works(backend: str, operation: str, device_type: str) -> bool:
+    if backend == "reference":
+        return True
     if backend == "native":
         return native.available()
-    if backend == "torch" and operation == "float8_gemm":
-        return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)  # Ada and Hopper
-    return not (backend == "torch" and device_type == "cpu") or _int_mm_is_exact()
+    if device_type == "cpu":
+        return backend != "torch" or _int_mm_is_exact()
+    # Not an import: that is for where it runs (triton_kernels), and not every platform has it.
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return False
+    if operation in _FLOAT8_GEMMS:
+        return torch.cuda.get_device_capability() >= (8, 9)  # Ada and Hopper
+    return backend != "triton" or torch.cuda.get_device_capability() >= (8, 0)
 
 
 @functools.cache

@@ -8,8 +8,11 @@ blocks of 32 with E8M0 scales.
 import torch
 from torch import Tensor
 
-from lptune.kernels.record import note
-from lptune.numerics import expand_blocks
+from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.record import GEMMS, note
+from lptune.numerics import MX_BLOCK, expand_blocks
+
+_TRITON_BLOCKS = (MX_BLOCK, 128)  # the steps its GEMM can take
 
 
 def block_scaled_mm(
@@ -61,6 +64,14 @@ def _block_scaled_mm(
     gemm: int,
     emulate: bool,
 ) -> Tensor:
+    backend = "reference" if emulate else choose_backend("block_gemm", a_MK.device.type)
+    if backend == "triton" and block in _TRITON_BLOCKS:
+        contracted = gemm == GEMMS.index("grad_weight")
+        on_triton: Tensor = triton_kernels().block_scaled_mm(
+            a_MK, b_KN, scale_a, scale_b, block, out_dtype, tokens_contracted=contracted
+        )
+        note(layer, gemm)
+        return on_triton
     (m, k), n = a_MK.shape, b_KN.shape[1]
     b_columns = 1 if scale_b.shape[1] == n else block
     # Dequantized operands instead of scaled partial sums: the same products, rounded at another place.

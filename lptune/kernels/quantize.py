@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
+from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.numerics import (
     FORMATS,
     QuantizedBlocks,
@@ -96,7 +96,11 @@ def quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> QuantizedMX:
 def _quantize_rows(
     x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        q, scale = triton_kernels().quantize_rows(x_MK, multiplier_1K, fmt, power_of_two, transposed)
+        return q, scale
+    if backend == "native" and fmt == "int8" and not power_of_two:
         q, scale = native.quantize_rows(x_MK, multiplier_1K)
     else:
         q, scale = numerics.quantize_rows(_fold(x_MK, multiplier_1K), FORMATS[fmt], power_of_two=power_of_two)
@@ -107,7 +111,11 @@ def _quantize_rows(
 def _quantize_columns(
     x_MK: Tensor, multiplier_M1: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        q, scale = triton_kernels().quantize_columns(x_MK, multiplier_M1, fmt, power_of_two, transposed)
+        return q, scale
+    if backend == "native" and fmt == "int8" and not power_of_two:
         q, scale = native.quantize_columns(x_MK, multiplier_M1)
     else:
         folded = _fold(x_MK, multiplier_M1)
@@ -119,7 +127,13 @@ def _quantize_columns(
 def _quantize_rows_and_columns(
     x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        q_rows, scale_M1, q_columns, scale_1K = triton_kernels().quantize_rows_and_columns(
+            x_MK, multiplier_1K, fmt, power_of_two, transposed
+        )
+        return q_rows, scale_M1, q_columns, scale_1K
+    if backend == "native" and fmt == "int8" and not power_of_two:
         q_rows, scale_M1, q_columns, scale_1K = native.quantize_rows_and_columns(x_MK, multiplier_1K)
     else:
         q_rows, scale_M1 = numerics.quantize_rows(
@@ -131,7 +145,11 @@ def _quantize_rows_and_columns(
 
 @torch.library.custom_op("lptune::quantize_tensor", mutates_args=())
 def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "native" and fmt == "int8" and not power_of_two:
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        q, scale = triton_kernels().quantize_tensor(x_MK, fmt, power_of_two)
+        return q, scale
+    if backend == "native" and fmt == "int8" and not power_of_two:
         return native.quantize_tensor(x_MK)
     q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
     return _store(q, False), scale
@@ -142,14 +160,26 @@ def _quantize_blocks(
     x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     block = (block_rows, block_columns)
+    if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile(block):
+        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, power_of_two)
+        return q, scale
     q, scale = numerics.quantize_blocks(x_MK, block, FORMATS[fmt], power_of_two=power_of_two)
     return _store(q, False), scale.contiguous()
 
 
 @torch.library.custom_op("lptune::quantize_mx", mutates_args=())
 def _quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "triton":
+        block = (1, numerics.MX_BLOCK) if dim == 1 else (numerics.MX_BLOCK, 1)
+        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, True, e8m0=True)
+        return q, scale
     q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
     return _store(q, False), scale.contiguous()
+
+
+def _has_tile(block: tuple[int, int]) -> bool:
+    # A Triton tile is a power of two on each side, and holds whole blocks.
+    return all(size <= 128 and size & (size - 1) == 0 for size in block)
 
 
 def _fold(x: Tensor, multiplier: Tensor | None) -> Tensor:

@@ -9,19 +9,30 @@ int32 holds (133,144 products: many tokens in grad_weight, a 152k vocabulary in 
 summed in float32.
 
 Float8 accumulates in float32 (products of two float8 numbers are exact there); the order of the sum is the
-backend's, and with it the last bits.
+backend's, and with it the last bits. On CUDA one scale per tensor is torch's (cuBLASLt). One scale per row is
+fast there in one case only, bfloat16 out of the tensor core's own accumulator, which on Hopper keeps about 14
+bits: "fast accumulation", what torchao takes for `output` and nothing else. `grad_input`, `grad_weight` and
+other dtypes would pay a second pass over the result for their scales, so those run on lptune's kernel, and so
+do sizes that are no multiples of 16, which torch refuses.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
-from lptune.kernels.record import note
+from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.record import GEMMS, note
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUTPUT, _GRAD_WEIGHT = GEMMS.index("output"), GEMMS.index("grad_weight")
+
+# A multiple of 128, so that each part of a split contraction starts on an aligned address.
+_LONGEST_CONTRACTION = INT32_SAFE_CONTRACTION // 128 * 128
 
 
 def scaled_mm(
@@ -61,7 +72,7 @@ def _scaled_mm(
     emulate: bool,
 ) -> Tensor:
     mm = _int8_mm if a_MK.dtype == torch.int8 else _float8_mm
-    out_MN = mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, emulate)
+    out_MN = mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, gemm, emulate)
     note(layer, gemm)
     return out_MN
 
@@ -122,17 +133,26 @@ def _int8_mm(
     scale_a_M1: Tensor | None,
     scale_b_1N: Tensor | None,
     out_dtype: torch.dtype,
+    gemm: int,
     emulate: bool,
 ) -> Tensor:
     backend = "reference" if emulate else choose_backend("int8_gemm", a_MK.device.type)
-    mm = {"torch": _int_mm, "float32": _int_mm_float32, "reference": _int_mm_reference}[backend]
     m, k = a_MK.shape
-    if k <= INT32_SAFE_CONTRACTION:
+    mm: Callable[[Tensor, Tensor], Tensor]
+    if backend == "triton":
+        scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == _GRAD_WEIGHT)
+        if k <= _LONGEST_CONTRACTION:  # the scales in its epilogue
+            out_MN: Tensor = scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
+            return out_MN
+        mm = functools.partial(scaled, scale_a_M1=None, scale_b_1N=None, out_dtype=torch.int32)
+    else:
+        mm = {"torch": _int_mm, "float32": _int_mm_float32, "reference": _int_mm_reference}[backend]
+    if k <= _LONGEST_CONTRACTION:
         acc_MN = mm(a_MK, b_KN)
     else:
         acc_MN = torch.zeros(m, b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
-        for start in range(0, k, INT32_SAFE_CONTRACTION):
-            part = slice(start, start + INT32_SAFE_CONTRACTION)
+        for start in range(0, k, _LONGEST_CONTRACTION):
+            part = slice(start, start + _LONGEST_CONTRACTION)
             acc_MN += mm(a_MK[:, part], b_KN[part])
     if choose_backend("quantize", a_MK.device.type) == "native" and acc_MN.dtype == torch.int32:
         return native.apply_scales(acc_MN, scale_a_M1, scale_b_1N, out_dtype)
@@ -145,24 +165,33 @@ def _float8_mm(
     scale_a_M1: Tensor | None,
     scale_b_1N: Tensor | None,
     out_dtype: torch.dtype,
+    gemm: int,
     emulate: bool,
 ) -> Tensor:
-    if emulate or choose_backend("float8_gemm", a_MK.device.type) == "reference":
+    rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
+    accumulates_fast = rowwise and gemm == _OUTPUT and out_dtype == torch.bfloat16
+    aligned = b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0  # torch takes nothing else
+    operation = "float8_gemm" if aligned and (accumulates_fast or not rowwise) else "float8_other_gemm"
+    backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
+    if backend == "triton":
+        out_MN: Tensor = triton_kernels().scaled_mm(
+            a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, tokens_contracted=gemm == _GRAD_WEIGHT
+        )
+        return out_MN
+    if backend == "reference":
         acc_MN = a_MK.to(torch.float32) @ b_KN.to(torch.float32)
         return _apply_scales(acc_MN, scale_a_M1, scale_b_1N).to(out_dtype)
     # Not yet run on hardware.
     one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
     scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
-    if scale_a.numel() != 1 or scale_b.numel() != 1:  # rowwise takes vectors on both sides
+    if rowwise:  # which takes vectors on both sides
         scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
         scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
     # cuBLASLt wants a row-major and b column-major.
     a_MK, b_KN = a_MK.contiguous(), b_KN.t().contiguous().t()
-    rowwise_float32 = scale_a.numel() != 1 and out_dtype != torch.bfloat16
-    out: Tensor = torch._scaled_mm(
-        a_MK, b_KN, scale_a, scale_b, out_dtype=torch.bfloat16 if rowwise_float32 else out_dtype
-    )
-    return out.to(out_dtype)
+    dtype = torch.bfloat16 if rowwise else out_dtype  # the only one that rowwise knows
+    out_MN = torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=dtype, use_fast_accum=accumulates_fast)
+    return out_MN.to(out_dtype)
 
 
 def _int_mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:

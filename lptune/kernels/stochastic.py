@@ -1,4 +1,5 @@
-"""Quantizers that round stochastically: for gradients, whose rounding errors otherwise may add up.
+"""Quantizers that round stochastically: for gradients, whose rounding errors otherwise may add up, and for
+weights that are stored in INT8, whose updates otherwise are lost.
 
 The random bits are a function of (seed, step, layer's name, index of the element in the step's global batch)
 and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of micro-batches or a resume.
@@ -44,6 +45,16 @@ def quantize_tensor_stochastic(
     return QuantizedTensor(*_quantize_stochastic(x_MK, None, fmt, power_of_two, 2, layer))
 
 
+def quantize_weight_rows(w_MK: Tensor, key: int, first: int) -> QuantizedRows:
+    """`quantize_rows(w)` in INT8, rounded stochastically: how a weight that is stored in INT8 is updated.
+
+    key: numerics.random_key. first: index of w's first element in the whole, unsharded weight. No op, as
+    optimizers are not compiled.
+    """
+    scale, inverse = numerics.find_scale(w_MK, 1, FORMATS["int8"], False)
+    return QuantizedRows(_round(w_MK, inverse, "int8", key, first), scale)
+
+
 @torch.library.custom_op("lptune::quantize_stochastic", mutates_args=())
 def _quantize_stochastic(
     x_MK: Tensor, multiplier: Tensor | None, fmt: str, power_of_two: bool, dim: int, layer: Tensor
@@ -57,13 +68,16 @@ def _quantize_stochastic(
     x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
     first = micro_batch * x.numel()
     scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)
+    return _round(x, inverse, fmt, key ^ _SALTS[dim], first), scale
+
+
+def _round(x: Tensor, inverse: Tensor, fmt: str, key: int, first: int) -> Tensor:
+    """x * inverse, rounded by the bits of elements `first` and following."""
     if fmt == "int8" and choose_backend("quantize", x.device.type) == "native":
-        return native.round_stochastically(x, inverse, key ^ _SALTS[dim], first), scale
+        return native.round_stochastically(x, inverse, key, first)
     index = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
-    random = numerics.uniform(key ^ _SALTS[dim], index)
-    return numerics.stochastic_round_to(
-        x.to(torch.float32) * inverse, FORMATS[fmt], random
-    ).contiguous(), scale
+    random = numerics.uniform(key, index)
+    return numerics.stochastic_round_to(x.to(torch.float32) * inverse, FORMATS[fmt], random).contiguous()
 
 
 @_quantize_stochastic.register_fake

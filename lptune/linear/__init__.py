@@ -4,12 +4,14 @@
     print(plan.table())
     ... train as before; state dict and parameters are unchanged ...
 
-`convert` works on any module tree; parameters stay plain and keep their names.
+`convert` works on any module tree; parameters keep their names and stay plain, except with
+`int8_weight_only`, whose parameters are Int8Weights.
 """
 
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
+from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
@@ -19,6 +21,7 @@ from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, 
 __all__ = [
     "DelayedScaling",
     "FirstStep",
+    "Int8Weight",
     "LayerPlan",
     "LinearSpec",
     "LowPrecisionLinear",
@@ -28,7 +31,10 @@ __all__ = [
     "StochasticRounding",
     "Verified",
     "convert",
+    "dequantized",
+    "int8_rows",
     "predicted_errors",
+    "row_scales",
     "unconvert",
     "verify_step",
 ]

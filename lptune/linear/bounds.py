@@ -64,10 +64,13 @@ def predicted_errors(
 
     x, g: compute dtype. w_NK: any float dtype; it is cast to the compute dtype first, like everywhere, and
     the truth is that of the cast weight. spec None: a plain layer, off by the rounding of the compute dtype
-    alone. `float8_delayed` is taken at its first step, when there is no history. Costs a float64 GEMM and two
-    Gram matrices of the contraction for each of the three.
+    alone. `float8_delayed` is taken at its first step, when there is no history. `int8_weight_only` computes
+    like a plain layer with the dequantized weight, which is w_NK here. Costs a float64 GEMM and two Gram
+    matrices of the contraction for each of the three.
     """
     w_NK = w_NK.to(x_TK.dtype)
+    if spec is not None and not spec.multiplies_in_8_bits:
+        spec = None
     operands = (
         ("output", _output(spec, x_TK, w_NK)),
         ("grad_input", _grad_input(spec, g_TN, w_NK)),

@@ -34,8 +34,9 @@ def convert(
     """Turns each `nn.Linear` of `model` that `precision` selects into a LowPrecisionLinear; returns the plan.
 
     Works on any module tree, `model` itself included, before or after weights are loaded, on any device
-    including meta. Modules and parameters are the same objects as before, hooks and names stay. Call it
-    before `fully_shard` and before compiling. A subclass of nn.Linear has a forward of its own and is left
+    including meta. Modules and parameters are the same objects as before, hooks and names stay (with
+    int8_weight_only, parameters become Int8Weights in place). Call it before `fully_shard` and before
+    compiling. A subclass of nn.Linear has a forward of its own and is left
     alone; it stands in the plan with that reason.
 
     skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
@@ -72,6 +73,7 @@ def convert(
                 module.in_features,
                 module.out_features,
                 None if reason else spec,
+                all_gather="int8" if reason is None and spec.scaling == "weight_only" else "high",
                 reason=reason,
                 number=number,
             )
@@ -102,6 +104,8 @@ def _device(model: nn.Module) -> torch.device | None:
 
 def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
+    if not spec.multiplies_in_8_bits:
+        return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
     if device is None or spec.emulate or choose_backend(spec.operation, device.type) != "reference":
         return spec
     if spec.scaling == "mx" or requested_backend() == "reference":
@@ -115,6 +119,11 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
 
 def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | None) -> Measurements:
     """What skip_small goes by. Raises UserError where there is nothing to go by."""
+    if not spec.multiplies_in_8_bits:
+        raise UserError(
+            f"precision.skip_small: {spec.kind} multiplies in compute dtype, so no layer is faster in it; "
+            "set it to false"
+        )
     if num_tokens is None:
         raise UserError("precision.skip_small: convert() needs num_tokens, the rows of x in one forward")
     if device is None:

@@ -1,12 +1,16 @@
 """`nn.Linear` with a spec. Parameters, names and state dict are those of the layer it replaces."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lptune.config import UserError
 from lptune.kernels import forget_amaxes, layer_handle
 from lptune.linear.autograd import low_precision_linear
+from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.spec import LinearSpec
 
 _numbers = itertools.count()
@@ -29,10 +33,14 @@ class LowPrecisionLinear(nn.Linear):
         valid.
         """
         number = next(_numbers)
-        linear.__class__ = LowPrecisionLinear
+        linear.__class__ = Int8WeightLinear if spec.scaling == "weight_only" else LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
         linear.spec, linear.handle = spec, layer_handle(number)
+        linear._adopt_weight()
         return number
+
+    def _adopt_weight(self) -> None:
+        """For kinds whose parameter is not the plain one."""
 
     def release(self) -> None:
         """Undoes `adopt`."""
@@ -55,3 +63,44 @@ class LowPrecisionLinear(nn.Linear):
         """The spec beside the sizes."""
         s = self.spec
         return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
+
+
+class Int8WeightLinear(LowPrecisionLinear):
+    """`int8_weight_only`: the parameter itself is an Int8Weight, under the same name and the same object.
+
+    The state dict holds its dequantized values, which any other layer can load, and beside them the scales
+    (`weight_scale`). They are needed for an exact continuation: the largest value of a row is 127 * s, and
+    127 * s / 127 is not s for one scale in a hundred. A state dict without scales is quantized to nearest.
+    """
+
+    _SCALE = "weight_scale"
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """(N, 1) float32; tools that walk a state dict find every entry as an attribute."""
+        return row_scales(self.weight)
+
+    def _adopt_weight(self) -> None:
+        old = self.weight
+        weight = nn.Parameter(Int8Weight.from_float(old.detach()), requires_grad=old.requires_grad)
+        # The same object: an optimizer that was made before must not go on with a weight that nothing uses.
+        torch.utils.swap_tensors(old, weight)
+
+    def release(self) -> None:
+        """Undoes `adopt`: a plain parameter with the dequantized values."""
+        if isinstance(self.weight, DTensor):
+            raise UserError("unconvert() comes before fully_shard; a sharded model is exported or saved")
+        weight = nn.Parameter(dequantized(self.weight), requires_grad=self.weight.requires_grad)
+        torch.utils.swap_tensors(self.weight, weight)
+        super().release()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = dequantized(self.weight)
+        destination[prefix + self._SCALE] = self.weight_scale
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        scale_N1, w_NK = state_dict.pop(prefix + self._SCALE, None), state_dict.get(f"{prefix}weight")
+        if w_NK is not None and w_NK.shape == self.weight.shape:
+            state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -42,11 +42,17 @@ class Plan:
         return tuple(layer for layer in self.layers if layer.spec is not None)
 
     def backend(self, device_type: str) -> str | None:
-        """What runs the 8-bit GEMMs on `device_type`; None where nothing was converted."""
-        specs = [layer.spec for layer in self.layers if layer.spec is not None]
+        """What runs the 8-bit GEMMs on `device_type`; None where there are none."""
+        specs = [layer.spec for layer in self.converted if layer.spec and layer.spec.multiplies_in_8_bits]
         if not specs:
             return None
         return "emulation" if specs[0].emulate else choose_backend(specs[0].operation, device_type)
+
+    @property
+    def gemm_name(self) -> str:
+        """What the counted GEMMs of the plan are."""
+        eight_bit = all(layer.spec.multiplies_in_8_bits for layer in self.converted if layer.spec)
+        return "8-bit GEMMs" if eight_bit else "GEMMs from 8-bit weights"
 
     @property
     def flops_per_token(self) -> float:

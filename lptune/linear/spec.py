@@ -14,6 +14,7 @@ _SCALING = {
     "float8_rowwise_with_gw_hp": ("rowwise", "e4m3", True),
     "float8_blockwise": ("blockwise", "e4m3", False),
     "mxfp8": ("mx", "e4m3", True),
+    "int8_weight_only": ("weight_only", "int8", False),
 }
 
 
@@ -24,12 +25,12 @@ class LinearSpec(NamedTuple):
     """
 
     kind: str
-    scaling: str  # rowwise | tensorwise | delayed | blockwise | mx
+    scaling: str  # rowwise | tensorwise | delayed | blockwise | mx | weight_only
     fmt: str  # of x and W; a key of numerics.FORMATS
     grad_fmt: str  # of g
     power_of_two: bool
     output: str  # low | high
-    grad_input: str  # folded | column | requantized | tensor | block | high
+    grad_input: str  # folded | column | requantized | tensor | block | dequantized | high
     grad_weight: str  # column | folded | tensor | block | high
     emulate: bool
     stochastic: bool  # g is rounded stochastically
@@ -52,8 +53,13 @@ class LinearSpec(NamedTuple):
         )
 
     def is_low(self, gemm: str) -> bool:
-        """Whether `gemm`, one of kernels.GEMMS, runs in 8 bits."""
+        """Whether `gemm`, one of kernels.GEMMS, takes an 8-bit operand, and is counted when it runs."""
         return bool(getattr(self, gemm) != "high")
+
+    @property
+    def multiplies_in_8_bits(self) -> bool:
+        """Whether the low GEMMs multiply 8-bit numbers, and do not only read an 8-bit weight."""
+        return self.scaling != "weight_only"
 
     @property
     def operation(self) -> str:
@@ -63,10 +69,12 @@ class LinearSpec(NamedTuple):
         return "int8_gemm" if self.fmt == "int8" else "float8_gemm"
 
     def describe(self, gemm: str) -> str:
-        """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `high`."""
+        """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `int8 weight`, `high`."""
         how = getattr(self, gemm)
         if how == "high":
             return "high"
+        if self.scaling == "weight_only":
+            return f"{self.fmt} weight"
         formats = self.fmt
         if gemm != "output" and self.grad_fmt != self.fmt:
             formats = f"{self.grad_fmt} x {self.fmt}"

@@ -66,7 +66,8 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
         flops = 2.0 * layer.in_features * layer.out_features
         needed = (True, *trained[layer.name])
         all_flops += flops * sum(needed)
-        low_flops += flops * sum(n and counts[gemm] > 0 for n, gemm in zip(needed, GEMMS, strict=True))
+        if layer.spec and layer.spec.multiplies_in_8_bits:
+            low_flops += flops * sum(n and counts[gemm] > 0 for n, gemm in zip(needed, GEMMS, strict=True))
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise PrecisionNotAppliedError(f"the step did not run as planned: {shown}")
@@ -94,7 +95,8 @@ class FirstStep:
         with verify_step(self._model, self._plan, num_passes) as self.verified:
             yield
         if self.verified.num_gemms:
-            self._report(f"verified: {self.verified.num_gemms} 8-bit GEMMs ran in the first step, as planned")
+            gemms = f"{self.verified.num_gemms} {self._plan.gemm_name}"
+            self._report(f"verified: {gemms} ran in the first step, as planned")
 
 
 def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:

@@ -1,7 +1,8 @@
 """AdamW on float32 master weights, and the global gradient norm.
 
 Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
-Parameters are therefore float32 here, and FSDP casts them to the compute dtype when it gathers.
+Parameters are therefore float32 here, and FSDP casts them to the compute dtype when it gathers. Weights that
+are stored in INT8 have no master: their update is rounded stochastically (int8_adamw.py).
 """
 
 from typing import Any
@@ -11,24 +12,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.config import OptimizerConfig
+from lptune.linear import int8_rows
+from lptune.training.int8_adamw import Int8AdamW
 
 
-def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters; weight decay on matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
+    """AdamW over all trained parameters; weight decay on matrices only.
+
+    seed: of the stochastic rounding of weights that are stored in INT8.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = list(names)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=cfg.lr,
-        betas=(cfg.beta1, cfg.beta2),
-        eps=cfg.eps,
-        # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and
-        # CUDA.
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    if any(int8_rows(parameter) is not None for parameter in trained):
+        return Int8AdamW(groups, names, seed, **options)
+    # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

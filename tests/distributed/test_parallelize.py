@@ -96,34 +96,41 @@ def test_ranks_with_uneven_rows_and_tied_heads_give_the_gradients_of_one(
         assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
 
 
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_activation_checkpointing_does_not_change_a_bit(mode: str) -> None:
+def test_activation_checkpointing_does_not_change_a_bit(mode: str, kind: str) -> None:
+    precision = PrecisionConfig(kind=kind)
     with distributed.session("cpu") as world:
-        expected = _gradients(world, _config(), tied=False)
-        actual = _gradients(world, _config(activation_checkpointing=mode), tied=False)
+        expected = _gradients(world, _config(precision=precision), tied=False)
+        cfg = _config(precision=precision, activation_checkpointing=mode)
+        actual = _gradients(world, cfg, tied=False)
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
 
 
-def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outputs() -> None:
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
+def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outputs(kind: str) -> None:
     counts = {}
     for mode in ("none", "selective", "full"):
+        cfg = _config(precision=PrecisionConfig(kind=kind), activation_checkpointing=mode)
         with distributed.session("cpu") as world, record_gemms() as executed:
-            _gradients(world, _config(activation_checkpointing=mode), tied=False)
+            _gradients(world, cfg, tied=False)
         counts[mode] = [
             sum(count for (_, what), count in executed.items() if what == gemm) for gemm in (0, RECOMPUTED)
         ]
     assert counts == {"none": [4 * 14, 0], "selective": [4 * 14, 0], "full": [4 * 14, 4 * 14]}
 
 
-def test_one_compiled_graph_serves_all_blocks_and_steps() -> None:
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
+def test_one_compiled_graph_serves_all_blocks_and_steps(kind: str) -> None:
     import torch._dynamo
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with distributed.session("cpu") as world:
-        compiled = _gradients(world, _config(compile="block"), tied=False)
-        eager = _gradients(world, _config(), tied=False)
+        precision = PrecisionConfig(kind=kind)
+        compiled = _gradients(world, _config(compile="block", precision=precision), tied=False)
+        eager = _gradients(world, _config(precision=precision), tied=False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     # Fused float32 arithmetic differs by ulps, which flips the rounding of a few int8 values.
     assert float(compiled["loss"]) == pytest.approx(float(eager["loss"]), rel=1e-4)

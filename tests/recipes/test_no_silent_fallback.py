@@ -22,7 +22,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
         plan = convert(model, *args, **kwargs)
         layer = model.get_submodule(LAYER)
         assert isinstance(layer, linear.LowPrecisionLinear)
-        layer.spec = layer.spec._replace(**{gemm: "high"})  # type: ignore[arg-type]
+        layer.spec = layer.spec._replace(**{gemm: "high"})
         return plan
 
     monkeypatch.setattr(linear, "convert", convert_and_plant)

@@ -1,0 +1,32 @@
+"""The CUDA kernels, in Triton: quantizers and GEMMs. Imported only where they run (kernels/backend.py).
+
+    formats.py    from an amax to a scale, from a value to 8 bits: device functions
+    quantize.py   by row, by column, by tensor
+    gemm.py       INT8 and float8 GEMM, scales in the epilogue
+    blocks.py     one scale per block: quantizers, and the GEMM that applies them inside its sum
+    launch.py     what a launch asks of the device
+    tuning.py     which configuration is fastest here, kept on disk
+
+Each gives what its plain-torch twin gives: INT8 and every quantizer to the bit. Without a GPU they are tested
+in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.py); the tests marked gpu run
+the same comparisons on hardware. That has not happened yet.
+"""
+
+from lptune.kernels.triton.blocks import block_scaled_mm, quantize_blocks
+from lptune.kernels.triton.gemm import scaled_mm
+from lptune.kernels.triton.quantize import (
+    quantize_columns,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_tensor,
+)
+
+__all__ = [
+    "block_scaled_mm",
+    "quantize_blocks",
+    "quantize_columns",
+    "quantize_rows",
+    "quantize_rows_and_columns",
+    "quantize_tensor",
+    "scaled_mm",
+]

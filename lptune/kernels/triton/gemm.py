@@ -1,0 +1,230 @@
+"""8-bit GEMM with the scales in the epilogue: `out = (a @ b) * scale_a * scale_b`, INT8 and float8 alike.
+
+Each program owns tiles of `out` and walks the contraction in steps of 128, accumulating in registers. The
+scales are constant along the contraction, so they meet the accumulator once, at the end, and the result is
+rounded once: no second pass over `out`, which is what a library GEMM without scales in its epilogue pays.
+
+- Persistent: as many programs as the device has processors, each taking every so many-th tile, so that one
+  tile's epilogue overlaps the next one's loads. Tiles are numbered in groups of 8 rows of tiles: programs
+  that run at the same time share rows of a and columns of b in the L2 cache.
+- K-major: both operands are contiguous along the contraction, the only layout that Hopper's 8-bit tensor
+  cores take. The quantizers store them so; anything else is copied here first.
+- On Hopper and later whole tiles are fetched by the TMA (host-side tensor descriptors); elsewhere, and where
+  an operand is not aligned to 16 bytes as the TMA requires, through pointers.
+- INT8 accumulates in int32, exactly: every backend gives the same bits. Float8 accumulates in the tensor
+  core, which on Hopper keeps about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); so the
+  accumulator is added to a float32 one every 128 products. cuBLAS calls the alternative "fast accumulation".
+- Every configuration steps by 128, so that it changes the time and no bit, float8 included (compared by the
+  gpu tests).
+
+Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
+On sm_100 Triton 3.7 compiles INT8 to `mma.sync`, as it has no INT8 instruction of the fifth generation.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lptune.kernels.triton import launch
+
+BLOCK_K = 128
+GROUP_M = 8
+
+
+class GemmConfig(NamedTuple):
+    """A launch of a GEMM kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_processor: int  # programs on one processor
+
+
+_COMMON = (
+    GemmConfig(128, 128, 8, 3, 1),
+    GemmConfig(128, 128, 8, 4, 1),
+    GemmConfig(64, 128, 4, 4, 1),
+    GemmConfig(128, 64, 4, 4, 2),
+    GemmConfig(64, 64, 4, 4, 2),
+)
+_WIDE, _TALL = GemmConfig(128, 256, 8, 3, 1), GemmConfig(256, 128, 8, 3, 1)
+
+
+def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]:
+    """What autotuning may choose on a device of compute capability `major`; the first is the default.
+
+    Only what compiles without spills (tests/kernels/test_triton_aot.py). Float8 on Hopper has two
+    accumulators: at 128 x 256 they do not fit the registers, at 256 x 128 they do if no pointers are there
+    too. On Blackwell the accumulator has a memory of its own, and 128 x 256 fits.
+    """
+    if is_int8 or major >= 10:
+        return (*_COMMON, _WIDE)
+    return (*_COMMON, _TALL) if tma else _COMMON
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row, column) of the tile with this number, counted down groups of GROUP_M rows of tiles."""
+    per_group = GROUP_M * tiles_n
+    first_m = tile // per_group * GROUP_M
+    group_m = min(tiles_m - first_m, GROUP_M)
+    return first_m + tile % per_group % group_m, tile % per_group // group_m
+
+
+@triton.jit
+def scaled_mm_kernel(
+    a,
+    b,
+    out_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    M,
+    N,
+    K,
+    stride_a,
+    stride_b,
+    SCALE_A: tl.constexpr,
+    SCALE_B: tl.constexpr,
+    TMA: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """a: (M, K), b: (N, K), out: (M, N), all row by row; a and b are descriptors if TMA, else pointers.
+
+    SCALE_A, SCALE_B: 0 none, 1 one, 2 one per row of a, of b.
+    """
+    IS_INT8: tl.constexpr = (a.dtype if TMA else a.dtype.element_ty) == tl.int8
+    ACCUMULATOR: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    # Flattened with the loop inside, whose loads then run ahead into the next tile.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS, flatten=True):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        rows, columns = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+        if not TMA:
+            inner = tl.arange(0, BLOCK_K)[None, :]
+            # Rows beyond the end wrap around: what they give is not stored, and no mask is needed.
+            a_rows = a + (rows % M).to(tl.int64)[:, None] * stride_a + inner
+            b_rows = b + (columns % N).to(tl.int64)[:, None] * stride_b + inner
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
+        for step in range(steps):
+            start_k = step * BLOCK_K
+            if TMA:  # zeros beyond the end
+                a_tile = a.load([start_m, start_k])
+                b_tile = b.load([start_n, start_k])
+            else:
+                inside = inner < K - start_k
+                a_tile = tl.load(a_rows + start_k, mask=inside, other=0.0)
+                b_tile = tl.load(b_rows + start_k, mask=inside, other=0.0)
+            acc = tl.dot(
+                a_tile, b_tile.T, acc, out_dtype=ACCUMULATOR, max_num_imprecise_acc=0 if IS_INT8 else BLOCK_K
+            )
+        at = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+        inside_out = (rows < M)[:, None] & (columns < N)[None, :]
+        if out_ptr.dtype.element_ty == tl.int32:
+            tl.store(at, acc, mask=inside_out)
+        else:
+            # In this order, as the reference: acc * scale_a first.
+            scaled = acc.to(tl.float32)
+            if SCALE_A == 2:
+                scaled = scaled * tl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            elif SCALE_A == 1:
+                scaled = scaled * tl.load(scale_a_ptr)
+            if SCALE_B == 2:
+                scaled = scaled * tl.load(scale_b_ptr + columns, mask=columns < N, other=0.0)[None, :]
+            elif SCALE_B == 1:
+                scaled = scaled * tl.load(scale_b_ptr)
+            tl.store(at, scaled.to(out_ptr.dtype.element_ty), mask=inside_out)
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    tokens_contracted: bool = False,
+    config: GemmConfig | None = None,
+    tma: bool | None = None,
+) -> Tensor:
+    """Same as `kernels.scaled_mm`. out_dtype: int32 (INT8 only, without scales) or a float.
+
+    tokens_contracted: K and not M is the number of tokens (grad_weight), which autotuning buckets. config,
+    tma: instead of what autotuning and the device would choose.
+    """
+    (m, k), n, device = a_MK.shape, b_KN.shape[1], a_MK.device
+    out_MN = torch.empty(m, n, dtype=out_dtype, device=device)
+    if m == 0 or n == 0 or k == 0:
+        return out_MN.zero_()
+    a, b_NK = k_major(a_MK), k_major(b_KN.t())
+    scale_a, scale_b = (x if s is None else s.contiguous() for x, s in ((a, scale_a_M1), (b_NK, scale_b_1N)))
+    use_tma = (launch.has_tma(device) if tma is None else tma) and fits_tma(a) and fits_tma(b_NK)
+    processors = launch.num_processors(device)
+
+    def run(config: GemmConfig) -> None:
+        num_programs = processors * config.per_processor
+        num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        scaled_mm_kernel[(min(num_programs, num_tiles),)](
+            TensorDescriptor.from_tensor(a, [config.block_m, BLOCK_K]) if use_tma else a,
+            TensorDescriptor.from_tensor(b_NK, [config.block_n, BLOCK_K]) if use_tma else b_NK,
+            out_MN,
+            scale_a,
+            scale_b,
+            m,
+            n,
+            k,
+            a.stride(0),
+            b_NK.stride(0),
+            SCALE_A=_kind(scale_a_M1, m),
+            SCALE_B=_kind(scale_b_1N, n),
+            TMA=use_tma,
+            NUM_PROGRAMS=num_programs,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=BLOCK_K,
+            GROUP_M=GROUP_M,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=False,
+        )
+
+    if config is None:
+        configs = gemm_configs(launch.capability(device)[0], a.dtype == torch.int8, use_tma)
+        key = gemm_key("scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted)
+        config = launch.tuned(key, configs, run, device)
+    run(config)
+    return out_MN
+
+
+def gemm_key(
+    kernel: str, a: Tensor, b_NK: Tensor, out_dtype: torch.dtype, tma: bool, tokens_contracted: bool
+) -> str:
+    """What autotuning remembers a GEMM by: the number of tokens bucketed, the weight's sizes exact."""
+    (m, k), n = a.shape, b_NK.shape[0]
+    sizes = f"M={m} N={n} K~{launch.bucket(k)}" if tokens_contracted else f"M~{launch.bucket(m)} N={n} K={k}"
+    return f"{kernel} {a.dtype} {b_NK.dtype} {out_dtype} tma={tma} {sizes}"
+
+
+def k_major(x: Tensor) -> Tensor:
+    """x, stored row by row: a copy unless it is."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def fits_tma(x: Tensor) -> bool:
+    """Whether a descriptor can describe x, one byte per element: 16-byte aligned rows."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+
+
+def _kind(scale: Tensor | None, size: int) -> int:
+    # One row with one scale is either.
+    return 0 if scale is None else 2 if scale.numel() == size else 1

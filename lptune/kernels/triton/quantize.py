@@ -1,0 +1,361 @@
+"""Quantizers by row, by column and by tensor.
+
+A GEMM's operand is read in 16 bits and written in 8: the work is nothing, the bytes are everything. How often
+must x be read?
+
+    rows        once. A program holds whole rows, finds their amax and quantizes what it holds.
+    columns     twice. A column's amax needs every row, and no element can be written before it is known.
+    rows and columns of one matrix, as backward needs of g: twice, for both together.
+
+So all but the first run in two phases over tiles. The first reads x and reduces amaxes into one int32 per row
+and per column, by atomic maxima of the bits of |x| (deterministic, see formats.py). The second reads x
+again, last tiles first, since those are what the first phase left in the L2 cache, and writes each output in
+the layout that its GEMM wants. "Transposed" costs nothing extra: the tile is turned on its way out.
+
+Rows longer than a program can hold are read twice as well.
+None of these kernels has run on hardware yet: interpreted and compiled ahead of time (tests/kernels).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lptune.kernels.triton import launch
+from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
+from lptune.numerics import FORMATS
+
+LONGEST_HELD_ROW = 16384  # 32 elements in each of 512 threads
+
+
+class TileConfig(NamedTuple):
+    """A launch of the tile kernels. Only what compiles without spills is in TILE_CONFIGS."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+
+
+TILE_CONFIGS = (
+    TileConfig(64, 64, 4),
+    TileConfig(128, 64, 8),
+    TileConfig(64, 128, 8),
+    TileConfig(32, 128, 8),
+    TileConfig(128, 32, 4),
+)
+TILES_PER_PROGRAM = 8  # tiles down the rows that one program of the first phase reduces before its atomics
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    multiplier_ptr,
+    q_ptr,
+    scale_ptr,
+    K,
+    stride_m,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MULTIPLY: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """One row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_m
+    q_ptr += row * K
+    columns = tl.arange(0, BLOCK_K)
+    if HELD:
+        inside = columns < K
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if MULTIPLY:
+            x = x * tl.load(multiplier_ptr + columns, mask=inside, other=0.0)
+        amax_bits = tl.max(magnitude_bits(x), axis=0)
+        scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
+        tl.store(q_ptr + columns, round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8), mask=inside)
+    else:
+        largest = tl.zeros((BLOCK_K,), tl.int32)
+        for start in range(0, K, BLOCK_K):
+            inside = columns < K - start
+            x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+            if MULTIPLY:
+                x = x * tl.load(multiplier_ptr + start + columns, mask=inside, other=0.0)
+            bits = magnitude_bits(x)
+            largest = tl.where(bits > largest, bits, largest)
+        scale, inverse = scale_from_amax(tl.max(largest, axis=0), MAX, POWER_OF_TWO)
+        for start in range(0, K, BLOCK_K):
+            inside = columns < K - start
+            x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+            if MULTIPLY:
+                x = x * tl.load(multiplier_ptr + start + columns, mask=inside, other=0.0)
+            q = round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8)
+            tl.store(q_ptr + start + columns, q, mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr,
+    multiplier_k_ptr,
+    multiplier_m_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MULTIPLY_ROWS: tl.constexpr,
+    MULTIPLY_COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """First phase: amax bits of the rows of x * multiplier_k, of the columns of x * multiplier_m.
+
+    ROWS: 0 none, 1 one for the whole tensor, 2 one per row. Both outputs start as zeros.
+    """
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    largest = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    if MULTIPLY_ROWS:
+        multiplier_k = tl.load(multiplier_k_ptr + columns, mask=columns < K, other=0.0)[None, :]
+    for tile in range(TILES):
+        rows = (tl.program_id(1) * TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows < M)[:, None] & (columns < K)[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if ROWS == 2:
+            folded = x * multiplier_k if MULTIPLY_ROWS else x
+            row_amax = tl.max(magnitude_bits(folded), axis=1)
+            tl.atomic_max(row_amax_ptr + rows, row_amax, mask=rows < M, sem="relaxed")
+        if COLUMNS or ROWS == 1:
+            if MULTIPLY_COLUMNS:
+                x = x * tl.load(multiplier_m_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            bits = magnitude_bits(x)
+            largest = tl.where(bits > largest, bits, largest)
+    if COLUMNS:
+        tl.atomic_max(column_amax_ptr + columns, tl.max(largest, axis=0), mask=columns < K, sem="relaxed")
+    if ROWS == 1:
+        tl.atomic_max(row_amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def store_kernel(
+    x_ptr,
+    multiplier_k_ptr,
+    multiplier_m_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    row_q_ptr,
+    column_q_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    row_q_stride_m,
+    row_q_stride_k,
+    column_q_stride_m,
+    column_q_stride_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MULTIPLY_ROWS: tl.constexpr,
+    MULTIPLY_COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Second phase: one tile, quantized by the amaxes of the first, each output by strides of its own."""
+    # Last tiles first: they are what the first phase left in the cache.
+    tile_k = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    columns = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows64, columns64 = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        folded = x
+        if MULTIPLY_ROWS:
+            folded = x * tl.load(multiplier_k_ptr + columns, mask=columns < K, other=0.0)[None, :]
+        if ROWS == 2:
+            amax_bits = tl.load(row_amax_ptr + rows, mask=rows < M, other=0)
+        else:
+            amax_bits = tl.load(row_amax_ptr + rows * 0)
+        scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
+        q = round_to(folded * inverse[:, None], FORMAT, MAX, HARDWARE_FLOAT8)
+        tl.store(row_q_ptr + rows64 * row_q_stride_m + columns64 * row_q_stride_k, q, mask=inside)
+        if tile_k == 0:
+            tl.store(row_scale_ptr + rows, scale, mask=rows < (M if ROWS == 2 else 1))
+    if COLUMNS:
+        if MULTIPLY_COLUMNS:
+            x = x * tl.load(multiplier_m_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        amax_bits = tl.load(column_amax_ptr + columns, mask=columns < K, other=0)
+        scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
+        q = round_to(x * inverse[None, :], FORMAT, MAX, HARDWARE_FLOAT8)
+        tl.store(column_q_ptr + rows64 * column_q_stride_m + columns64 * column_q_stride_k, q, mask=inside)
+        if tile_m == 0:
+            tl.store(column_scale_ptr + columns, scale, mask=columns < K)
+
+
+def quantize_rows(
+    x_MK: Tensor,
+    multiplier_1K: Tensor | None,
+    fmt: str,
+    power_of_two: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row."""
+    m, k = x_MK.shape
+    if transposed or x_MK.stride(1) != 1 or m == 0 or k == 0:
+        q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
+        return q, scale
+    q = torch.empty(m, k, dtype=torch.int8, device=x_MK.device)
+    scale = torch.empty(m, 1, dtype=torch.float32, device=x_MK.device)
+    held = k <= LONGEST_HELD_ROW
+    block_k = triton.next_power_of_2(k) if held else 4096
+    rows_kernel[(m,)](
+        x_MK,
+        _vector(multiplier_1K, x_MK),
+        q,
+        scale,
+        k,
+        x_MK.stride(0),
+        FORMAT=fmt,
+        MAX=FORMATS[fmt].max,
+        POWER_OF_TWO=power_of_two,
+        MULTIPLY=multiplier_1K is not None,
+        HARDWARE_FLOAT8=launch.rounds_float8(x_MK.device),
+        BLOCK_K=block_k,
+        HELD=held,
+        num_warps=rows_num_warps(block_k),
+        enable_fp_fusion=False,
+    )
+    return q.view(FORMATS[fmt].dtype), scale
+
+
+def rows_num_warps(block_k: int) -> int:
+    """Warps of `rows_kernel`: 16 elements a thread, 32 in the longest rows; with 64 it spilled."""
+    return min(max(block_k // 512, 1), 16)
+
+
+def quantize_columns(
+    x_MK: Tensor, multiplier_M1: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """`lptune::quantize_columns`: reads x twice."""
+    _, _, q, scale = _in_two_phases(x_MK, fmt, power_of_two, 0, True, None, multiplier_M1, transposed)
+    return q, scale
+
+
+def quantize_rows_and_columns(
+    x_MK: Tensor, multiplier_1K: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`lptune::quantize_rows_and_columns`: reads x twice, for both."""
+    return _in_two_phases(x_MK, fmt, power_of_two, 2, True, multiplier_1K, None, transposed)
+
+
+def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """`lptune::quantize_tensor`: reads x twice."""
+    q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, False)
+    return q, scale
+
+
+def _in_two_phases(
+    x: Tensor,
+    fmt: str,
+    power_of_two: bool,
+    rows: int,
+    columns: bool,
+    multiplier_1K: Tensor | None,
+    multiplier_M1: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(row q, row scale, column q, column scale). `transposed` is of the columns, or of the rows if alone.
+
+    rows: as ROWS of `amax_kernel`. What was not asked for is an empty tensor.
+    """
+    (m, k), device = x.shape, x.device
+    num_row_scales = (0, 1, m)[rows]
+    amaxes = torch.zeros(num_row_scales + (k if columns else 0), dtype=torch.int32, device=device)
+    row_amax, column_amax = amaxes[:num_row_scales], amaxes[num_row_scales:]
+    row_q = _empty_q(x, transposed and not columns) if rows else amaxes[:0].view(torch.int8)
+    column_q = _empty_q(x, transposed) if columns else amaxes[:0].view(torch.int8)
+    row_scale = torch.empty(num_row_scales, 1, dtype=torch.float32, device=device)
+    column_scale = torch.empty(1, column_amax.numel(), dtype=torch.float32, device=device)
+    dtype = FORMATS[fmt].dtype
+    if m == 0 or k == 0:
+        return row_q.view(dtype), row_scale.zero_(), column_q.view(dtype), column_scale.zero_()
+
+    multipliers = (_vector(multiplier_1K, x), _vector(multiplier_M1, x))
+    flags = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "MULTIPLY_ROWS": multiplier_1K is not None,
+        "MULTIPLY_COLUMNS": multiplier_M1 is not None,
+    }
+
+    def run(config: TileConfig) -> None:
+        blocks = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
+        tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
+        amax_kernel[(tiles_k, triton.cdiv(tiles_m, TILES_PER_PROGRAM))](
+            x,
+            *multipliers,
+            row_amax,
+            column_amax,
+            m,
+            k,
+            *x.stride(),
+            **flags,
+            TILES=TILES_PER_PROGRAM,
+            **blocks,
+            enable_fp_fusion=False,
+        )
+        store_kernel[(tiles_k, tiles_m)](
+            x,
+            *multipliers,
+            row_amax,
+            column_amax,
+            row_q,
+            column_q,
+            row_scale,
+            column_scale,
+            m,
+            k,
+            *x.stride(),
+            *(row_q.stride() if rows else (0, 0)),
+            *(column_q.stride() if columns else (0, 0)),
+            **flags,
+            FORMAT=fmt,
+            MAX=FORMATS[fmt].max,
+            POWER_OF_TWO=power_of_two,
+            HARDWARE_FLOAT8=launch.rounds_float8(device),
+            **blocks,
+            enable_fp_fusion=False,
+        )
+
+    # Running it twice is harmless: the amaxes of the same x are the same. Rows are tokens, or a weight's.
+    key = f"quantize rows={rows} columns={columns} transposed={transposed} {x.dtype} {fmt}"
+    key += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
+    run(launch.tuned(key, TILE_CONFIGS, run, device))
+    return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
+
+
+def _empty_q(x: Tensor, transposed: bool) -> Tensor:
+    (m, k), device = x.shape, x.device
+    if transposed:
+        return torch.empty(k, m, dtype=torch.int8, device=device).t()
+    return torch.empty(m, k, dtype=torch.int8, device=device)
+
+
+def _vector(multiplier: Tensor | None, x: Tensor) -> Tensor:
+    # A kernel takes a pointer in any case; it does not follow this one.
+    return x if multiplier is None else multiplier.contiguous()

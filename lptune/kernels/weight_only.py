@@ -1,0 +1,38 @@
+"""GEMM that reads its weight in 8 bits and multiplies in the compute dtype.
+
+No product of 8-bit numbers: the weight is dequantized on the way into a GEMM of bfloat16 or float32. What is
+gained is memory and bandwidth, not arithmetic, so it counts for nothing in low_precision_flops_fraction.
+"""
+
+import torch
+from torch import Tensor
+
+from lptune.kernels.record import note
+from lptune.numerics import QuantizedRows, dequantize
+
+
+def weight_only_mm(
+    a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int
+) -> Tensor:
+    """`a @ w.t()` if transposed, else `a @ w`, with `w = (q * scale).to(a.dtype)`; in a's dtype.
+
+    a_TM: float, (T, K) if transposed, else (T, N). q_NK: int8, rows of any stride. scale_N1: float32. layer:
+    `layer_handle` of the calling layer; gemm: index into GEMMS. Both only feed `record_gemms`.
+    """
+    out: Tensor = _weight_only_mm(a_TM, q_NK, scale_N1, transposed, layer, gemm)
+    return out
+
+
+@torch.library.custom_op("lptune::weight_only_mm", mutates_args=())
+def _weight_only_mm(
+    a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int
+) -> Tensor:
+    w_NK = dequantize(QuantizedRows(q_NK, scale_N1), a_TM.dtype)
+    out = a_TM @ (w_NK.t() if transposed else w_NK)
+    note(layer, gemm)
+    return out
+
+
+@_weight_only_mm.register_fake
+def _(a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
+    return a_TM.new_empty((a_TM.shape[0], q_NK.shape[0 if transposed else 1]))

@@ -1,0 +1,109 @@
+"""AdamW for a model some of whose weights are stored in INT8 (`int8_weight_only`).
+
+An update of AdamW is about the learning rate, and far smaller than the step between two INT8 values. Rounding
+the updated weight to nearest would give the old one back, in every step. It is rounded stochastically
+instead: up with the probability of the distance from below, so that the expectation of the stored weight is
+the updated one, and small updates add up over many elements and steps.
+
+    w = q * s                         float32, a few rows at a time: there is never a float32 copy of it all
+    w = adamw(w, gradient, moments)   torch's own fused kernel; moments are plain float32
+    s = amax(row of w) / 127
+    q = floor(w / s + u)              u uniform in [0, 1), but compared and not added, which would round
+
+u is a function of (seed, step, parameter's name, index of the element in the whole weight), so that a run
+that was resumed, or that is sharded over another number of ranks, draws the same.
+
+An optimizer class and not hooks around torch's: a hook sees the weight before and after a step, and the step
+itself would need a float32 weight to act on. Plain parameters are left to torch's fused AdamW, which shares
+its state and groups with this class.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lptune.distributed import local_rows
+from lptune.kernels import quantize_weight_rows
+from lptune.linear import Int8Weight, int8_rows
+from lptune.numerics import QuantizedRows, dequantize, random_key
+
+# Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
+# stay in the cache (2**22 took twice as long); a GPU wants few launches, and has not been measured.
+_CPU_CHUNK, _GPU_CHUNK = 2**18, 2**23
+
+
+class Int8AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW over plain parameters and Int8Weights alike, sharded or not."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], names: Mapping[nn.Parameter, str], seed: int, **options: Any
+    ) -> None:
+        """groups: as for AdamW. names: of all Int8Weights among the parameters. options: lr, betas, eps."""
+        super().__init__(groups, options)
+        self._names, self._seed = names, seed
+        plain = [
+            {**group, "params": [p for p in group["params"] if int8_rows(p) is None]}
+            for group in self.param_groups
+        ]
+        self._plain = torch.optim.AdamW(plain, **options, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        assert closure is None, "a closure is not supported"
+        self._plain.state = self.state
+        for group, plain in zip(self.param_groups, self._plain.param_groups, strict=True):
+            plain.update({key: value for key, value in group.items() if key != "params"})
+        self._plain.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and int8_rows(parameter) is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+        if "num_updates" not in state:
+            # Once after a start or resume; from there on counted here, as reading it waits for the device.
+            state["num_updates"] = int(state["step"])
+        state["num_updates"] += 1
+        state["step"] += 1
+        key = random_key(self._seed, state["num_updates"], self._names[parameter])
+
+        weight, first_row = local_rows(parameter)
+        assert isinstance(weight, Int8Weight)
+        assert parameter.grad is not None
+        tensors = [_local(t) for t in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        num_rows, k = weight.shape
+        chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // k)
+        for start in range(0, num_rows, chunk):
+            rows = slice(start, min(start + chunk, num_rows))
+            w_NK = dequantize(QuantizedRows(weight.q_NK[rows], weight.scale_N1[rows]))
+            g_NK, exp_avg_NK, exp_avg_sq_NK = (t[rows] for t in tensors)
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                [w_NK],
+                [g_NK.to(torch.float32)],
+                [exp_avg_NK],
+                [exp_avg_sq_NK],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            weight.store(rows, quantize_weight_rows(w_NK, key, (first_row + start) * k))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,87 @@
+"""Compiles a Triton kernel for a GPU that is not there, and reads what came out of it."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Compiled(NamedTuple):
+    """One kernel on one architecture."""
+
+    ptx: str
+    registers: int
+    spilled_bytes: int  # the stack of a thread; Triton's kernels use it for nothing else
+    shared_bytes: int
+
+    @property
+    def tensor_core(self) -> str:
+        """The matrix instructions it uses."""
+        pattern = r"(wgmma\.mma_async[\w.:]+|mma\.sync[\w.:]+|tcgen05\.mma[\w.:]+)"
+        return " ".join(sorted(set(re.findall(pattern, self.ptx))))
+
+
+def compile_for(
+    arch: int, kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3
+) -> Compiled:
+    """arguments: the type of each run-time argument in Triton's notation ("*fp32", "i32", "tensordesc<...>"),
+    the value of each constexpr one, in any order.
+
+    Pointers and sizes are taken to be multiples of 16, as the launcher finds them for real shapes; a size
+    given as "1" is the constant 1.
+    """
+    if arch >= 100 and triton.__version__ < "3.7":
+        pytest.skip("Triton 3.6 spills up to 392 bytes in some configurations on sm_100")
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        given = arguments[parameter.name]
+        if parameter.is_constexpr or given == "1":
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = 1 if given == "1" else given
+        else:
+            signature[parameter.name] = given
+            if given[0] == "*" or given == "i32":
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    # As the launches of lptune.kernels.triton say.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        dump = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump)
+    assert usage, dump
+    registers, stack, local = map(int, usage.groups())
+    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
+
+
+def gemm_arguments(config: Any, dtype: str, tma: bool, **others: Any) -> dict[str, Any]:
+    """What the GEMM kernels have in common. dtype: "i8", "fp8e4nv", or two of them as "fp8e5 fp8e4nv"."""
+    a, b = dtype.split() if " " in dtype else (dtype, dtype)
+    block_k = others["BLOCK_K"]
+    return {
+        "a": f"tensordesc<{a}[{config.block_m},{block_k}]>" if tma else f"*{a}",
+        "b": f"tensordesc<{b}[{config.block_n},{block_k}]>" if tma else f"*{b}",
+        "out_ptr": "*bf16",
+        "M": "i32",
+        "N": "i32",
+        "K": "i32",
+        "stride_a": "i32",
+        "stride_b": "i32",
+        "TMA": tma,
+        "NUM_PROGRAMS": 132 * config.per_processor,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "GROUP_M": 8,
+    } | others

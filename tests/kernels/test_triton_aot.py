@@ -1,0 +1,245 @@
+"""The Triton kernels compiled for GPUs that are not there: what their machine code says about them.
+
+Spilled registers, the matrix instructions that were chosen and the instructions that are known to be
+miscompiled can be read off without running anything. The suite compiles the default and the largest
+configurations; the rest is marked slow.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from lptune.kernels.triton import blocks, gemm, quantize
+from lptune.numerics import FORMATS
+from tests.kernels.ahead_of_time import Compiled, compile_for, gemm_arguments
+
+ARCHS = (80, 90, 100)
+
+
+def _some_slow(cases: Any) -> list[Any]:
+    """The first and the last case, and the others marked slow."""
+    return [
+        pytest.param(case, marks=[] if case in (cases[0], cases[-1]) else [pytest.mark.slow])
+        for case in cases
+    ]
+
+
+def _gemm_cases(major: int, is_int8: bool) -> list[Any]:
+    """(configuration, TMA or not): all that autotuning may choose."""
+    return [
+        (config, tma)
+        for tma in ((False, True) if major >= 9 else (False,))
+        for config in gemm.gemm_configs(major, is_int8, tma)
+    ]
+
+
+def _check(compiled: Compiled) -> None:
+    assert compiled.spilled_bytes == 0
+    # Triton issue 11111 needs one of these beside a one-byte store.
+    assert not re.findall(r"(?:min|max)\.NaN", compiled.ptx)
+
+
+def _check_bits(compiled: Compiled) -> None:
+    """What a quantizer's bits depend on: each product rounded by itself, subnormal numbers kept."""
+    _check(compiled)
+    assert "mul.f32" in compiled.ptx or "mul.rn.f32" in compiled.ptx
+    assert not re.findall(r"fma\.rn|\.ftz|\.approx|div\.full", compiled.ptx)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
+def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bool) -> None:
+    arguments = {
+        "x_ptr": "*bf16",
+        "multiplier_ptr": "*fp32",
+        "q_ptr": "*i8",
+        "scale_ptr": "*fp32",
+        "K": "i32",
+        "stride_m": "i32",
+        "FORMAT": "int8" if arch == 80 else "e4m3",
+        "MAX": 127.0 if arch == 80 else 448.0,
+        "POWER_OF_TWO": arch == 100,
+        "MULTIPLY": True,
+        "HARDWARE_FLOAT8": arch > 80,
+        "BLOCK_K": block_k,
+        "HELD": held,
+    }
+    _check_bits(
+        compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("config", _some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.TileConfig, fmt: str) -> None:
+    arguments = {
+        "x_ptr": "*bf16",
+        "multiplier_k_ptr": "*fp32",
+        "multiplier_m_ptr": "*fp32",
+        "row_amax_ptr": "*i32",
+        "column_amax_ptr": "*i32",
+        "M": "i32",
+        "K": "i32",
+        "stride_m": "i32",
+        "stride_k": "1",
+        "ROWS": 2,
+        "COLUMNS": True,
+        "MULTIPLY_ROWS": True,
+        "MULTIPLY_COLUMNS": False,
+        "BLOCK_M": config.block_m,
+        "BLOCK_K": config.block_k,
+    }
+    if fmt == "int8":  # the first phase knows no format
+        first = arguments | {"TILES": quantize.TILES_PER_PROGRAM}
+        _check(compile_for(arch, quantize.amax_kernel, first, num_warps=config.num_warps))
+    second = arguments | {
+        "row_q_ptr": "*i8",
+        "column_q_ptr": "*i8",
+        "row_scale_ptr": "*fp32",
+        "column_scale_ptr": "*fp32",
+        "row_q_stride_m": "i32",
+        "row_q_stride_k": "1",
+        "column_q_stride_m": "1",  # transposed
+        "column_q_stride_k": "i32",
+        "FORMAT": fmt,
+        "MAX": FORMATS[fmt].max,
+        "POWER_OF_TWO": False,
+        "HARDWARE_FLOAT8": arch > 80,
+    }
+    _check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
+
+
+def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Compiled:
+    config, tma = case
+    arguments = gemm_arguments(config, dtype, tma, BLOCK_K=gemm.BLOCK_K) | {
+        "scale_a_ptr": "*fp32",
+        "scale_b_ptr": "*fp32",
+        "SCALE_A": 2,
+        "SCALE_B": 2,
+    }
+    compiled = compile_for(
+        arch,
+        gemm.scaled_mm_kernel,
+        arguments,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    _check(compiled)
+    assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
+    return compiled
+
+
+@pytest.mark.parametrize("case", _some_slow(_gemm_cases(8, True)))
+def test_int8_gemm_on_sm_80_uses_the_int8_instruction(case: tuple[gemm.GemmConfig, bool]) -> None:
+    compiled = _scaled_mm(80, case, "i8")
+    assert compiled.tensor_core == "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+
+
+@pytest.mark.parametrize("case", _some_slow(_gemm_cases(9, True)))
+def test_int8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool]) -> None:
+    compiled = _scaled_mm(90, case, "i8")
+    assert re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", compiled.tensor_core)
+
+
+@pytest.mark.parametrize("case", _some_slow(_gemm_cases(9, False)))
+@pytest.mark.parametrize("dtype", ["fp8e4nv", pytest.param("fp8e5 fp8e4nv", marks=[pytest.mark.slow])])
+def test_float8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool], dtype: str) -> None:
+    compiled = _scaled_mm(90, case, dtype)
+    a_format = "e4m3" if dtype == "fp8e4nv" else "e5m2"
+    pattern = rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{a_format}\.e4m3"
+    assert re.fullmatch(pattern, compiled.tensor_core)
+
+
+@pytest.mark.parametrize("case", _some_slow(_gemm_cases(10, False)))
+def test_float8_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
+    assert _scaled_mm(100, case, "fp8e4nv").tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+
+
+@pytest.mark.parametrize("case", _some_slow(_gemm_cases(10, True)))
+def test_int8_gemm_on_sm_100_gets_the_older_instruction(case: tuple[gemm.GemmConfig, bool]) -> None:
+    # A fact about Triton 3.7, and a reason to look again when it changes.
+    pattern = r"mma\.sync\.aligned\.m16n8k32\.row\.col\.satfinite\.s32\.s8\.s8\.s32"
+    assert re.fullmatch(pattern, _scaled_mm(100, case, "i8").tensor_core)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1)])
+def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, int]) -> None:
+    tile, mx = blocks.block_tile(*block), 32 in block
+    arguments = {
+        "x_ptr": "*bf16",
+        "q_ptr": "*i8",
+        "scale_ptr": "*u8" if mx else "*fp32",
+        "M": "i32",
+        "K": "i32",
+        "stride_m": "i32",
+        "stride_k": "1",
+        "ROWS": block[0],
+        "COLUMNS": block[1],
+        "FORMAT": "e4m3",
+        "MAX": 448.0,
+        "POWER_OF_TWO": mx,
+        "E8M0": mx,
+        "HARDWARE_FLOAT8": arch > 80,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+    }
+    _check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
+
+
+def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, bool]) -> Compiled:
+    config, tma = case
+    scale = "*u8" if block == 32 else "*fp32"
+    arguments = gemm_arguments(config, "fp8e4nv", tma, BLOCK_K=128 if kind == "native" else block) | {
+        "scale_a_ptr": scale,
+        "scale_b_ptr": scale,
+        "scale_a_stride_m": "i32",
+        "scale_a_stride_k": "1",
+        "scale_b_stride_n": "i32",
+        "scale_b_stride_k": "1",
+        "B_COLUMNS": 128 if kind == "square" else 1,
+        "E8M0": block == 32,
+        "NATIVE": kind == "native",
+    }
+    compiled = compile_for(
+        arch,
+        blocks.block_mm_kernel,
+        arguments,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    _check(compiled)
+    assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
+    return compiled
+
+
+def _block_cases(kind: str, major: int) -> list[Any]:
+    return [(config, tma) for tma in (False, True) for config in blocks.block_mm_configs(kind, major)]
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("square", 9)))
+@pytest.mark.parametrize("arch", [90, 100])
+def test_square_block_gemm_uses_the_float8_instruction(arch: int, case: tuple[gemm.GemmConfig, bool]) -> None:
+    used = _block_mm(arch, "square", 128, case).tensor_core
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
+    assert re.fullmatch(wgmma if arch == 90 else r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", used)
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 9)))
+@pytest.mark.parametrize("block", [128, 32])
+def test_vector_block_gemm_on_sm_90_uses_wgmma(block: int, case: tuple[gemm.GemmConfig, bool]) -> None:
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
+    assert re.fullmatch(wgmma, _block_mm(90, "vector", block, case).tensor_core)
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 10)))
+def test_vector_block_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
+    assert _block_mm(100, "vector", 128, case).tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+
+
+@pytest.mark.parametrize("case", _some_slow(_block_cases("native", 10)))
+def test_mx_gemm_on_sm_100_leaves_the_scales_to_the_tensor_core(case: tuple[gemm.GemmConfig, bool]) -> None:
+    used = _block_mm(100, "native", 32, case).tensor_core
+    assert used == "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X"

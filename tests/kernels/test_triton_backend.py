@@ -1,0 +1,72 @@
+"""Which backend a GPU gets, and that a CPU gets no Triton."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lptune.kernels import choose_backend
+
+AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices() -> Iterator[None]:
+    choose_backend.cache_clear()
+    yield
+    choose_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("operation", "on_ampere", "on_hopper"),
+    [
+        ("quantize", "triton", "triton"),
+        ("int8_gemm", "triton", "triton"),
+        ("float8_gemm", "reference", "torch"),
+        ("float8_other_gemm", "reference", "triton"),
+        ("block_gemm", "reference", "triton"),
+    ],
+)
+def test_each_operation_runs_on_the_fastest_that_the_gpu_can_run(
+    operation: str, on_ampere: str, on_hopper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for capability, expected in ((AMPERE, on_ampere), (ADA, on_hopper), (HOPPER, on_hopper)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        choose_backend.cache_clear()
+        assert choose_backend(operation, "cuda") == expected
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_the_environment_can_take_triton_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setenv("LPTUNE_KERNELS", name)
+    assert choose_backend("int8_gemm", "cuda") == name
+    assert choose_backend("float8_other_gemm", "cuda") == name
+
+
+def test_before_ampere_and_without_triton_torch_runs_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert choose_backend("int8_gemm", "cuda") == "torch"
+    assert choose_backend("quantize", "cuda") == "reference"
+    choose_backend.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose_backend("int8_gemm", "cuda") == "torch"
+    assert choose_backend("float8_other_gemm", "cuda") == "torch"
+
+
+def test_a_run_on_cpu_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None  # whoever imports it now fails\n"
+        "import torch; from lptune.kernels import *\n"
+        "x = torch.randn(32, 48); q, s = quantize_rows(x, 'int8'); quantize_mx(x, 1, 'e4m3')\n"
+        "out = scaled_mm(q, q.t(), s, s.t(), torch.float32, layer_handle(-1), 0)\n"
+        "print(out.isfinite().all().item(), 'lptune.kernels.triton' in sys.modules)"
+    )
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

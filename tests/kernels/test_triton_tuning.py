@@ -1,0 +1,109 @@
+"""Autotuning: what is measured, what is remembered, and that a broken cache costs a measurement only."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lptune.kernels.triton.tuning import Tuner, bucket, cache_path
+
+
+class Config(NamedTuple):
+    block: int
+    num_warps: int
+
+
+SLOW, FAST, BROKEN = Config(32, 4), Config(64, 4), Config(512, 8)
+
+
+class Clock:
+    """A timer that runs nothing on a device: a configuration takes 1000 / block."""
+
+    def __init__(self) -> None:
+        self.num_measured = 0
+        self.last: Config | None = None
+
+    def run(self, config: Config) -> None:
+        if config == BROKEN:
+            raise RuntimeError("out of resource: shared memory")
+        self.last = config
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        run()
+        self.num_measured += 1
+        assert self.last is not None
+        return 1000 / self.last.block
+
+
+def test_the_fastest_is_chosen_measured_once_and_found_again_by_the_next_process(tmp_path: Path) -> None:
+    path, clock = tmp_path / "lptune" / "choices.json", Clock()
+    tuner = Tuner(path, clock)
+    assert tuner.choose("gemm M~64", (SLOW, FAST), clock.run) == FAST
+    assert tuner.choose("gemm M~64", (SLOW, FAST), clock.run) == FAST
+    assert clock.num_measured == 2
+    assert Tuner(path, clock).choose("gemm M~64", (SLOW, FAST), clock.run) == FAST
+    assert clock.num_measured == 2
+    assert Tuner(path, clock).choose("gemm M~128", (SLOW, FAST), clock.run) == FAST
+    assert clock.num_measured == 4
+    assert [file.name for file in path.parent.iterdir()] == ["choices.json"]
+
+
+def test_a_configuration_that_does_not_run_is_left_out(tmp_path: Path) -> None:
+    clock = Clock()
+    assert Tuner(tmp_path / "c.json", clock).choose("k", (BROKEN, SLOW), clock.run) == SLOW
+    with pytest.raises(RuntimeError, match="out of resource"):
+        Tuner(tmp_path / "d.json", clock).choose("k", (BROKEN,), clock.run)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1, 2]",
+        b"null",
+        b'{"k": 3}',
+        b'{"k": [1, 2]}',
+        b'{"k": ["a"]}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_file_costs_a_measurement_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+    path, clock = tmp_path / "c.json", Clock()
+    path.write_bytes(content)
+    assert Tuner(path, clock).choose("k", (SLOW, FAST), clock.run) == FAST
+    assert json.loads(path.read_text())["k"] == list(FAST)
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    (tmp_path / "file").write_text("")
+    tuner = Tuner(tmp_path / "file" / "c.json", clock)
+    for key in ("k", "l"):
+        assert tuner.choose(key, (SLOW, FAST), clock.run) == FAST
+    assert caplog.text.count("cannot be kept") == 1
+
+
+def test_two_processes_keep_each_others_choices(tmp_path: Path) -> None:
+    path, clock = tmp_path / "c.json", Clock()
+    first, second = Tuner(path, clock), Tuner(path, clock)
+    first.choose("k", (SLOW, FAST), clock.run)
+    second.choose("l", (SLOW,), clock.run)
+    assert json.loads(path.read_text()) == {"k": list(FAST), "l": list(SLOW)}
+
+
+def test_token_counts_of_one_bucket_share_a_choice() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 4095, 4096, 4097)] == [1, 1, 2, 4, 4, 8, 4096, 4096, 8192]
+
+
+def test_the_file_is_of_one_device_and_one_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_path("NVIDIA H100 80GB HBM3", "3.7.1")
+    assert path.parent == tmp_path / "lptune"
+    assert path.name.startswith("triton-NVIDIA-H100-80GB-HBM3-3.7.1-")
+    assert len({path, cache_path("NVIDIA A100", "3.7.1"), cache_path("NVIDIA H100 80GB HBM3", "3.6.0")}) == 3

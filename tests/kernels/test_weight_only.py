@@ -1,0 +1,51 @@
+"""The GEMM that reads its weight in 8 bits."""
+
+import pytest
+import torch
+
+from lptune import numerics
+from lptune.kernels import layer_handle, record_gemms, weight_only_mm
+from lptune.numerics import quantize_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("t", "k", "n"), [(33, 48, 80), (1, 16, 16), (0, 32, 16)])
+def test_it_is_the_compute_dtypes_own_gemm_with_the_dequantized_weight(
+    dtype: torch.dtype, t: int, k: int, n: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = quantize_rows(torch.randn(n, k, generator=generator))
+    for transposed in (True, False):
+        a = torch.randn(t, k if transposed else n, generator=generator).to(dtype)
+        out = weight_only_mm(a, *w, transposed, layer_handle(-1), 0)
+        weight = numerics.dequantize(w, dtype)
+        assert torch.equal(out, a @ (weight.t() if transposed else weight))
+        # Against float64: the products' sum in float32, and roundings of the weight and the result.
+        truth = a.double() @ (w.q_MK.double() * w.scale_M1.double()) if not transposed else None
+        if truth is not None and t:
+            bound = 2.0**-8 if dtype == torch.bfloat16 else n * 2.0**-24
+            assert numerics.relative_error(out, truth) <= bound
+
+
+def test_rows_of_any_stride_give_the_same_bits() -> None:
+    # The gathered weight lies in a buffer whose rows begin with the scale.
+    w = quantize_rows(torch.randn(32, 48))
+    wide = torch.zeros(32, 64, dtype=torch.int8)
+    wide[:, 16:] = w.q_MK
+    a = torch.randn(7, 48)
+    handle = layer_handle(-1)
+    expected = weight_only_mm(a, *w, True, handle, 0)
+    assert torch.equal(weight_only_mm(a, wide[:, 16:], w.scale_M1, True, handle, 0), expected)
+
+
+def test_it_is_a_well_formed_op_and_counted() -> None:
+    w = quantize_rows(torch.randn(32, 48))
+    handle = layer_handle(3)
+    with record_gemms() as executed:
+        weight_only_mm(torch.randn(5, 48), *w, True, handle, 0)
+        weight_only_mm(torch.randn(5, 32), *w, False, handle, 1)
+    assert dict(executed) == {(3, 0): 1, (3, 1): 1}
+    for transposed, inner in ((True, 48), (False, 32)):
+        torch.library.opcheck(
+            torch.ops.lptune.weight_only_mm.default, (torch.randn(5, inner), *w, transposed, handle, 0)
+        )

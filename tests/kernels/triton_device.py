@@ -1,0 +1,47 @@
+"""Where the Triton kernels run in a test: on the GPU if there is one, else in Triton's interpreter.
+
+The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, for the whole process. Without a
+GPU the files that import this module are skipped, and test_triton_interpreted.py runs them in a process of
+their own.
+
+What the interpreter (Triton 3.7) does not do, hence only a GPU shows: inline assembly, libdevice,
+`tl.dot_scaled`; it rounds float32 to float8 half up and to bfloat16 by truncation, and reads subnormal
+bfloat16 wrongly. Tensor descriptors, int8 and float8 operands of `tl.dot` and integer atomics work.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+# Asked for by cuBLAS in deterministic mode, which is what poisons uninitialized memory.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip(
+        "needs a CUDA device, or the interpreter (test_triton_interpreted.py)", allow_module_level=True
+    )
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """What a kernel forgets to write is NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    assert (torch.empty(3, dtype=torch.int8, device=DEVICE) == 127).all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit."""
+    a, b = a.cpu().contiguous(), b.cpu().contiguous()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(as_integers), b.view(as_integers))
