@@ -8,6 +8,7 @@
 `int8_weight_only`, whose parameters are Int8Weights.
 """
 
+from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
@@ -26,11 +27,13 @@ __all__ = [
     "LowPrecisionLinear",
     "Plan",
     "PrecisionNotAppliedError",
+    "Predicted",
     "StochasticRounding",
     "Verified",
     "convert",
     "dequantized",
     "int8_rows",
+    "predicted_errors",
     "row_scales",
     "unconvert",
     "verify_step",
