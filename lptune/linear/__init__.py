@@ -11,7 +11,8 @@
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
-from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
+from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
 from lptune.linear.stochastic import StochasticRounding
@@ -20,17 +21,21 @@ from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, 
 __all__ = [
     "DelayedScaling",
     "FirstStep",
+    "GatheredWeight",
     "Int8Weight",
     "LayerPlan",
     "LinearSpec",
     "LowPrecisionLinear",
+    "MasterWeight",
     "Plan",
     "PrecisionNotAppliedError",
     "StochasticRounding",
     "Verified",
     "convert",
     "dequantized",
+    "gather_in_8_bits",
     "int8_rows",
+    "plain_rows",
     "row_scales",
     "unconvert",
     "verify_step",

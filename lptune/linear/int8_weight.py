@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lptune.linear.row_tensor import RowTensor, pack_rows, unpack_rows
+from lptune.linear.master_weight import plain_rows
+from lptune.linear.row_tensor import RowTensor, as_sharded, pack_rows, unpack_rows
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
@@ -123,11 +124,11 @@ def int8_rows(tensor: Tensor) -> Int8Weight | None:
 
 @torch.no_grad()
 def dequantized(tensor: Tensor) -> Tensor:
-    """`tensor` with plain values: itself, or where it is an Int8Weight (also in a DTensor) what that stands
-    for.
+    """`tensor` with plain values: itself, or what an Int8Weight stands for, or the rows of a MasterWeight; in
+    a DTensor as it was, if it was in one.
     """
     rows = int8_rows(tensor)
-    return tensor if rows is None else _as_sharded(tensor, rows.dequantize())
+    return plain_rows(tensor) if rows is None else as_sharded(tensor, rows.dequantize())
 
 
 @torch.no_grad()
@@ -140,7 +141,7 @@ def quantized(tensor: Tensor, scale_N1: Tensor | None = None) -> Tensor:
     scale_N1 = scale_N1.to_local() if isinstance(scale_N1, DTensor) else scale_N1
     weight = Int8Weight.from_float(tensor.to_local(), scale_N1)
     weight.full_rows = tensor.shape[0]
-    return _as_sharded(tensor, weight)
+    return as_sharded(tensor, weight)
 
 
 @torch.no_grad()
@@ -148,17 +149,7 @@ def row_scales(tensor: Tensor) -> Tensor:
     """The scales (N, 1) of an Int8Weight, sharded as it is; live storage."""
     rows = int8_rows(tensor)
     assert rows is not None
-    return _as_sharded(tensor, rows.scale_N1.detach())
-
-
-def _as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local`, this rank's rows, in a DTensor if `tensor` is one."""
-    if not isinstance(tensor, DTensor):
-        return local
-    size = torch.Size((tensor.shape[0], local.shape[1]))
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=(size[1], 1)
-    )
+    return as_sharded(tensor, rows.scale_N1.detach())
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from lptune.numerics import QuantizedRows
@@ -135,6 +136,16 @@ def unpack_rows(buffer: Tensor, num_rows: int, dtype: torch.dtype) -> QuantizedR
     """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one."""
     rows = buffer[:num_rows]
     return QuantizedRows(rows[:, HEADER_BYTES:].view(dtype), rows[:, :4].view(torch.float32))
+
+
+def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's rows, in a DTensor if `tensor` is one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    size = torch.Size((tensor.shape[0], local.shape[1]))
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=(size[1], 1)
+    )
 
 
 def is_matrix(tensor: Any) -> bool:
