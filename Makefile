@@ -5,12 +5,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow check bench docs
+.PHONY: help quickstart test test-slow matrix check bench docs
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make matrix       every kind x compilation x checkpointing (docs/matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make docs         check the links of the documentation"
@@ -34,6 +35,11 @@ test: .venv/.installed
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
+
+# All cells; the suite runs a pairwise subset of them.
+matrix: export OMP_NUM_THREADS := 1
+matrix: .venv/.installed
+	$(BIN)/python -m tests.matrix --write docs/matrix.md
 
 check: .venv/.installed
 	$(BIN)/ruff check

@@ -64,6 +64,19 @@ def test_the_readme_names_every_kind_of_precision() -> None:
     assert rows == [kind for kind in PRECISION_KINDS if kind != "none"]
 
 
+def test_the_numerics_page_explains_and_measures_every_kind() -> None:
+    kinds = [kind for kind in PRECISION_KINDS if kind != "none"]
+    assert [row[0].strip("`") for row in table("numerics.md", "Kind |")] == kinds
+    assert [row[0].strip("| ") for row in table("numerics.md", "kind | modes")] == ["bf16", *kinds]
+
+
+def test_the_matrix_names_every_kind_and_has_no_hole() -> None:
+    rows = table("matrix.md", "kind | compile")
+    assert {row[0].strip("| `") for row in rows} == {kind for kind in PRECISION_KINDS if kind != "none"}
+    cells = [cell.strip("| ") for row in rows for cell in row[2:]]
+    assert all(re.fullmatch(r"\d+( \(\d+\))?", cell) for cell in cells), cells
+
+
 def test_the_example_of_the_linear_layer_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself

@@ -65,8 +65,8 @@ class PrecisionConfig:
     """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
     tokens per micro-batch (measured: benchmarks/crossover.py)."""
     all_gather: str = "auto"
-    """auto (low where the kind can) | low: FSDP gathers the 8-bit rows of weights | high: their compute dtype.
-    int8_weight_only gathers what it stores."""
+    """auto (low where the kind can) | low: FSDP gathers the 8-bit rows of weights | high: the weights in
+    compute dtype. int8_weight_only gathers what it stores."""
     verify: bool = True
     """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
 

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,19 +33,11 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     axis `fsdp`.
     """
     blocks: list[Any] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
-    if cfg.activation_checkpointing != "none":
-        for block in blocks:
-            block.__class__ = _checkpointed(block.__class__, cfg.activation_checkpointing)
-    if cfg.activation_checkpointing == "selective":
-        # "Make sure the checkpointed region does not contain in-place ops": it does not, and users cannot act
-        # on it.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    if cfg.compile != "none":
-        check_compiler(cfg.compile)
-        # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
-        for module in blocks if cfg.compile == "block" else [model]:
-            fullgraph = cfg.compile == "block"
-            module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
+    checkpoint_activations(blocks, cfg.activation_checkpointing)
+    # FSDP's hooks on the blocks break the graph of a whole model.
+    compile_forward(
+        blocks if cfg.compile == "block" else [model], cfg.compile, fullgraph=cfg.compile == "block"
+    )
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
     mp_policy = MixedPrecisionPolicy(
@@ -76,6 +69,35 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Makes backward recompute what `blocks` compute in forward, in place; before `compile_forward`.
+
+    mode: `full` recomputes all of it, `selective` all but GEMMs and attention, `none` nothing.
+    """
+    if mode == "none":
+        return
+    for block in blocks:
+        cls: Any = block.__class__
+        block.__class__ = _checkpointed(cls, mode)
+    if mode == "selective":
+        # "Make sure the checkpointed region does not contain in-place ops": it does not, and users cannot act
+        # on it.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool) -> None:
+    """Compiles the forward of each of `modules`, in place, unless mode (the config's `compile`) is `none`.
+
+    fullgraph: raise where the graph of a module would be broken. Raises UserError without a compiler.
+    """
+    if mode == "none":
+        return
+    check_compiler(mode)
+    for module in modules:
+        # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
+        module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
 
 
 @functools.cache

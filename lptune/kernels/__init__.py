@@ -16,7 +16,16 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
 )
-from lptune.kernels.record import GEMMS, KEY, MICRO_BATCH, NUMBER, Executed, layer_handle, record_gemms
+from lptune.kernels.record import (
+    GEMMS,
+    KEY,
+    MICRO_BATCH,
+    NUMBER,
+    RECOMPUTED,
+    Executed,
+    layer_handle,
+    record_gemms,
+)
 from lptune.kernels.scaled_mm import cast, scaled_mm
 from lptune.kernels.stochastic import (
     quantize_columns_stochastic,
@@ -32,6 +41,7 @@ __all__ = [
     "MICRO_BATCH",
     "NUMBER",
     "OPERANDS",
+    "RECOMPUTED",
     "Executed",
     "LayerAmaxes",
     "block_scaled_mm",

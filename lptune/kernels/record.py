@@ -5,6 +5,9 @@ Python integer would be burnt into the compiled graph and force one compilation 
 an input, so that one graph serves all blocks and each call still says whose it is. What else differs from
 call to call and must not be compiled in travels the same way: the random key of the step and the number of
 the micro-batch, for stochastic rounding.
+
+An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
+planned by the compiler) and is counted apart: forward's own count is then exact, whatever is recomputed.
 """
 
 from collections import Counter
@@ -16,7 +19,10 @@ from torch import Tensor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
-# (layer handle's value, index into GEMMS) -> executions
+RECOMPUTED = len(GEMMS)
+"""Stands for an `output` that ran in backward, where Executed holds indices into GEMMS."""
+
+# (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
 
 _active: list[Executed] = []
@@ -45,5 +51,7 @@ def record_gemms() -> Iterator[Executed]:
 
 def note(layer: Tensor, gemm: int) -> None:
     """Called by a kernel after it ran. Backward runs on autograd's threads, hence no thread-local state."""
+    if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is in no backward
+        gemm = RECOMPUTED
     for executed in _active:
         executed[int(layer[NUMBER]), gemm] += 1

@@ -8,6 +8,7 @@
 `int8_weight_only`, whose parameters are Int8Weights.
 """
 
+from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
@@ -29,6 +30,7 @@ __all__ = [
     "MasterWeight",
     "Plan",
     "PrecisionNotAppliedError",
+    "Predicted",
     "StochasticRounding",
     "Verified",
     "convert",
@@ -36,6 +38,7 @@ __all__ = [
     "gather_in_8_bits",
     "int8_rows",
     "plain_rows",
+    "predicted_errors",
     "row_scales",
     "unconvert",
     "verify_step",

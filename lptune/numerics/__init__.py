@@ -1,9 +1,12 @@
 """Pure tensor maths of low precision: formats, scaling, rounding, error measures. No modules, no kernels."""
 
 from lptune.numerics.error import (
+    Noise,
     predicted_block_error,
     predicted_relative_error,
+    quantization_step,
     relative_error,
+    rounding_noise,
     sqnr_db,
 )
 from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
@@ -35,6 +38,7 @@ __all__ = [
     "INT8",
     "MX_BLOCK",
     "Format",
+    "Noise",
     "QuantizedBlocks",
     "QuantizedColumns",
     "QuantizedMX",
@@ -48,6 +52,7 @@ __all__ = [
     "find_scale",
     "predicted_block_error",
     "predicted_relative_error",
+    "quantization_step",
     "quantize_blocks",
     "quantize_columns",
     "quantize_mx",
@@ -57,6 +62,7 @@ __all__ = [
     "random_key",
     "relative_error",
     "round_to",
+    "rounding_noise",
     "scale_from_amax",
     "sqnr_db",
     "stochastic_round_to",

@@ -2,14 +2,16 @@
 
 Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale everywhere: with
 d = amax / 127 a row's relative noise is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on the
-value. A GEMM of two quantized operands adds their variances.
+value. A GEMM of two quantized operands adds their variances (lptune/linear/bounds.py).
 
-The prediction assumes that values fall evenly into the steps. It is too high where they do not: beside an
-outlier that makes the step larger than the values, these become 0, with an error of x**2 and not d**2 / 12;
-and an amax is a number of the format, with no error at all (in blocks of 32, one element of 32).
+`predicted_relative_error` assumes that values fall evenly into the steps. It is too high where they do not:
+beside an outlier that makes the step larger than the values, these become 0, with an error of x**2 and not
+d**2 / 12; and an amax is a number of the format, with no error at all (in blocks of 32, one element of 32).
+`rounding_noise` knows both.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,11 +49,57 @@ def predicted_block_error(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> float:
     """`predicted_relative_error` for one scale per block."""
+    step = quantization_step(x, block, fmt, power_of_two=power_of_two)
+    # A zero is a number of every format.
+    noise = torch.where(x == 0, 0.0, step.square() / 12)
+    return float(noise.sum().sqrt() / x.to(torch.float64).norm())
+
+
+class Noise(NamedTuple):
+    """What is known beforehand of `dequantize(quantize(x)) - x`, element by element; float64."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+def rounding_noise(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False, stochastic: bool = False
+) -> Noise:
+    """The error of quantizing x, (M, K), with one scale per `block` (rows, columns).
+
+    An element becomes one of the two numbers around it and is as likely to lie anywhere between them: no
+    mean and a variance of step**2 / 12. Two kinds of elements are known better. What is within one and a half
+    steps of zero becomes 0 or the number next to it, and most of a row beside a large outlier is there: its
+    error is no noise. And the amax becomes the largest number, exactly.
+
+    stochastic: rounded up with probability f, the fraction of a step above the number below: no mean and a
+    variance of step**2 * f * (1 - f), wherever it lies.
+    """
+    scale, scaled = _scaled(x, block, fmt, power_of_two)
+    spacing = fmt.spacing(scaled)
+    is_largest = scaled.abs() > fmt.max * (1 - 2.0**-22)  # the scale was rounded
+    if stochastic:
+        fraction = (scaled / spacing) % 1
+        mean, variance = torch.zeros_like(scaled), spacing.square() * fraction * (1 - fraction)
+    else:
+        smallest = fmt.spacing(torch.zeros_like(scaled))
+        is_small = scaled.abs() < 1.5 * smallest
+        mean = torch.where(is_small, (scaled / smallest).round() * smallest - scaled, 0.0)
+        variance = torch.where(is_small, 0.0, spacing.square() / 12)
+    return Noise(scale * mean, scale.square() * torch.where(is_largest, 0.0, variance))
+
+
+def quantization_step(
+    x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
+) -> Tensor:
+    """Distance between the two numbers that each element of x is rounded to one of; float64, as x."""
+    scale, scaled = _scaled(x, block, fmt, power_of_two)
+    return scale * fmt.spacing(scaled)
+
+
+def _scaled(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """(scale, x / scale) element by element, float64."""
     m, k = x.shape
     scales = quantize_blocks(x, block, fmt, power_of_two=power_of_two).scale
     scale64 = expand_blocks(scales, block, (m, k)).to(torch.float64)
-    x64 = x.to(torch.float64)
-    step = scale64 * fmt.spacing(torch.where(scale64 > 0, x64 / scale64, 0.0))
-    # A zero is a number of every format.
-    noise = torch.where(x64 == 0, 0.0, step.square() / 12)
-    return float(noise.sum().sqrt() / x64.norm())
+    return scale64, torch.where(scale64 > 0, x.to(torch.float64) / scale64, 0.0)

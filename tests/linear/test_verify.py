@@ -8,10 +8,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lptune import linear
-from lptune.config import PrecisionConfig
-from lptune.kernels import GEMMS
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 
 INT8 = PrecisionConfig(kind="int8_rowcol")
+KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
+# int8_weight_only has no switch to plant one with; it is one op in forward and backward.
+SWITCHABLE = [kind for kind in KINDS if "high" in PRECISION_KINDS[kind].output]
+PLANTED = [(kind, gemm) for kind in SWITCHABLE for gemm in PrecisionConfig(kind=kind).low_gemms()]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    # All tests compile the forward of one class: its eighth graph would be the last.
+    torch._dynamo.reset()
 
 
 def _model() -> nn.Sequential:
@@ -24,31 +33,76 @@ def _step(model: nn.Module, num_passes: int = 2) -> None:
         model(torch.randn(24, 32, requires_grad=True)).square().sum().backward()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_that_ran_as_planned_is_counted(compiled: bool) -> None:
+def _convert(model: nn.Module, kind: str) -> linear.Plan:
+    # Float8 has no GEMM on a CPU: emulated there.
+    return linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int8")))
+
+
+# Compiled, every kind is counted in test_matrix.py.
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in KINDS), ("int8_rowcol", True)])
+def test_a_step_that_ran_as_planned_is_counted(kind: str, compiled: bool) -> None:
     model = _model()
-    plan = linear.convert(model, INT8)
+    plan = _convert(model, kind)
     with linear.verify_step(model, plan, 2) as verified:
         _step(torch.compile(model, fullgraph=True) if compiled else model)
-    assert verified.num_gemms == 3 * 3 * 2
-    assert verified.low_precision_flops_fraction == 1.0
+    num_low = len(PrecisionConfig(kind=kind).low_gemms())
+    assert (verified.num_gemms, verified.num_recomputed) == (num_low * 3 * 2, 0)
+    # The first layer's grad_input is no need of training: no part of the fraction.
+    sizes = (32 * 48, 48 * 32, 32 * 16)
+    all_flops = 2 * sizes[0] + 3 * sizes[1] + 3 * sizes[2]
+    low_flops = all_flops if num_low == 3 else sizes[0] + 2 * sizes[1] + 2 * sizes[2]
+    if kind == "int8_weight_only":  # which multiplies in compute dtype
+        low_flops = 0
+    assert verified.low_precision_flops_fraction == pytest.approx(low_flops / all_flops)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_a_planted_fall_back_in_one_gemm_is_named(gemm: str, compiled: bool) -> None:
+@pytest.mark.parametrize(("kind", "gemm"), PLANTED)
+def test_a_planted_fall_back_in_one_gemm_is_named(kind: str, gemm: str) -> None:
     model = _model()
-    plan = linear.convert(model, INT8)
+    plan = _convert(model, kind)
     model[2].spec = model[2].spec._replace(**{gemm: "high"})  # type: ignore[arg-type, type-var]
     with (
         pytest.raises(
-            linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run .* ran 0 times"
+            linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run 2 times .* ran 0 times"
         ) as raised,
         linear.verify_step(model, plan, 2),
     ):
-        _step(torch.compile(model, fullgraph=True) if compiled else model)
-    assert "layer 0" not in str(raised.value)
-    assert "layer 4" not in str(raised.value)
+        _step(model)
+    assert str(raised.value).count("layer") == 1
+
+
+# One compilation for a kind: each of its GEMMs falls back in a layer of its own (`output` in the last: what
+# ran before a layer is read off the outputs).
+@pytest.mark.parametrize("kind", SWITCHABLE)
+def test_compiled_each_planted_fall_back_is_named_with_its_layer(kind: str) -> None:
+    model = _model()
+    plan = _convert(model, kind)
+    planted = list(zip(("4", "2", "0"), PrecisionConfig(kind=kind).low_gemms(), strict=False))
+    for name, gemm in planted:
+        layer = model.get_submodule(name)
+        layer.spec = layer.spec._replace(**{gemm: "high"})  # type: ignore[arg-type, union-attr, operator, assignment]
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError) as raised,
+        linear.verify_step(model, plan, 2),
+    ):
+        _step(torch.compile(model, fullgraph=True))
+    message = str(raised.value)
+    assert message.count("layer") == len(planted)
+    for name, gemm in planted:
+        assert f"layer {name}: {gemm} was to run 2 times in low precision, ran 0 times" in message
+
+
+def test_a_fall_back_of_grad_input_is_seen_where_all_outputs_are_high() -> None:
+    model = _model()
+    plan = linear.convert(model, dataclasses.replace(INT8, output="high"))
+    with linear.verify_step(model, plan, 2):
+        _step(model)
+    model[2].spec = model[2].spec._replace(grad_input="high")  # type: ignore[type-var]
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 2: grad_input was to run 2 times"),
+        linear.verify_step(model, plan, 2),
+    ):
+        _step(model)
 
 
 def test_a_layer_that_became_plain_is_named() -> None:
@@ -90,12 +144,57 @@ def test_low_precision_where_high_was_planned_is_named() -> None:
         _step(model)
 
 
-def test_recomputation_counts_output_twice_and_is_right() -> None:
+def test_recomputed_outputs_are_counted_apart() -> None:
     model = _model()
     plan = linear.convert(model, INT8)
     with linear.verify_step(model, plan, 1) as verified:
         checkpoint(model, torch.randn(8, 32, requires_grad=True), use_reentrant=False).sum().backward()
-    assert verified.num_gemms == 3 * 4
+    assert (verified.num_gemms, verified.num_recomputed) == (3 * 4, 3)
+
+
+@pytest.mark.parametrize("high_in_forward", [True, False])
+def test_a_fall_back_in_forward_is_seen_through_a_recomputation_in_low(high_in_forward: bool) -> None:
+    # Counted together, one output in low and one in high would look like a step without checkpointing.
+    model = _model()
+    plan = linear.convert(model, INT8)
+    low = model[2].spec
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def step() -> None:
+        if high_in_forward:
+            model[2].spec = low._replace(output="high")  # type: ignore[assignment, operator]
+        out = checkpoint(model, x, use_reentrant=False)
+        model[2].spec = low
+        out.sum().backward()
+
+    if high_in_forward:
+        with (
+            pytest.raises(
+                linear.PrecisionNotAppliedError, match=r"layer 2: output was to run 1 times .* ran 0"
+            ),
+            linear.verify_step(model, plan, 1),
+        ):
+            step()
+    else:
+        with linear.verify_step(model, plan, 1):
+            step()
+
+
+def test_a_recomputation_in_one_of_two_passes_is_named() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+
+    def passes() -> None:
+        checkpoint(model, torch.randn(8, 32, requires_grad=True), use_reentrant=False).sum().backward()
+        _step(model, 1)
+
+    with (
+        pytest.raises(
+            linear.PrecisionNotAppliedError, match=r"layer 0: recomputation of output .* ran 1 times"
+        ),
+        linear.verify_step(model, plan, 2),
+    ):
+        passes()
 
 
 def test_a_head_registered_before_the_body_is_understood() -> None:
