@@ -15,6 +15,8 @@ class Kind:
     grad_formats: tuple[str, ...]
     """Formats of the output's gradient; the first is the default."""
     can_round_stochastically: bool = False
+    can_gather_low: bool = False
+    """Whether the GEMMs see nothing of a weight but rows that a rank can quantize by itself."""
     output: tuple[str, ...] = ("low", "high")
 
 
@@ -22,12 +24,12 @@ _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 
 PRECISION_KINDS = {
     "none": Kind((), (), ()),
-    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True),
+    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True),
     "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",), True),
     "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True),
     "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
-    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True),
-    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True),
+    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True, True),
+    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True),
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     # Stored in INT8, multiplied in compute dtype: there is nothing to switch off.
@@ -62,14 +64,15 @@ class PrecisionConfig:
     skip_small: bool = False
     """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
     tokens per micro-batch (measured: benchmarks/crossover.py)."""
-    all_gather: str = "high"
-    """high: FSDP gathers weights in compute dtype (int8_weight_only: in INT8, as they are stored)."""
+    all_gather: str = "auto"
+    """auto (low where the kind can) | low: FSDP gathers the 8-bit rows of weights | high: the weights in
+    compute dtype. int8_weight_only gathers what it stores."""
     verify: bool = True
     """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
-        one_of("precision.all_gather", self.all_gather, ("high",))
+        one_of("precision.all_gather", self.all_gather, ("auto", "low", "high"))
         kind = PRECISION_KINDS[self.kind]
         anything = self.kind == "none"  # a config may keep its choices while precision is switched off
         for key, choices in (
@@ -87,6 +90,18 @@ class PrecisionConfig:
                 f"precision.stochastic_rounding: not for precision.kind: {self.kind}; "
                 f"{', '.join(with_it)} have it"
             )
+        if self.all_gather == "low" and not anything:
+            able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
+            if self.kind not in able:
+                raise UserError(
+                    f"precision.all_gather: low is not there for precision.kind: {self.kind}; "
+                    f"{', '.join(able)} have it"
+                )
+            if self.grad_input == "column":
+                raise UserError(
+                    "precision.grad_input: column quantizes the original weight, which an 8-bit gather does "
+                    "not bring; set precision.all_gather=high, or grad_input to folded, requantized or high"
+                )
         if not anything and not self.low_gemms():
             raise UserError(
                 f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
@@ -104,6 +119,13 @@ class PrecisionConfig:
             )
             if how != "high"
         )
+
+    @property
+    def gathers_low(self) -> bool:
+        """Whether FSDP gathers 8-bit rows: where `all_gather` says so, or may."""
+        able = PRECISION_KINDS[self.kind].can_gather_low and self.grad_input != "column"
+        # Without low-precision output nothing is gained in forward, and the weight would be rounded for it.
+        return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
 
     @property
     def resolved_grad_input(self) -> str:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed.session import World
+from lptune.linear import gather_in_8_bits
 
 
 def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
@@ -37,8 +38,10 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     compile_forward(
         blocks if cfg.compile == "block" else [model], cfg.compile, fullgraph=cfg.compile == "block"
     )
+    compute_dtype = getattr(torch, cfg.compute_dtype)
+    gather_in_8_bits(model, compute_dtype)
     mp_policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, cfg.compute_dtype),
+        param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
         # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
         cast_forward_inputs=False,

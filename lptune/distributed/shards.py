@@ -4,9 +4,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lptune.linear import plain_rows
+
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's part of `tensor` (itself when it is not sharded) and the number of its first row."""
+    tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     local = tensor.to_local().detach()

@@ -12,7 +12,8 @@ from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
-from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
+from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
 from lptune.linear.stochastic import StochasticRounding
@@ -21,10 +22,12 @@ from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, 
 __all__ = [
     "DelayedScaling",
     "FirstStep",
+    "GatheredWeight",
     "Int8Weight",
     "LayerPlan",
     "LinearSpec",
     "LowPrecisionLinear",
+    "MasterWeight",
     "Plan",
     "PrecisionNotAppliedError",
     "Predicted",
@@ -32,7 +35,9 @@ __all__ = [
     "Verified",
     "convert",
     "dequantized",
+    "gather_in_8_bits",
     "int8_rows",
+    "plain_rows",
     "predicted_errors",
     "row_scales",
     "unconvert",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lptune.kernels import cast
 from lptune.linear import blockwise, rowwise, tensorwise, weight_only
+from lptune.linear.row_tensor import RowTensor
 from lptune.linear.spec import LinearSpec
 
 _MATHS: dict[str, Any] = {
@@ -44,7 +45,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: LinearSpec) -> Tensor:
         maths = _MATHS[spec.scaling]
-        out_TN, saved = maths.forward(spec, x_TK, _compute_weight(spec, w_NK, x_TK.dtype), layer)
+        out_TN, saved = maths.forward(spec, x_TK, _compute_weight(w_NK, x_TK.dtype), layer)
         ctx.spec = spec
         ctx.save_for_backward(w_NK, layer, *saved)
         return out_TN  # type: ignore[no-any-return]
@@ -53,7 +54,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         w_NK, layer, *saved = ctx.saved_tensors
         maths = _MATHS[ctx.spec.scaling]
-        weight_NK = _compute_weight(ctx.spec, w_NK, g_TN.dtype)
+        weight_NK = _compute_weight(w_NK, g_TN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gx_TK, gw_NK = maths.backward(
             ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
@@ -61,8 +62,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return gx_TK, gw_NK, None, None
 
 
-def _compute_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    if spec.scaling == "weight_only":
+def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(w_NK, RowTensor):  # stored or gathered in 8 bits
         return w_NK
     # FSDP hands the weight over in compute dtype already. Without FSDP the cast must survive compilation.
     return w_NK if w_NK.dtype == dtype else cast(w_NK, dtype)

@@ -73,7 +73,7 @@ def convert(
                 module.in_features,
                 module.out_features,
                 None if reason else spec,
-                all_gather="int8" if reason is None and spec.scaling == "weight_only" else "high",
+                all_gather="high" if reason else spec.describe_gather(),
                 reason=reason,
                 number=number,
             )

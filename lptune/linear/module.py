@@ -11,6 +11,7 @@ from lptune.config import UserError
 from lptune.kernels import forget_amaxes, layer_handle
 from lptune.linear.autograd import low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
+from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
 from lptune.linear.spec import LinearSpec
 
 _numbers = itertools.count()
@@ -47,6 +48,18 @@ class LowPrecisionLinear(nn.Linear):
         forget_amaxes(int(self.handle[0]))
         del self.spec, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # What leaves the process is plain; it aliases the live rows, as any state dict does.
+        destination[f"{prefix}weight"] = plain_rows(destination[f"{prefix}weight"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        w_NK = state_dict.get(f"{prefix}weight")
+        if w_NK is not None and is_master(self.weight) and not is_master(w_NK):
+            # Under assign=True it takes the parameter's place: it must be one that is gathered in 8 bits.
+            state_dict[f"{prefix}weight"] = master_like(w_NK, self.weight)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) in compute dtype, autocast's where it is on -> (..., out_features) in the
@@ -104,3 +117,17 @@ class Int8WeightLinear(LowPrecisionLinear):
         if w_NK is not None and w_NK.shape == self.weight.shape:
             state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
+    """Lets FSDP gather the weights of `model` in 8 bits where `convert` planned it; returns how many.
+
+    Before `fully_shard`, whose param_dtype must be `compute_dtype`: rows are rounded to it before they are
+    quantized.
+    """
+    layers = [
+        each for each in model.modules() if isinstance(each, LowPrecisionLinear) and each.spec.gathers_low
+    ]
+    for layer in layers:
+        make_master(layer, layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
+    return len(layers)

@@ -30,6 +30,7 @@ from lptune.kernels import (
     quantize_rows_stochastic,
     scaled_mm,
 )
+from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
@@ -47,9 +48,11 @@ def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tupl
         assert x is not None
         saved = (x.q_MK, x.scale_M1)
     if spec.output == "high":
-        return x_TK @ w_NK.t(), saved
+        # Of a weight that came in 8 bits there is nothing else than these.
+        high_NK = dequantize(w_NK.rows(), x_TK.dtype) if isinstance(w_NK, GatheredWeight) else w_NK
+        return x_TK @ high_NK.t(), saved
     assert x is not None
-    w = quantize_rows(w_NK, fmt, power_of_two=power_of_two)
+    w = _weight_rows(spec, w_NK)
     out_TN = scaled_mm(
         x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, _OUTPUT, emulate=spec.emulate
     )
@@ -70,7 +73,7 @@ def backward(
     w_rows = None
     if needs_grad_input and spec.grad_input in ("folded", "requantized", "high"):
         turn_w = turn and spec.grad_input == "folded"
-        w_rows = quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=turn_w)
+        w_rows = _weight_rows(spec, w_NK, turn_w)
     multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
 
     g_rows: QuantizedRows | None = None
@@ -98,6 +101,14 @@ def backward(
     gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
     gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs_grad_weight else None
     return gx_TK, gw_NK
+
+
+def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
+    """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
+    if not isinstance(w_NK, GatheredWeight):
+        return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
+    q_NK, scale_N1 = w_NK.rows()
+    return QuantizedRows(q_NK.t().contiguous().t() if transposed else q_NK, scale_N1)
 
 
 def _grad_input(

@@ -34,6 +34,7 @@ class LinearSpec(NamedTuple):
     grad_weight: str  # column | folded | tensor | block | high
     emulate: bool
     stochastic: bool  # g is rounded stochastically
+    gathers_low: bool  # FSDP gathers the 8-bit rows of the weight
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -50,6 +51,7 @@ class LinearSpec(NamedTuple):
             grad_weight=precision.resolved_grad_weight,
             emulate=precision.emulate,
             stochastic=precision.stochastic_rounding,
+            gathers_low=precision.gathers_low,
         )
 
     def is_low(self, gemm: str) -> bool:
@@ -67,6 +69,12 @@ class LinearSpec(NamedTuple):
         if self.scaling in ("blockwise", "mx"):
             return "block_gemm"
         return "int8_gemm" if self.fmt == "int8" else "float8_gemm"
+
+    def describe_gather(self) -> str:
+        """What the plan table says of the all-gather."""
+        if self.scaling == "weight_only":
+            return "int8"
+        return f"{self.fmt} rows" if self.gathers_low else "high"
 
     def describe(self, gemm: str) -> str:
         """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `int8 weight`, `high`."""

@@ -48,7 +48,7 @@ def test_the_plan_gives_each_layer_its_gemms_or_its_reason() -> None:
         "output": "int8 row",
         "grad_input": "int8 folded",
         "grad_weight": "int8 column",
-        "all_gather": "high",
+        "all_gather": "int8 rows",
         "spec": None,
         "reason": None,
     }

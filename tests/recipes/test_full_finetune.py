@@ -112,6 +112,21 @@ def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None
     assert one[0]["eval_loss"] == pytest.approx(two[0]["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_8_bit_gather_does_not_change_a_bit(run_recipe: Run, tmp_path: Path, ranks: int) -> None:
+    for gather in ("low", "high"):
+        keys = ("precision.kind=int8_rowcol", f"precision.all_gather={gather}", "compute_dtype=bfloat16")
+        run_recipe(*keys, "num_steps=4", f"output_dir={tmp_path / gather}", ranks=ranks)
+        plan = json.loads((tmp_path / gather / "precision_plan.json").read_text(encoding="utf-8"))
+        gathers = {layer["all_gather"] for layer in plan["layers"] if layer["reason"] is None}
+        assert gathers == {"int8 rows" if gather == "low" else "high"}
+    assert losses(tmp_path / "low") == losses(tmp_path / "high")
+    ours, theirs = (
+        load_file(tmp_path / gather / "export" / "model.safetensors") for gather in ("low", "high")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_seed_gives_the_same_losses_twice_and_another_seed_others(run_recipe: Run, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run_recipe(

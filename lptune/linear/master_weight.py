@@ -1,0 +1,127 @@
+"""Weights that FSDP2 gathers in 8 bits: `precision.all_gather: low`.
+
+A layer with row scales multiplies by the 8-bit rows of its weight and by nothing else. So that is what ranks
+need to exchange: each quantizes its own rows and sends values and scales, half the bytes of bfloat16, and no
+collective is needed to find a scale, since rows are sharded whole.
+
+    MasterWeight     the sharded float32 parameter; an ordinary tensor to everybody but FSDP
+    GatheredWeight   the whole weight, q and scale, as the layer's forward and backward see it
+
+Rows are cast to the compute dtype before they are quantized, as on the path where FSDP gathers the compute
+dtype and the layer quantizes: the two give the same bits, in losses and in weights after any number of steps.
+
+The 8-bit rows are made anew for every gather, from the weight as it is then: no scale can be older than its
+weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lptune.kernels import quantize_rows
+from lptune.linear.row_tensor import RowTensor, as_sharded, pack_rows, unpack_rows
+from lptune.numerics import FORMATS, QuantizedRows, dequantize
+
+
+class GatheredWeight(RowTensor):
+    """q and scale of a whole weight, views of the buffer that was gathered; looks like the compute dtype."""
+
+    PARTS = ("q_NK", "scale_N1")
+
+    q_NK: Tensor
+    """int8 or float8."""
+    scale_N1: Tensor
+    """float32."""
+
+    def rows(self) -> QuantizedRows:
+        """What the GEMMs consume."""
+        return QuantizedRows(self.q_NK, self.scale_N1)
+
+    @classmethod
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Whoever reads it sees the dequantized values; nobody writes to it."""
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} would change a gathered weight; change the sharded parameter")
+
+        def dequantized(weight: GatheredWeight) -> Tensor:
+            return dequantize(weight.rows(), weight.dtype).view(weight.shape)
+
+        plain_args, plain_kwargs = tree_map_only(GatheredWeight, dequantized, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+
+class MasterWeight(RowTensor):
+    """Float rows of which 8-bit rows are made for each gather. Every operator acts on the rows themselves."""
+
+    PARTS = ("rows_NK",)
+    CONTEXT = ("fmt", "power_of_two", "compute_dtype")
+
+    rows_NK: Tensor
+    """The weight, or this rank's part of it; live storage."""
+    fmt: str
+    """A key of numerics.FORMATS."""
+    power_of_two: bool
+    compute_dtype: torch.dtype
+
+    @classmethod
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer, an initializer or a loader reads and writes the rows in place."""
+
+        def live(weight: MasterWeight) -> Tensor:
+            return weight.rows_NK.view(weight.shape)
+
+        plain_args, plain_kwargs = tree_map_only(MasterWeight, live, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
+        """This rank's rows in 8 bits as one buffer, padded to what the first rank has."""
+        num_rows = -(-self.full_rows // mesh.size())
+        rows_NK = self.rows_NK.to(self.compute_dtype)
+        return (pack_rows(quantize_rows(rows_NK, self.fmt, power_of_two=self.power_of_two), num_rows),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """The whole weight, as views of the gathered buffer."""
+        (buffer,) = outputs
+        assert param_dtype == self.compute_dtype, (param_dtype, self.compute_dtype)
+        whole = unpack_rows(buffer, self.full_rows, FORMATS[self.fmt].dtype)
+        if out is not None:
+            assert isinstance(out, GatheredWeight)
+            assert out.q_NK.data_ptr() == whole.q_MK.data_ptr()
+            return None
+        return GatheredWeight(*whole, dtype=param_dtype, full_rows=self.full_rows), ()
+
+
+def make_master(linear: nn.Linear, fmt: str, power_of_two: bool, compute_dtype: torch.dtype) -> None:
+    """Makes the weight of `linear` a MasterWeight: the same Parameter, before `fully_shard`."""
+    old = linear.weight
+    master = MasterWeight(
+        old.detach(), dtype=old.dtype, fmt=fmt, power_of_two=power_of_two, compute_dtype=compute_dtype
+    )
+    torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
+
+
+def is_master(tensor: Tensor) -> bool:
+    """Whether `tensor` is a MasterWeight, or a DTensor of one."""
+    return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, MasterWeight)
+
+
+def plain_rows(tensor: Tensor) -> Tensor:
+    """`tensor`, or the live rows where it is a MasterWeight; in a DTensor as it was, if it was in one."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, MasterWeight):
+        return tensor
+    return as_sharded(tensor, local.rows_NK)
+
+
+def master_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, plain or a DTensor of rows, as a MasterWeight like `like`; the opposite of `plain_rows`."""
+    model = like.to_local() if isinstance(like, DTensor) else like
+    assert isinstance(model, MasterWeight)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return as_sharded(tensor, model.rebuilt([local], local.dtype))

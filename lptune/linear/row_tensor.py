@@ -1,0 +1,247 @@
+"""A matrix kept in parts with a row for each of its rows, that FSDP2 shards and gathers as it is told.
+
+FSDP2 asks a parameter whether it wants to be gathered in its own way (`fsdp_pre_all_gather`,
+`fsdp_post_all_gather`). A tensor subclass can say yes; to get that far it has to live through what
+`fully_shard` does to a parameter before: chunk it by rows, pad it, view it flat, put it into a DTensor, move
+it. `RowTensor` does those, part by part, and leaves what the parts mean to its subclasses:
+
+    Int8Weight          q and scale; the parameter of int8_weight_only
+    GatheredWeight      q and scale of a whole weight as it comes out of an 8-bit all-gather
+    MasterWeight        the float32 rows of which q and scale are made for every gather
+
+What two ranks exchange is one uint8 buffer with a row for each row of the weight,
+
+    | scale, 4 bytes | 12 unused | q, K bytes |        16 bytes of header keep rows aligned
+
+because at world size 1 FSDP2 forwards only the first tensor of several, and because short shards must be
+padded by ourselves (the hook that is told the padded size refuses a buffer of another width). Rows are never
+cut, so a shard has its own scales and needs no collective to be quantized.
+
+Shapes: N out_features (or this rank's rows of them), K in_features.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from lptune.numerics import QuantizedRows
+
+HEADER_BYTES = 16
+_aten = torch.ops.aten
+
+
+class RowTensor(torch.Tensor):
+    """Looks like a float matrix (N, K); holds `PARTS`, tensors of N rows each."""
+
+    PARTS: ClassVar[tuple[str, ...]]
+    """Attributes that are tensors of as many rows as the matrix has here; the first has its width."""
+    CONTEXT: ClassVar[tuple[str, ...]] = ()
+    """Further attributes of plain values, which every tensor made of this one inherits."""
+    full_rows: int
+    """N of the whole weight, also where this is a shard of it."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        *parts: Tensor,
+        dtype: torch.dtype = torch.float32,
+        full_rows: int | None = None,
+        size: Sequence[int] | None = None,
+        **context: Any,
+    ) -> "RowTensor":
+        """dtype: what it looks like to others. size: its shape, where that is not the first part's (a flat
+        view).
+        """
+        first = parts[0]
+        self: RowTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(first.shape if size is None else size), dtype=dtype, device=first.device
+        )
+        for name, part in zip(cls.PARTS, parts, strict=True):
+            setattr(self, name, part)
+        for name in cls.CONTEXT:
+            setattr(self, name, context[name])
+        self.full_rows = first.shape[0] if full_rows is None else full_rows
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors it is kept in."""
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    def rebuilt(
+        self, parts: Sequence[Tensor], dtype: torch.dtype | None = None, size: Sequence[int] | None = None
+    ) -> Self:
+        """Of the same kind, of other parts."""
+        context = {name: getattr(self, name) for name in self.CONTEXT}
+        return type(self)(*parts, dtype=dtype or self.dtype, full_rows=self.full_rows, size=size, **context)
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """`function` of each part: something that treats rows alike and leaves their number to FSDP."""
+        return self.rebuilt([function(part) for part in self.parts()], dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return list(self.PARTS), (self.dtype, self.full_rows, *(getattr(self, name) for name in self.CONTEXT))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> "RowTensor":
+        dtype, full_rows, *values = context
+        named = dict(zip(cls.CONTEXT, values, strict=True))
+        parts = [inner[name] for name in cls.PARTS]
+        return cls(*parts, dtype=dtype, full_rows=full_rows, size=outer_size, **named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = cls.operation(func)
+        if operation is not None:
+            result = operation(*args, **kwargs)
+            if result is not NotImplemented:
+                return return_and_correct_aliasing(func, args, kwargs, result) if func in _VIEWS else result
+        return cls.otherwise(func, args, kwargs)
+
+    @classmethod
+    def operation(cls, func: Any) -> Callable[..., Any] | None:
+        """What `func` does to this kind of tensor; None, or a result of NotImplemented: see `otherwise`."""
+        return OPERATIONS.get(func)
+
+    @classmethod
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All other operators."""
+        raise NotImplementedError(f"{func} of a {cls.__name__}")
+
+
+def pack_rows(quantized: QuantizedRows, num_rows: int) -> Tensor:
+    """The buffer of a shard, uint8 (num_rows, 16 + K); rows beyond the shard's are padding, all zero."""
+    n, k = quantized.q_MK.shape
+    buffer = torch.zeros(num_rows, HEADER_BYTES + k, dtype=torch.uint8, device=quantized.q_MK.device)
+    mine = unpack_rows(buffer, n, quantized.q_MK.dtype)
+    mine.q_MK.copy_(quantized.q_MK)
+    mine.scale_M1.copy_(quantized.scale_M1)
+    return buffer
+
+
+def unpack_rows(buffer: Tensor, num_rows: int, dtype: torch.dtype) -> QuantizedRows:
+    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one."""
+    rows = buffer[:num_rows]
+    return QuantizedRows(rows[:, HEADER_BYTES:].view(dtype), rows[:, :4].view(torch.float32))
+
+
+def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's rows, in a DTensor if `tensor` is one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    size = torch.Size((tensor.shape[0], local.shape[1]))
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=(size[1], 1)
+    )
+
+
+def is_matrix(tensor: Any) -> bool:
+    """Whether it has the shape of its parts, and is no flat view."""
+    return isinstance(tensor, RowTensor) and tensor.shape == tensor.parts()[0].shape
+
+
+def _same(tensor: RowTensor, *args: Any, **kwargs: Any) -> RowTensor:
+    return tensor.rebuilt(tensor.parts(), size=tensor.shape)
+
+
+def _clone(tensor: RowTensor, *args: Any, **kwargs: Any) -> Any:
+    return tensor.map(lambda part: part.clone()) if is_matrix(tensor) else NotImplemented
+
+
+def _view(tensor: RowTensor, size: Sequence[int]) -> Any:
+    # FSDP keeps a flat view for its own gather, which it does not use where a tensor has hooks.
+    if tuple(size) not in ((-1,), (tensor.numel(),), tuple(tensor.shape)):
+        return NotImplemented
+    shape = tuple(tensor.shape) if len(size) == tensor.dim() else (tensor.numel(),)
+    return tensor.rebuilt(tensor.parts(), size=shape)
+
+
+def _as_strided(
+    tensor: RowTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    unchanged = (tuple(size), tuple(stride), offset or 0) == (tuple(tensor.shape), tensor.stride(), 0)
+    return _same(tensor) if unchanged else NotImplemented
+
+
+def _slice(tensor: RowTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    if dim != 0 or step != 1 or not is_matrix(tensor):
+        return NotImplemented
+    return tensor.map(lambda part: part[start:end])
+
+
+def _split(tensor: RowTensor, size: int, dim: int = 0) -> Any:
+    if dim != 0 or not is_matrix(tensor):
+        return NotImplemented
+    return [
+        tensor.map(lambda part, i=i: part[i : i + size])  # type: ignore[misc]
+        for i in range(0, tensor.shape[0], size)
+    ]
+
+
+def _to_copy(
+    tensor: RowTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Any:
+    dtype = dtype or tensor.dtype
+    if not dtype.is_floating_point or not is_matrix(tensor):
+        return NotImplemented
+    non_blocking = bool(kwargs.get("non_blocking"))
+    return tensor.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype)
+
+
+def _empty_like(
+    tensor: RowTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Any:
+    if not is_matrix(tensor):
+        return NotImplemented
+    return tensor.map(lambda part: torch.empty_like(part, device=device).contiguous(), dtype)
+
+
+def _new_zeros(tensor: RowTensor, size: Sequence[int], **kwargs: Any) -> Any:
+    # What FSDP pads a shard with. Zero values, whatever the scale.
+    if len(size) != 2 or size[1] != tensor.parts()[0].shape[1] or any(kwargs.values()):
+        return NotImplemented
+    return tensor.map(lambda part: part.new_zeros((size[0], part.shape[1])))
+
+
+def _zeros_like(
+    tensor: RowTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Tensor:
+    # Moments and gradients of a weight are plain.
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
+_VIEWS = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+)
+OPERATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.view.default: _view,
+    _aten.as_strided.default: _as_strided,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten.empty_like.default: _empty_like,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.zeros_like.default: _zeros_like,
+}
+"""What every RowTensor lives through."""
