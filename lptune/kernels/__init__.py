@@ -23,7 +23,9 @@ from lptune.kernels.record import (
     NUMBER,
     RECOMPUTED,
     Executed,
+    gathered_bytes,
     layer_handle,
+    note_gather,
     record_gemms,
 )
 from lptune.kernels.scaled_mm import cast, scaled_mm
@@ -48,8 +50,10 @@ __all__ = [
     "cast",
     "choose_backend",
     "forget_amaxes",
+    "gathered_bytes",
     "k_major",
     "layer_handle",
+    "note_gather",
     "quantize_blocks",
     "quantize_columns",
     "quantize_columns_stochastic",

@@ -1,4 +1,4 @@
-"""Counts of the low-precision GEMMs that ran, per layer.
+"""Counts of the low-precision GEMMs and gathers that ran, per layer.
 
 The count comes from inside the kernels. A layer is known there by its *handle*, a small int64 CPU tensor: a
 Python integer would be burnt into the compiled graph and force one compilation per layer, while a tensor is
@@ -47,6 +47,22 @@ def record_gemms() -> Iterator[Executed]:
     finally:
         # By identity: two recorders that have counted the same are equal.
         _active[:] = [other for other in _active if other is not executed]
+
+
+_gathered_bytes: dict[int, int] = {}
+
+
+def note_gather(number: int, num_bytes: int) -> None:
+    """Called when the weight of layer `number` has arrived from an 8-bit all-gather of so many bytes."""
+    _gathered_bytes[number] = num_bytes
+
+
+def gathered_bytes(number: int) -> int | None:
+    """What the last 8-bit all-gather of the layer's weight brought to this rank; None: there was none.
+
+    Not the last step's: a weight that stayed gathered after an evaluation is not gathered again.
+    """
+    return _gathered_bytes.get(number)
 
 
 def note(layer: Tensor, gemm: int) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lptune.kernels import quantize_rows
-from lptune.linear.row_tensor import RowTensor, as_sharded, pack_rows, unpack_rows
+from lptune.kernels import note_gather, quantize_rows
+from lptune.linear.row_tensor import HEADER_BYTES, RowTensor, as_sharded, pack_rows, unpack_rows
 from lptune.numerics import FORMATS, QuantizedRows, dequantize
 
 
@@ -57,10 +57,12 @@ class MasterWeight(RowTensor):
     """Float rows of which 8-bit rows are made for each gather. Every operator acts on the rows themselves."""
 
     PARTS = ("rows_NK",)
-    CONTEXT = ("fmt", "power_of_two", "compute_dtype")
+    CONTEXT = ("number", "fmt", "power_of_two", "compute_dtype")
 
     rows_NK: Tensor
     """The weight, or this rank's part of it; live storage."""
+    number: int
+    """Of its layer, for the count of gathers."""
     fmt: str
     """A key of numerics.FORMATS."""
     power_of_two: bool
@@ -89,6 +91,7 @@ class MasterWeight(RowTensor):
         """The whole weight, as views of the gathered buffer."""
         (buffer,) = outputs
         assert param_dtype == self.compute_dtype, (param_dtype, self.compute_dtype)
+        note_gather(self.number, buffer.numel())
         whole = unpack_rows(buffer, self.full_rows, FORMATS[self.fmt].dtype)
         if out is not None:
             assert isinstance(out, GatheredWeight)
@@ -97,18 +100,28 @@ class MasterWeight(RowTensor):
         return GatheredWeight(*whole, dtype=param_dtype, full_rows=self.full_rows), ()
 
 
-def make_master(linear: nn.Linear, fmt: str, power_of_two: bool, compute_dtype: torch.dtype) -> None:
-    """Makes the weight of `linear` a MasterWeight: the same Parameter, before `fully_shard`."""
+def make_master(
+    linear: nn.Linear, number: int, fmt: str, power_of_two: bool, compute_dtype: torch.dtype
+) -> None:
+    """Makes the weight of `linear` a MasterWeight: the same Parameter, before `fully_shard`.
+
+    number: what the kernels know the layer by.
+    """
     old = linear.weight
-    master = MasterWeight(
-        old.detach(), dtype=old.dtype, fmt=fmt, power_of_two=power_of_two, compute_dtype=compute_dtype
-    )
+    context = {"number": number, "fmt": fmt, "power_of_two": power_of_two, "compute_dtype": compute_dtype}
+    master = MasterWeight(old.detach(), dtype=old.dtype, full_rows=None, size=None, **context)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
 
 def is_master(tensor: Tensor) -> bool:
     """Whether `tensor` is a MasterWeight, or a DTensor of one."""
     return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, MasterWeight)
+
+
+def gather_bytes(weight: DTensor) -> int:
+    """What an 8-bit gather of a sharded (N, K) weight brings to a rank: 16 + K a row, padding included."""
+    num_ranks = weight.device_mesh.size()
+    return -(-weight.shape[0] // num_ranks) * num_ranks * (HEADER_BYTES + weight.shape[1])
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

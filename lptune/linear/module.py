@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
-from lptune.kernels import forget_amaxes, layer_handle
+from lptune.kernels import NUMBER, forget_amaxes, layer_handle
 from lptune.linear.autograd import low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
@@ -129,5 +129,5 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
         each for each in model.modules() if isinstance(each, LowPrecisionLinear) and each.spec.gathers_low
     ]
     for layer in layers:
-        make_master(layer, layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
+        make_master(layer, int(layer.handle[NUMBER]), layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
     return len(layers)

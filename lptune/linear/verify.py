@@ -9,6 +9,9 @@ multiple of m for a layer called more than once per pass, like a head that works
 frozen layer runs 0 times, and so may grad_input where nothing trained stands before. A GEMM planned in high
 precision never runs in low.
 
+A weight that is planned to be gathered in 8 bits, and that FSDP holds, has arrived as 8-bit rows, of the
+bytes that these take and no more.
+
 Activation checkpointing runs `output` again in backward. The kernels count that apart, so all of the above is
 exact. How often it happens is not: a compiler drops the recomputation of what nobody reads. Only that it is
 the same in each pass is checked.
@@ -19,8 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lptune.kernels import GEMMS, RECOMPUTED, Executed, record_gemms
+from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
+from lptune.linear.master_weight import gather_bytes
 from lptune.linear.plan import LayerPlan, Plan
 
 
@@ -36,6 +41,8 @@ class Verified:
     """Low-precision GEMMs that executed, recomputation included."""
     num_recomputed: int = 0
     """Those of them that activation checkpointing ran again in backward."""
+    num_low_gathers: int = 0
+    """Weights that FSDP gathered in 8 bits."""
     low_precision_flops_fraction: float | None = None
     """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits; None before a step
     ended.
@@ -60,6 +67,9 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
             counts = {gemm: executed[layer.number, i] for i, gemm in enumerate(GEMMS)}
             again = executed[layer.number, RECOMPUTED]
             faults += _faults(layer, counts, again, num_passes, trained[layer.name])
+            fault = _gather_fault(model, layer)
+            faults += fault
+            verified.num_low_gathers += bool(gathered_bytes(layer.number) and not fault)
             verified.num_gemms += sum(counts.values()) + again
             verified.num_recomputed += again
         # Per call of the layer; recomputation is no model FLOP.
@@ -96,7 +106,11 @@ class FirstStep:
             yield
         if self.verified.num_gemms:
             gemms = f"{self.verified.num_gemms} {self._plan.gemm_name}"
-            self._report(f"verified: {gemms} ran in the first step, as planned")
+            gathers = f", {self.verified.num_low_gathers} weights gathered in 8 bits"
+            self._report(
+                f"verified: {gemms} ran in the first step{gathers * (self.verified.num_low_gathers > 0)}, "
+                "as planned"
+            )
 
 
 def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:
@@ -127,6 +141,23 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
     for name, order in running.items():
         input_needed[name] = input_needed[name] or order > first_trained
     return {name: (input_needed[name], trained[name]) for name in layers}
+
+
+def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
+    """Whether a weight that FSDP holds came in other bytes than planned."""
+    weight = model.get_submodule(layer.name).get_parameter("weight")
+    if (
+        layer.spec is None
+        or layer.number is None
+        or not layer.spec.gathers_low
+        or not isinstance(weight, DTensor)
+    ):
+        return []
+    wanted, found = gather_bytes(weight), gathered_bytes(layer.number)
+    if found == wanted:
+        return []
+    came = "came in high precision" if found is None else f"took {found}"
+    return [f"layer {layer.name}: its weight was to be gathered in 8 bits, {wanted} bytes, and {came}"]
 
 
 def _faults(

@@ -54,3 +54,30 @@ def test_without_verification_it_would_have_run(monkeypatch: pytest.MonkeyPatch,
     _plant(monkeypatch, "output")
     overrides = ["precision.kind=int8_rowcol", "precision.verify=false", "num_steps=1", "eval_every_steps=0"]
     recipe.load_main(RECIPE)(load_config(FinetuneConfig, tiny_config, overrides))
+
+
+def test_a_weight_that_is_gathered_in_high_precision_is_named(
+    monkeypatch: pytest.MonkeyPatch, tiny_config: Path
+) -> None:
+    from lptune.linear import module
+
+    convert, make_master = linear.convert, module.make_master
+    planted: list[nn.Module] = []
+
+    def convert_and_remember(model: nn.Module, *args: Any, **kwargs: Any) -> linear.Plan:
+        plan = convert(model, *args, **kwargs)
+        planted.append(model.get_submodule(LAYER))
+        return plan
+
+    def all_but_one(layer: nn.Linear, *args: Any) -> None:
+        if layer not in planted:
+            make_master(layer, *args)
+
+    monkeypatch.setattr(linear, "convert", convert_and_remember)
+    monkeypatch.setattr(module, "make_master", all_but_one)
+    cfg = load_config(FinetuneConfig, tiny_config, ["precision.kind=int8_rowcol"])
+    with pytest.raises(
+        linear.PrecisionNotAppliedError, match=f"layer {LAYER}: its weight was to be gathered in 8 bits"
+    ) as raised:
+        recipe.load_main(RECIPE)(cfg)
+    assert str(raised.value).count("layer ") == 1
