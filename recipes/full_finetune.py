@@ -61,7 +61,7 @@ def main(cfg: FinetuneConfig) -> None:
                 )
                 return
 
-        # --- Model: checkpointing, compilation, sharding; then real storage and weights.
+        # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
         distributed.parallelize(model, world, cfg)
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
@@ -180,9 +180,9 @@ def forward_backward(
 ) -> Tensor:
     """Gradients of the mean loss over all targets of the step, all ranks; returns this rank's summed loss."""
     loss_sum = torch.zeros((), device=world.device)
-    for number, batch in enumerate(batches, start=1):
-        is_last = number == len(batches)
-        rounding.start(step, world.rank * len(batches) + number - 1)
+    for number, batch in enumerate(batches):
+        is_last = number == len(batches) - 1
+        rounding.start(step, world.rank * len(batches) + number)  # counted as the loader deals them out
         distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.

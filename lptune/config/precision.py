@@ -33,7 +33,7 @@ PRECISION_KINDS = {
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     # Stored in INT8, multiplied in compute dtype: there is nothing to switch off.
-    "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), output=("low",)),
+    "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",)),
 }
 
 
@@ -90,6 +90,11 @@ class PrecisionConfig:
                 f"precision.stochastic_rounding: not for precision.kind: {self.kind}; "
                 f"{', '.join(with_it)} have it"
             )
+        if self.kind == "int8_weight_only" and self.all_gather == "high":
+            raise UserError(
+                "precision.all_gather: high is not there for precision.kind: int8_weight_only, which gathers "
+                "what it stores; leave it out"
+            )
         if self.all_gather == "low" and not anything:
             able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
             if self.kind not in able:
@@ -105,7 +110,7 @@ class PrecisionConfig:
         if not anything and not self.low_gemms():
             raise UserError(
                 f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
-                "runs nothing in low precision; set kind: none"
+                "runs nothing in low precision; set precision.kind=none"
             )
 
     def low_gemms(self) -> tuple[str, ...]:
@@ -122,8 +127,9 @@ class PrecisionConfig:
 
     @property
     def gathers_low(self) -> bool:
-        """Whether FSDP gathers 8-bit rows: where `all_gather` says so, or may."""
-        able = PRECISION_KINDS[self.kind].can_gather_low and self.grad_input != "column"
+        """Whether FSDP gathers 8-bit rows of a float32 weight: where `all_gather` says so, or may."""
+        kind = PRECISION_KINDS[self.kind]
+        able = kind.can_gather_low and self.grad_input != "column" and self.kind != "int8_weight_only"
         # Without low-precision output nothing is gained in forward, and the weight would be rounded for it.
         return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
 

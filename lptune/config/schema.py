@@ -103,7 +103,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW on float32 master weights."""
+    """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
 
     kind: str = "adamw"
     """adamw."""
@@ -199,7 +199,7 @@ class FinetuneConfig:
     device: str = "auto"
     """auto (cuda where there is one) | cpu | cuda."""
     compute_dtype: str = "bfloat16"
-    """bfloat16 | float32: dtype of activations and gathered weights; master weights are always float32."""
+    """bfloat16 | float32: dtype of activations and gathered weights; master weights are float32."""
     compile: str = "block"
     """block (each decoder block) | model | none."""
     activation_checkpointing: str = "selective"

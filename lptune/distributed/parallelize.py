@@ -3,10 +3,11 @@
     checkpointing first, so that what is compiled includes the recomputation and the compiler can plan it;
     compilation next, on each block's forward, so that FSDP's hooks stay outside the graph and one graph
     serves all blocks of a kind;
+    the weights' way of being gathered, 8-bit rows where the plan says so;
     `fully_shard` last, block by block and then the root (embeddings, final norm, head).
 
-Parameters stay float32 (the master weights); FSDP casts a gathered block to the compute dtype and reduces
-gradients in float32.
+Parameters stay float32, the master weights (INT8 with int8_weight_only); FSDP gathers a block in the compute
+dtype or in 8 bits and reduces gradients in float32.
 """
 
 import functools

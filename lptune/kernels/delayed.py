@@ -2,8 +2,9 @@
 
 A tensor's own amax must be known before its first element can be quantized: a reduction on the critical path,
 and for a sharded weight a collective. Delayed scaling takes the largest amax of the last steps instead and
-measures this one's on the way, for the next step (arXiv:2209.05433, section 3). What grows past its history
-saturates, once.
+measures this one's for the next step (arXiv:2209.05433, section 3). What grows past its history saturates,
+once. Here the two are separate passes of plain torch on every device: the numerics of the recipe are there,
+its speed wants a kernel that measures while it quantizes.
 
 The measurements are kept here, by layer, written from inside the op: the same place as the counters of
 executed GEMMs (record.py), and for the same reason. Recomputation measures the same tensor twice, which a
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lptune.kernels.record import NUMBER
-from lptune.numerics import FORMATS, QuantizedTensor, quantize_with_scale, scale_from_amax
+from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
 
@@ -61,8 +62,8 @@ def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tu
         amaxes.current_3[operand] = torch.maximum(amaxes.current_3[operand], amax)
         past = amaxes.past_3[operand]
         chosen = torch.where(past > 0, past, amax)
-    scale = scale_from_amax(chosen, FORMATS[fmt]).scale
-    q = quantize_with_scale(x_MK, scale, FORMATS[fmt])
+    scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
+    q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     return q.contiguous(), torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
 
 

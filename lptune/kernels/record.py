@@ -19,6 +19,7 @@ from torch import Tensor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = range(len(GEMMS))
 RECOMPUTED = len(GEMMS)
 """Stands for an `output` that ran in backward, where Executed holds indices into GEMMS."""
 
@@ -49,7 +50,17 @@ def record_gemms() -> Iterator[Executed]:
         _active[:] = [other for other in _active if other is not executed]
 
 
-_gathered_bytes: dict[int, int] = {}
+_gathered_bytes: dict[int, int] = {}  # 0: expected, and not there yet
+
+
+def expect_gather(number: int) -> None:
+    """From now on the weight of layer `number` is to be gathered in 8 bits."""
+    _gathered_bytes.setdefault(number, 0)
+
+
+def forget_gather(number: int) -> None:
+    """When a layer is released."""
+    _gathered_bytes.pop(number, None)
 
 
 def note_gather(number: int, num_bytes: int) -> None:
@@ -58,7 +69,9 @@ def note_gather(number: int, num_bytes: int) -> None:
 
 
 def gathered_bytes(number: int) -> int | None:
-    """What the last 8-bit all-gather of the layer's weight brought to this rank; None: there was none.
+    """What the last 8-bit all-gather of the layer's weight brought to this rank.
+
+    0: one is expected, and there was none; None: none is expected.
 
     Not the last step's: a weight that stayed gathered after an evaluation is not gathered again.
     """

@@ -4,9 +4,9 @@
 rounding to the output dtype last. This works for every scale that is constant along the contraction: one per
 row of a, one per column of b, or one per tensor.
 
-INT8 accumulates in int32. The sum is exact, so every backend gives the same bits. Contractions longer than an
-int32 holds (133,144 products: many tokens in grad_weight, a 152k vocabulary in grad_input) are split and
-summed in float32.
+INT8 accumulates in int32. The sum is exact, so every backend gives the same bits. An int32 holds 133,144
+products for certain; longer contractions (many tokens in grad_weight, a 152k vocabulary in grad_input) are
+split into parts of 133,120, each exact, whose sum is rounded to float32.
 
 Float8 accumulates in float32 (products of two float8 numbers are exact there); the order of the sum is the
 backend's, and with it the last bits. On CUDA one scale per tensor is torch's (cuBLASLt). One scale per row is
@@ -25,11 +25,10 @@ from torch import Tensor
 
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.record import GEMMS, note
+from lptune.kernels.record import GRAD_WEIGHT, OUTPUT, note
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_OUTPUT, _GRAD_WEIGHT = GEMMS.index("output"), GEMMS.index("grad_weight")
 
 # A multiple of 128, so that each part of a split contraction starts on an aligned address.
 _LONGEST_CONTRACTION = INT32_SAFE_CONTRACTION // 128 * 128
@@ -48,7 +47,8 @@ def scaled_mm(
 ) -> Tensor:
     """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None: a scale of 1.
 
-    For INT8 to the bit, for float8 up to the rounding of a float32 sum.
+    For INT8 to the bit (up to 133,120 products, beyond that up to a float32 sum of exact parts), for float8
+    up to the rounding of a float32 sum.
 
     a_MK, b_KN: both int8 or both float8, any strides (fastest: a row-major, b column-major). Scales: float32,
     (M, 1) and (1, N), or (1, 1) for one per tensor. layer: `layer_handle` of the calling layer; gemm: index
@@ -140,7 +140,7 @@ def _int8_mm(
     m, k = a_MK.shape
     mm: Callable[[Tensor, Tensor], Tensor]
     if backend == "triton":
-        scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == _GRAD_WEIGHT)
+        scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == GRAD_WEIGHT)
         if k <= _LONGEST_CONTRACTION:  # the scales in its epilogue
             out_MN: Tensor = scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
             return out_MN
@@ -169,13 +169,15 @@ def _float8_mm(
     emulate: bool,
 ) -> Tensor:
     rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
-    accumulates_fast = rowwise and gemm == _OUTPUT and out_dtype == torch.bfloat16
-    aligned = b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0  # torch takes nothing else
+    accumulates_fast = rowwise and gemm == OUTPUT and out_dtype == torch.bfloat16
+    aligned = b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0
     operation = "float8_gemm" if aligned and (accumulates_fast or not rowwise) else "float8_other_gemm"
     backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
+    if backend == "torch" and not aligned:
+        backend = "reference"  # without Triton; torch refuses such sizes
     if backend == "triton":
         out_MN: Tensor = triton_kernels().scaled_mm(
-            a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, tokens_contracted=gemm == _GRAD_WEIGHT
+            a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
         )
         return out_MN
     if backend == "reference":

@@ -1,8 +1,10 @@
 """Quantizers that round stochastically: for gradients, whose rounding errors otherwise may add up, and for
 weights that are stored in INT8, whose updates otherwise are lost.
 
-The random bits are a function of (seed, step, layer's name, index of the element in the step's global batch)
-and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of micro-batches or a resume.
+The random bits are a function of (seed, step, layer's name, index of the element among the layer's gradients
+of the step's global batch) and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of
+micro-batches or a resume. A layer that is called several times in a pass, as a head in chunks, draws the same
+bits in each call.
 The key that stands for the first three travels in the layer's handle (record.py), so that a new step is no
 new graph.
 

@@ -1,7 +1,8 @@
 """GEMM that reads its weight in 8 bits and multiplies in the compute dtype.
 
-No product of 8-bit numbers: the weight is dequantized on the way into a GEMM of bfloat16 or float32. What is
-gained is memory and bandwidth, not arithmetic, so it counts for nothing in low_precision_flops_fraction.
+No product of 8-bit numbers: the weight is dequantized, whole, before a GEMM of bfloat16 or float32. What is
+gained is the memory that weights take between GEMMs, and on the wire, not arithmetic, so it counts for
+nothing in low_precision_flops_fraction.
 """
 
 import torch

@@ -12,12 +12,9 @@ set of 8-bit values; MX blocks are vectors, so W is quantized once along K and o
 
 from torch import Tensor
 
-from lptune.kernels import block_scaled_mm, quantize_blocks, quantize_mx
+from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, quantize_blocks, quantize_mx
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
-
-_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
-
 
 _SIZES = {"blockwise": 128, "mx": MX_BLOCK}
 
@@ -36,7 +33,7 @@ def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tupl
         size,
         x_TK.dtype,
         layer,
-        _OUTPUT,
+        OUTPUT,
         emulate=spec.emulate,
     )
     return out_TN, (x_TK,)
@@ -55,20 +52,21 @@ def backward(
     (x_TK,) = saved
     dtype, size, gx_TK, gw_NK = g_TN.dtype, _SIZES[spec.scaling], None, None
     if needs_grad_input and spec.grad_input == "high":
-        # The dequantized weight of `output`: what backward sees must not depend on how it was gathered.
-        block = (size if spec.scaling == "blockwise" else 1, size)
-        gx_TK = g_TN @ dequantize_blocks(_quantize_weight(spec, w_NK, 1), block, dtype)
+        if spec.high_uses_8_bit_weight:
+            block = (size if spec.scaling == "blockwise" else 1, size)
+            w_NK = dequantize_blocks(_quantize_weight(spec, w_NK, 1), block, dtype)
+        gx_TK = g_TN @ w_NK
     elif needs_grad_input:
         g, w = _quantize(spec, g_TN, 1, spec.grad_fmt), _quantize_weight(spec, w_NK, 0)
         gx_TK = block_scaled_mm(
-            g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, _GRAD_INPUT, emulate=spec.emulate
+            g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
         )
     if needs_grad_weight and spec.grad_weight == "high":
         gw_NK = g_TN.t() @ x_TK
     elif needs_grad_weight:
         g, x = _quantize(spec, g_TN, 0, spec.grad_fmt), _quantize(spec, x_TK, 0, spec.fmt)
         gw_NK = block_scaled_mm(
-            g.q_MK.t(), x.q_MK, g.scale.t(), x.scale, size, dtype, layer, _GRAD_WEIGHT, emulate=spec.emulate
+            g.q_MK.t(), x.q_MK, g.scale.t(), x.scale, size, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
         )
     return gx_TK, gw_NK
 

@@ -143,14 +143,18 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> tuple[_Operand, _Operand]:
-    if spec is None or spec.output == "high":
+    if spec is None or (spec.output == "high" and not spec.high_uses_8_bit_weight):
         return _exact(x_TK), _exact(w_NK.t())
+    if spec.output == "high":
+        return _exact(x_TK), _weight(spec, w_NK).plus(_cast(spec, w_NK)).t()
     how = {"mx": _ROW, "blockwise": _ROW, "rowwise": _ROW}.get(spec.scaling, _TENSOR)
     return _quantized(spec, x_TK, how, spec.fmt), _weight(spec, w_NK).t()
 
 
 def _grad_input(spec: LinearSpec | None, g_TN: Tensor, w_NK: Tensor) -> tuple[_Operand, _Operand]:
     if spec is None:
+        return _exact(g_TN), _exact(w_NK)
+    if spec.grad_input == "high" and not spec.high_uses_8_bit_weight:
         return _exact(g_TN), _exact(w_NK)
     if spec.grad_input == "high":
         # The dequantized weight of `output`, rounded to the compute dtype.

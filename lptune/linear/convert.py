@@ -83,7 +83,7 @@ def convert(
         why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
         raise UserError(
             f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in "
-            "compute dtype. Change precision.skip or set kind: none"
+            "compute dtype. Change precision.skip or set precision.kind=none"
         )
     return plan
 
@@ -106,14 +106,14 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
     if not spec.multiplies_in_8_bits:
         return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
-    if device is None or spec.emulate or choose_backend(spec.operation, device.type) != "reference":
+    if device is None or spec.emulate or choose_backend(spec.operations[0], device.type) != "reference":
         return spec
     if spec.scaling == "mx" or requested_backend() == "reference":
         # MX is worth trying before the hardware for it is there; the plan says that it is emulated.
         return spec._replace(emulate=True)
     raise UserError(
-        f"precision.kind: {spec.kind} needs a device with a {spec.fmt} GEMM, and {device.type} here has "
-        "none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
+        f"precision.kind: {spec.kind} needs a device with an 8-bit ({spec.fmt}) GEMM, and {device.type} here "
+        "has none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
     )
 
 
@@ -122,7 +122,7 @@ def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | N
     if not spec.multiplies_in_8_bits:
         raise UserError(
             f"precision.skip_small: {spec.kind} multiplies in compute dtype, so no layer is faster in it; "
-            "set it to false"
+            "set precision.skip_small=false"
         )
     if num_tokens is None:
         raise UserError("precision.skip_small: convert() needs num_tokens, the rows of x in one forward")
@@ -132,8 +132,8 @@ def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | N
     if found is None:
         emulated = "emulated " if spec.emulate else ""
         raise UserError(
-            f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set it to "
-            "false and name layers in precision.skip, or run benchmarks/crossover.py"
+            f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set "
+            "precision.skip_small=false and name layers in precision.skip, or run benchmarks/crossover.py"
         )
     return found
 

@@ -59,7 +59,7 @@ class DelayedScaling:
         amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
         if self._all_reduce_max is not None:
             self._all_reduce_max(amaxes)
-        # A step that is not finite is skipped by the loop and must not spoil the next 16.
+        # A step that is not finite must not spoil the next 16, where a loop goes on after one.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
         self._past_L3.copy_(self._history_LH3.amax(dim=1))

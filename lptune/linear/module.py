@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
-from lptune.kernels import NUMBER, forget_amaxes, layer_handle
+from lptune.kernels import NUMBER, expect_gather, forget_amaxes, forget_gather, layer_handle
 from lptune.linear.autograd import low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
@@ -44,8 +44,15 @@ class LowPrecisionLinear(nn.Linear):
         """For kinds whose parameter is not the plain one."""
 
     def release(self) -> None:
-        """Undoes `adopt`."""
-        forget_amaxes(int(self.handle[0]))
+        """Undoes `adopt`. Raises UserError once the layer is sharded."""
+        if isinstance(self.weight, DTensor):
+            raise UserError("unconvert() comes before fully_shard; a sharded model is exported or saved")
+        if is_master(self.weight):
+            plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
+            torch.utils.swap_tensors(self.weight, plain)
+        number = int(self.handle[NUMBER])
+        forget_amaxes(number)
+        forget_gather(number)
         del self.spec, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -102,7 +109,7 @@ class Int8WeightLinear(LowPrecisionLinear):
     def release(self) -> None:
         """Undoes `adopt`: a plain parameter with the dequantized values."""
         if isinstance(self.weight, DTensor):
-            raise UserError("unconvert() comes before fully_shard; a sharded model is exported or saved")
+            super().release()  # says so
         weight = nn.Parameter(dequantized(self.weight), requires_grad=self.weight.requires_grad)
         torch.utils.swap_tensors(self.weight, weight)
         super().release()
@@ -125,9 +132,10 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     Before `fully_shard`, whose param_dtype must be `compute_dtype`: rows are rounded to it before they are
     quantized.
     """
-    layers = [
-        each for each in model.modules() if isinstance(each, LowPrecisionLinear) and each.spec.gathers_low
-    ]
-    for layer in layers:
-        make_master(layer, int(layer.handle[NUMBER]), layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
-    return len(layers)
+    layers = [each for each in model.modules() if isinstance(each, LowPrecisionLinear)]
+    chosen = [each for each in layers if each.spec.gathers_low and not is_master(each.weight)]
+    for layer in chosen:
+        number = int(layer.handle[NUMBER])
+        expect_gather(number)
+        make_master(layer, number, layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
+    return len(chosen)

@@ -46,7 +46,9 @@ class Plan:
         specs = [layer.spec for layer in self.converted if layer.spec and layer.spec.multiplies_in_8_bits]
         if not specs:
             return None
-        return "emulation" if specs[0].emulate else choose_backend(specs[0].operation, device_type)
+        if specs[0].emulate:
+            return "emulation"
+        return " and ".join(sorted({choose_backend(each, device_type) for each in specs[0].operations}))
 
     @property
     def gemm_name(self) -> str:
@@ -82,7 +84,7 @@ class Plan:
         """Text table; layers that differ only in their number share a row
         (`model.layers.0-27.mlp.up_proj`).
         """
-        header = ("layer", "shape (out x in)", *GEMMS, "all-gather", "note")
+        header = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
             key = (re.sub(r"\.\d+\.", ".#.", layer.name), *layer.columns(), layer.reason or "")

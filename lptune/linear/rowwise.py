@@ -19,9 +19,13 @@ outlier channels of x then share a scale with ordinary ones, so it is an option 
 g is needed in two forms, by rows for one GEMM and by columns for the other: one op makes both.
 """
 
+import torch
 from torch import Tensor
 
 from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
     k_major,
     quantize_columns,
     quantize_columns_stochastic,
@@ -33,8 +37,6 @@ from lptune.kernels import (
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
-
-_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
 
 
 def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -48,13 +50,11 @@ def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tupl
         assert x is not None
         saved = (x.q_MK, x.scale_M1)
     if spec.output == "high":
-        # Of a weight that came in 8 bits there is nothing else than these.
-        high_NK = dequantize(w_NK.rows(), x_TK.dtype) if isinstance(w_NK, GatheredWeight) else w_NK
-        return x_TK @ high_NK.t(), saved
+        return x_TK @ _high_weight(spec, w_NK, x_TK.dtype).t(), saved
     assert x is not None
     w = _weight_rows(spec, w_NK)
     out_TN = scaled_mm(
-        x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, _OUTPUT, emulate=spec.emulate
+        x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
     )
     return out_TN, saved
 
@@ -71,7 +71,7 @@ def backward(
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
     turn = k_major(g_TN.device)
     w_rows = None
-    if needs_grad_input and spec.grad_input in ("folded", "requantized", "high"):
+    if needs_grad_input and spec.grad_input in ("folded", "requantized"):
         turn_w = turn and spec.grad_input == "folded"
         w_rows = _weight_rows(spec, w_NK, turn_w)
     multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
@@ -103,6 +103,11 @@ def backward(
     return gx_TK, gw_NK
 
 
+def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a GEMM in compute dtype multiplies by."""
+    return dequantize(_weight_rows(spec, w_NK), dtype) if spec.high_uses_8_bit_weight else w_NK
+
+
 def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
     """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
     if not isinstance(w_NK, GatheredWeight):
@@ -121,9 +126,7 @@ def _grad_input(
 ) -> Tensor:
     dtype = g_TN.dtype
     if spec.grad_input == "high":
-        # The dequantized weight, not the original: what backward sees must not depend on how it was gathered.
-        assert w_rows is not None
-        return g_TN @ dequantize(w_rows, dtype)
+        return g_TN @ _high_weight(spec, w_NK, dtype)
     assert g is not None
     if spec.grad_input == "folded":
         assert w_rows is not None
@@ -134,7 +137,7 @@ def _grad_input(
         q_NK, scale_1K = quantize_columns(
             from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
         )
-    return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, _GRAD_INPUT, emulate=spec.emulate)
+    return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
 
 
 def _grad_weight(
@@ -168,5 +171,5 @@ def _grad_weight(
         )
     assert g is not None
     return scaled_mm(
-        g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, _GRAD_WEIGHT, emulate=spec.emulate
+        g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )

@@ -64,11 +64,20 @@ class LinearSpec(NamedTuple):
         return self.scaling != "weight_only"
 
     @property
-    def operation(self) -> str:
-        """What kernels.choose_backend calls the GEMM of this spec."""
+    def high_uses_8_bit_weight(self) -> bool:
+        """Whether a GEMM that is `high` multiplies by the dequantized weight, and not by the weight itself:
+        backward then sees what forward saw, and a gathered weight is what an ungathered one is.
+        """
+        return self.output == "low" or self.gathers_low
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """What kernels.choose_backend calls the 8-bit GEMMs of this spec, `output`'s first."""
         if self.scaling in ("blockwise", "mx"):
-            return "block_gemm"
-        return "int8_gemm" if self.fmt == "int8" else "float8_gemm"
+            return ("block_gemm",)
+        if self.fmt == "int8":
+            return ("int8_gemm",)
+        return ("float8_gemm", "float8_other_gemm") if self.scaling == "rowwise" else ("float8_gemm",)
 
     def describe_gather(self) -> str:
         """What the plan table says of the all-gather."""

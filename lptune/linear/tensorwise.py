@@ -9,16 +9,22 @@ g takes e5m2 in float8 by default: gradients spread over more orders of magnitud
 (arXiv:2209.05433).
 
 `delayed` differs in where the scale comes from: the largest amax of past steps instead of this tensor's own,
-so that quantizing is one pass with no reduction before it (lptune/kernels/delayed.py).
+so that no reduction has to come before quantizing (lptune/kernels/delayed.py).
 """
 
 from torch import Tensor
 
-from lptune.kernels import quantize_delayed, quantize_tensor, quantize_tensor_stochastic, scaled_mm
+from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    quantize_delayed,
+    quantize_tensor,
+    quantize_tensor_stochastic,
+    scaled_mm,
+)
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedTensor, dequantize
-
-_OUTPUT, _GRAD_INPUT, _GRAD_WEIGHT = range(3)
 
 
 def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -27,7 +33,7 @@ def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tupl
         return x_TK @ w_NK.t(), (x_TK,)
     x, w = _quantize(spec, x_TK, layer, "x"), _quantize(spec, w_NK, layer, "w")
     out_TN = scaled_mm(
-        x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, _OUTPUT, emulate=spec.emulate
+        x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
     )
     # x itself and not its 8-bit copy: q, k and v share one x, and each would keep a copy of its own.
     return out_TN, (x_TK,)
@@ -49,21 +55,22 @@ def backward(
     low_weight = needs_grad_weight and spec.grad_weight != "high"
     g = _quantize(spec, g_TN, layer, "g") if low_input or low_weight else None
     if needs_grad_input:
-        w = _quantize(spec, w_NK, layer, "w")
-        if g is None or not low_input:
-            # The dequantized weight: what backward sees must not depend on how it was gathered.
-            gx_TK = g_TN @ dequantize(w, dtype)
-        else:
+        if g is not None and low_input:
+            w = _quantize(spec, w_NK, layer, "w")
             gx_TK = scaled_mm(
-                g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, _GRAD_INPUT, emulate=spec.emulate
+                g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
+        elif spec.high_uses_8_bit_weight:
+            gx_TK = g_TN @ dequantize(_quantize(spec, w_NK, layer, "w"), dtype)
+        else:
+            gx_TK = g_TN @ w_NK
     if needs_grad_weight:
         if g is None or not low_weight:
             gw_NK = g_TN.t() @ x_TK
         else:
             x = _quantize(spec, x_TK, layer, "x")
             gw_NK = scaled_mm(
-                g.q_MK.t(), x.q_MK, g.scale_11, x.scale_11, dtype, layer, _GRAD_WEIGHT, emulate=spec.emulate
+                g.q_MK.t(), x.q_MK, g.scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
             )
     return gx_TK, gw_NK
 

@@ -9,8 +9,8 @@ multiple of m for a layer called more than once per pass, like a head that works
 frozen layer runs 0 times, and so may grad_input where nothing trained stands before. A GEMM planned in high
 precision never runs in low.
 
-A weight that is planned to be gathered in 8 bits, and that FSDP holds, has arrived as 8-bit rows, of the
-bytes that these take and no more.
+A weight that `gather_in_8_bits` handed to FSDP has arrived as 8-bit rows, of the bytes that these take and no
+more.
 
 Activation checkpointing runs `output` again in backward. The kernels count that apart, so all of the above is
 exact. How often it happens is not: a compiler drops the recomputation of what nobody reads. Only that it is
@@ -145,18 +145,12 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
 def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
     """Whether a weight that FSDP holds came in other bytes than planned."""
+    found = None if layer.number is None else gathered_bytes(layer.number)
     weight = model.get_submodule(layer.name).get_parameter("weight")
-    if (
-        layer.spec is None
-        or layer.number is None
-        or not layer.spec.gathers_low
-        or not isinstance(weight, DTensor)
-    ):
+    if found is None or not isinstance(weight, DTensor) or found == gather_bytes(weight):
         return []
-    wanted, found = gather_bytes(weight), gathered_bytes(layer.number)
-    if found == wanted:
-        return []
-    came = "came in high precision" if found is None else f"took {found}"
+    came = f"took {found}" if found else "came in high precision"
+    wanted = gather_bytes(weight)
     return [f"layer {layer.name}: its weight was to be gathered in 8 bits, {wanted} bytes, and {came}"]
 
 

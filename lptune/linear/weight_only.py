@@ -15,16 +15,14 @@ otherwise do not fit.
 
 from torch import Tensor
 
-from lptune.kernels import weight_only_mm
+from lptune.kernels import GRAD_INPUT, OUTPUT, weight_only_mm
 from lptune.linear.int8_weight import Int8Weight
 from lptune.linear.spec import LinearSpec
-
-_OUTPUT, _GRAD_INPUT = range(2)
 
 
 def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK: an Int8Weight."""
-    return _mm(x_TK, w_NK, True, layer, _OUTPUT), (x_TK,)
+    return _mm(x_TK, w_NK, True, layer, OUTPUT), (x_TK,)
 
 
 def backward(
@@ -38,7 +36,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. w_NK: an Int8Weight."""
     (x_TK,) = saved
-    gx_TK = _mm(g_TN, w_NK, False, layer, _GRAD_INPUT) if needs_grad_input else None
+    gx_TK = _mm(g_TN, w_NK, False, layer, GRAD_INPUT) if needs_grad_input else None
     return gx_TK, g_TN.t() @ x_TK if needs_grad_weight else None
 
 

@@ -255,3 +255,32 @@ def test_what_cannot_be_gathered_in_8_bits_is_one_line() -> None:
         PrecisionConfig(kind="int8_rowcol", grad_input="column", all_gather="low")
     assert not PrecisionConfig(kind="int8_rowcol", grad_input="column").gathers_low
     assert PrecisionConfig(kind="int8_rowcol").gathers_low
+
+
+def test_without_gather_in_8_bits_a_sharded_layer_is_gathered_high_and_verifies() -> None:
+    with distributed.session("cpu") as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+        plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+        fully_shard(model, mesh=world.mesh)
+        with linear.verify_step(model, plan, 1) as verified:
+            model(torch.randn(4, 32)).sum().backward()
+        assert verified.num_low_gathers == 0
+        with pytest.raises(UserError, match="before fully_shard"):
+            linear.unconvert(model)
+
+
+def test_unconvert_gives_the_plain_weight_back_and_wrapping_twice_is_wrapping_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 48))
+    before = model[0].weight.detach().clone()
+    linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
+    assert linear.gather_in_8_bits(model, torch.bfloat16) == 1
+    assert linear.gather_in_8_bits(model, torch.bfloat16) == 0
+    linear.unconvert(model)
+    assert type(model[0]) is nn.Linear
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, before)
+    with distributed.session("cpu") as world:
+        fully_shard(model, mesh=world.mesh)
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x), nn.functional.linear(x, before, model[0].bias))
