@@ -5,7 +5,7 @@
 A cell trains a tiny decoder for three steps through `parallelize` (or, for `whole`, compiled in one graph
 without FSDP under autocast) and checks, on every converted layer,
 
-- counts: each of the three steps ran the planned GEMMs in 8 bits and no other, recomputation as the mode says;
+- counts: each of the three steps ran the planned 8-bit GEMMs and no other, recomputed as the mode says;
 - graphs: one for all blocks of the model, and none compiled after the first step;
 - bits: the first step's output, grad_input and grad_weight equal those of the layer called eagerly on the
   same x and g. The GEMMs are exact or ordered alike, so equal bits mean equal quantized operands, the weight
@@ -301,8 +301,8 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         "",
         f"Written by `{command}` (torch {torch.__version__}, CPU; float8 and MX emulated). Each cell",
         "trains a tiny Llama of two blocks for three steps, everything but a tied head in low precision; a",
-        "number is how many GEMMs with 8-bit operands its first step ran, in brackets those of them that backward",
-        "recomputed. What a cell asserts stands at the top of `tests/matrix.py`: counts, graphs, bits and",
+        "number is how many GEMMs with 8-bit operands its first step ran, in brackets those of them that",
+        "backward recomputed. What a cell asserts stands at the top of `tests/matrix.py`: counts, graphs, bits and",
         "errors. `FAILED` is a cell that did not hold; its reasons are below.",
         "",
         f"{len(outcomes) - len(failed)} of {len(outcomes)} cells hold. Largest error over its bound: "
