@@ -302,8 +302,8 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         f"Written by `{command}` (torch {torch.__version__}, CPU; float8 and MX emulated). Each cell",
         "trains a tiny Llama of two blocks for three steps, everything but a tied head in low precision; a",
         "number is how many GEMMs with 8-bit operands its first step ran, in brackets those of them that",
-        "backward recomputed. What a cell asserts stands at the top of `tests/matrix.py`: counts, graphs, bits and",
-        "errors. `FAILED` is a cell that did not hold; its reasons are below.",
+        "backward recomputed. What a cell asserts stands at the top of `tests/matrix.py`: counts, graphs,",
+        "bits and errors. `FAILED` is a cell that did not hold; its reasons are below.",
         "",
         f"{len(outcomes) - len(failed)} of {len(outcomes)} cells hold. Largest error over its bound: "
         + ", ".join(f"{gemm} {ratio:.2f}" for gemm, ratio in worst.items())
