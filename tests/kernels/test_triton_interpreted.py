@@ -21,7 +21,7 @@ FILES = ["test_triton_quantize.py", "test_triton_gemm.py", "test_triton_blocks.p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
 def test_every_kernel_test_passes_in_the_interpreter() -> None:
     # One process for all: 25 s of CPU time where one for each file took 40.
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--color=no"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--color=no"]
     done = subprocess.run(
         [*command, *(f"tests/kernels/{file}" for file in FILES)],
         cwd=ROOT,
