@@ -30,7 +30,7 @@ quickstart: .venv/.installed
 	test -e checkpoints/quickstart || $(BIN)/lptune new-checkpoint llama3_2/quickstart checkpoints/quickstart
 	$(BIN)/lptune run full_finetune --config quickstart
 
-# Two workers of one thread each: 5 minutes on two cores where one process takes 10.
+# Two workers of one thread each: 7.5 minutes on two cores where one process took 11.
 test: export OMP_NUM_THREADS := 1
 test: .venv/.installed
 	$(BIN)/python -m pytest -m "not slow" -n 2
