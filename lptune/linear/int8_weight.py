@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.linear.master_weight import plain_rows
-from lptune.linear.row_tensor import RowTensor, as_sharded, pack_rows, unpack_rows
+from lptune.linear.row_tensor import GatheredByRows, RowTensor, as_sharded
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
 
 
-class Int8Weight(RowTensor):
+class Int8Weight(GatheredByRows):
     """A float matrix of which INT8 rows and their scales are kept: `q_NK * scale_N1`."""
 
     PARTS = ("q_NK", "scale_N1")
@@ -98,22 +98,18 @@ class Int8Weight(RowTensor):
         plain_args, plain_kwargs = tree_map_only(Int8Weight, Int8Weight.dequantize, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
-        """This rank's rows as one buffer, padded to what the first rank has."""
-        num_rows = -(-self.full_rows // mesh.size())
-        return (pack_rows(QuantizedRows(self.q_NK, self.scale_N1), num_rows),), None
+    def rows_to_send(self) -> QuantizedRows:
+        """As they are stored."""
+        return QuantizedRows(self.q_NK, self.scale_N1)
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[()]] | None:
-        """The whole weight, as views of the gathered buffer."""
-        (buffer,) = outputs
-        whole = unpack_rows(buffer, self.full_rows, torch.int8)
-        if out is not None:
-            assert isinstance(out, Int8Weight)
-            assert out.q_NK.data_ptr() == whole.q_MK.data_ptr()
-            return None
-        return Int8Weight(*whole, dtype=param_dtype, full_rows=self.full_rows), ()
+    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
+        """An Int8Weight again."""
+        return Int8Weight(*rows, dtype=dtype, full_rows=self.full_rows)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """int8."""
+        return torch.int8
 
 
 def int8_rows(tensor: Tensor) -> Int8Weight | None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.kernels import note_gather, quantize_rows
-from lptune.linear.row_tensor import HEADER_BYTES, RowTensor, as_sharded, pack_rows, unpack_rows
+from lptune.linear.row_tensor import HEADER_BYTES, GatheredByRows, RowTensor, as_sharded
 from lptune.numerics import FORMATS, QuantizedRows, dequantize
 
 
@@ -53,7 +53,7 @@ class GatheredWeight(RowTensor):
         return func(*plain_args, **plain_kwargs)
 
 
-class MasterWeight(RowTensor):
+class MasterWeight(GatheredByRows):
     """Float rows of which 8-bit rows are made for each gather. Every operator acts on the rows themselves."""
 
     PARTS = ("rows_NK",)
@@ -78,26 +78,21 @@ class MasterWeight(RowTensor):
         plain_args, plain_kwargs = tree_map_only(MasterWeight, live, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    @torch.no_grad()
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
-        """This rank's rows in 8 bits as one buffer, padded to what the first rank has."""
-        num_rows = -(-self.full_rows // mesh.size())
+    def rows_to_send(self) -> QuantizedRows:
+        """Made now, from the rows as they are, rounded to the compute dtype first."""
         rows_NK = self.rows_NK.to(self.compute_dtype)
-        return (pack_rows(quantize_rows(rows_NK, self.fmt, power_of_two=self.power_of_two), num_rows),), None
+        return quantize_rows(rows_NK, self.fmt, power_of_two=self.power_of_two)
 
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[()]] | None:
-        """The whole weight, as views of the gathered buffer."""
-        (buffer,) = outputs
-        assert param_dtype == self.compute_dtype, (param_dtype, self.compute_dtype)
-        note_gather(self.number, buffer.numel())
-        whole = unpack_rows(buffer, self.full_rows, FORMATS[self.fmt].dtype)
-        if out is not None:
-            assert isinstance(out, GatheredWeight)
-            assert out.q_NK.data_ptr() == whole.q_MK.data_ptr()
-            return None
-        return GatheredWeight(*whole, dtype=param_dtype, full_rows=self.full_rows), ()
+    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
+        """A GatheredWeight; counted."""
+        assert dtype == self.compute_dtype, (dtype, self.compute_dtype)
+        note_gather(self.number, rows.q_MK.untyped_storage().nbytes())
+        return GatheredWeight(*rows, dtype=dtype, full_rows=self.full_rows)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """That of the format."""
+        return FORMATS[self.fmt].dtype
 
 
 def make_master(

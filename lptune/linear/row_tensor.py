@@ -20,6 +20,7 @@ cut, so a shard has its own scales and needs no collective to be quantized.
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -117,9 +118,44 @@ class RowTensor(torch.Tensor):
         return OPERATIONS.get(func)
 
     @classmethod
+    @abstractmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All other operators."""
-        raise NotImplementedError(f"{func} of a {cls.__name__}")
+
+
+class GatheredByRows(RowTensor):
+    """A sharded parameter that FSDP2 gathers as 8-bit rows, by the two hooks that it looks for."""
+
+    @abstractmethod
+    def rows_to_send(self) -> QuantizedRows:
+        """This rank's rows."""
+
+    @abstractmethod
+    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
+        """The gathered weight; rows: views of the buffer. dtype: what it looks like to others."""
+
+    @property
+    @abstractmethod
+    def row_dtype(self) -> torch.dtype:
+        """Of the 8-bit values."""
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
+        """This rank's rows as one buffer, padded to what the first rank has."""
+        return (pack_rows(self.rows_to_send(), -(-self.full_rows // mesh.size())),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """The whole weight, as views of the gathered buffer."""
+        (buffer,) = outputs
+        rows = unpack_rows(buffer, self.full_rows, self.row_dtype)
+        weight = self.whole(rows, param_dtype)
+        if out is None:
+            return weight, ()
+        assert type(out) is type(weight)
+        assert out.parts()[0].data_ptr() == rows.q_MK.data_ptr()
+        return None
 
 
 def pack_rows(quantized: QuantizedRows, num_rows: int) -> Tensor:

@@ -48,15 +48,23 @@ def test_the_mean_over_steps_is_the_product_with_the_unrounded_gradient(grad_wei
         for total, gradient in zip(sums, _gradients(model, x, g), strict=True):
             total += gradient.double()
     w8 = numerics.quantize_rows(model[0].weight.detach())
-    x8 = numerics.quantize_columns(x) if grad_weight == "column" else numerics.quantize_rows(x)
-    operands = (numerics.dequantize(w8).double(), numerics.dequantize(x8).double())
-    expected = (g.double() @ operands[0], g.double().t() @ operands[1])
-    # Rounding at random by a fraction f has variance f (1 - f) <= 1/4 of a step squared; sums over the
-    # contraction and means over steps follow. Five standard deviations over 2,000 elements.
-    steps = (g.abs().amax() / 127, g.abs().amax() / 127 * (1 if grad_weight == "column" else 3))
-    for total, truth, operand, step in zip(sums, expected, operands, steps, strict=True):
-        sigma = 0.5 * float(step) * float(operand.square().sum(dim=0).max().sqrt()) / num_steps**0.5
-        assert ((total / num_steps - truth).abs() < 5 * sigma).all()
+    w_NK = numerics.dequantize(w8).double()
+    # A GEMM sums step * noise * operand over its contraction; a fraction f rounded at random has the variance
+    # f (1 - f) <= 1/4, and the mean over steps divides it. Five standard deviations over 2,000 elements.
+    folded_TN = (g * w8.scale_M1.t()).double()
+    steps_T1 = folded_TN.abs().amax(dim=1, keepdim=True) / 127
+    sigma_TK = 0.5 * steps_T1 * w8.q_MK.double().square().sum(dim=0).sqrt()
+    if grad_weight == "column":
+        x_TK = numerics.dequantize(numerics.quantize_columns(x)).double()
+        steps_N1, operand_TK = g.double().abs().amax(dim=0)[:, None] / 127, x_TK
+    else:
+        x8 = numerics.quantize_rows(x)
+        x_TK = numerics.dequantize(x8).double()
+        steps_N1, operand_TK = (g * x8.scale_M1).double().abs().amax(dim=0)[:, None] / 127, x8.q_MK.double()
+    sigma_NK = 0.5 * steps_N1 * operand_TK.square().sum(dim=0).sqrt()
+    expected = (g.double() @ w_NK, g.double().t() @ x_TK)
+    for total, truth, sigma in zip(sums, expected, (sigma_TK, sigma_NK), strict=True):
+        assert ((total / num_steps - truth).abs() < 5 * sigma / num_steps**0.5).all()
         nearest_is_biased = (total / num_steps - truth).norm() / truth.norm()
         assert nearest_is_biased < 0.003  # rounding to nearest leaves 0.006 to 0.01, the same in every step
 
