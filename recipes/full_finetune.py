@@ -66,6 +66,7 @@ def main(cfg: FinetuneConfig) -> None:
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        linear.PrecomputedScales(model, optimizer)
         scaling = linear.DelayedScaling(plan, world.device, world.max_)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:

@@ -16,7 +16,7 @@ class Kind:
     """Formats of the output's gradient; the first is the default."""
     can_round_stochastically: bool = False
     can_gather_low: bool = False
-    """Whether the GEMMs see nothing of a weight but rows that a rank can quantize by itself."""
+    """Whether the GEMMs see nothing of a weight but one set of 8-bit values, to be made of shards."""
     output: tuple[str, ...] = ("low", "high")
 
 
@@ -25,12 +25,12 @@ _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 PRECISION_KINDS = {
     "none": Kind((), (), ()),
     "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True),
-    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",), True),
-    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True),
-    "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3")),
+    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",), True, True),
+    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True, True),
+    "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True),
     "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True, True),
     "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True),
-    "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
+    "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
     # Stored in INT8, multiplied in compute dtype: there is nothing to switch off.
     "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",)),
@@ -65,8 +65,8 @@ class PrecisionConfig:
     """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
     tokens per micro-batch (measured: benchmarks/crossover.py)."""
     all_gather: str = "auto"
-    """auto (low where the kind can) | low: FSDP gathers the 8-bit rows of weights | high: the weights in
-    compute dtype. int8_weight_only gathers what it stores."""
+    """auto (low where the kind can) | low: FSDP gathers weights in 8 bits | high: in compute dtype.
+    int8_weight_only gathers what it stores."""
     verify: bool = True
     """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
 
@@ -127,7 +127,7 @@ class PrecisionConfig:
 
     @property
     def gathers_low(self) -> bool:
-        """Whether FSDP gathers 8-bit rows of a float32 weight: where `all_gather` says so, or may."""
+        """Whether FSDP gathers a float32 weight in 8 bits: where `all_gather` says so, or may."""
         kind = PRECISION_KINDS[self.kind]
         able = kind.can_gather_low and self.grad_input != "column" and self.kind != "int8_weight_only"
         # Without low-precision output nothing is gained in forward, and the weight would be rounded for it.

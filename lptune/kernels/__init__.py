@@ -7,9 +7,17 @@ executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 
 from lptune.kernels.backend import choose_backend, k_major, requested_backend
 from lptune.kernels.block_mm import block_scaled_mm
-from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, quantize_delayed, set_layer_amaxes
+from lptune.kernels.delayed import (
+    OPERANDS,
+    WEIGHT,
+    LayerAmaxes,
+    forget_amaxes,
+    quantize_delayed,
+    set_layer_amaxes,
+)
 from lptune.kernels.quantize import (
     quantize_blocks,
+    quantize_by_amax,
     quantize_columns,
     quantize_mx,
     quantize_rows,
@@ -52,6 +60,7 @@ __all__ = [
     "OUTPUT",
     "OPERANDS",
     "RECOMPUTED",
+    "WEIGHT",
     "Executed",
     "LayerAmaxes",
     "block_scaled_mm",
@@ -65,6 +74,7 @@ __all__ = [
     "layer_handle",
     "note_gather",
     "quantize_blocks",
+    "quantize_by_amax",
     "quantize_columns",
     "quantize_columns_stochastic",
     "quantize_delayed",

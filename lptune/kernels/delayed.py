@@ -23,13 +23,14 @@ from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
+WEIGHT = OPERANDS.index("w")
 
 
 class LayerAmaxes(NamedTuple):
     """Of one layer, a number for each of OPERANDS; float32, (3,), on the layer's device."""
 
     past_3: Tensor  # largest amax of the steps remembered; 0: none
-    current_3: Tensor  # largest amax since it was last set to 0
+    current_3: Tensor  # of x and g the largest amax since it was last set to 0; of w that of its last use
 
 
 _layers: dict[int, LayerAmaxes] = {}
@@ -59,7 +60,9 @@ def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tu
     amaxes, chosen = _layers.get(int(layer[NUMBER])), amax
     if amaxes is not None:
         # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
-        amaxes.current_3[operand] = torch.maximum(amaxes.current_3[operand], amax)
+        # A weight is one and the same for a whole step.
+        before = amax if operand == WEIGHT else amaxes.current_3[operand]
+        amaxes.current_3[operand] = torch.maximum(before, amax)
         past = amaxes.past_3[operand]
         chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])

@@ -10,6 +10,8 @@ quantize alike by construction.
 `transposed` asks for the values to be stored the other way round; the result has the same shape and other
 strides. Tensor cores want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; a wrong
 layout costs 1.5x to 2.6x on Hopper), and the cheapest moment to turn a matrix is while it is written anyway.
+
+`quantize_by_amax` is for rows of a matrix whose other rows are elsewhere: the amax comes from outside.
 """
 
 import torch
@@ -90,6 +92,19 @@ def quantize_blocks(
 def quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> QuantizedMX:
     """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
     return QuantizedMX(*_quantize_mx(x_MK, dim, fmt))
+
+
+def quantize_by_amax(
+    x_MK: Tensor, amax: Tensor, fmt: str, *, block: int | None = None, first_row: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(q_MK, scale) of some rows of a larger matrix: those of that matrix quantized by `amax`, bit for bit.
+
+    amax: float32 of the larger matrix, (1, 1), or one for each of its blocks of `block` x `block`; scale has
+    its shape. first_row: where in the larger matrix x begins. What exceeds an amax saturates, but inf and NaN
+    come out as NaN in float8.
+    """
+    q_MK, scale = _quantize_by_amax(x_MK, amax, fmt, block, first_row)
+    return q_MK, scale
 
 
 @torch.library.custom_op("lptune::quantize_rows", mutates_args=())
@@ -177,6 +192,25 @@ def _quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
     return _store(q, False), scale.contiguous()
 
 
+@torch.library.custom_op("lptune::quantize_by_amax", mutates_args=())
+def _quantize_by_amax(
+    x_MK: Tensor, amax: Tensor, fmt: str, block: int | None, first_row: int
+) -> tuple[Tensor, Tensor]:
+    # Plain torch on every device: a kernel that is given its amax is the second phase of quantize_tensor's.
+    (m, k), form = x_MK.shape, FORMATS[fmt]
+    scale, inverse = numerics.scale_from_amax(amax, form)
+    if block is not None:
+        first_block = first_row // block
+        above = first_row - first_block * block
+        inverse = numerics.expand_blocks(inverse[first_block:], (block, block), (above + m, k))[above:]
+    x32 = x_MK.to(torch.float32)
+    scaled = x32 * inverse
+    if form.mantissa_bits is not None:
+        # An amax of past steps knows nothing of an inf, which would saturate.
+        scaled = torch.where(x32.isinf(), torch.nan, scaled)
+    return numerics.round_to(scaled, form).contiguous(), scale
+
+
 def _has_tile(block: tuple[int, int]) -> bool:
     # A Triton tile is a power of two on each side, and holds whole blocks.
     return all(size <= 128 and size & (size - 1) == 0 for size in block)
@@ -237,6 +271,11 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     m, k = x_MK.shape
     return _empty(x_MK, fmt, False), _scale(x_MK, -(-m // block_rows), -(-k // block_columns))
+
+
+@_quantize_by_amax.register_fake
+def _(x_MK: Tensor, amax: Tensor, fmt: str, block: int | None, first_row: int) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, False), torch.empty_like(amax)
 
 
 @_quantize_mx.register_fake

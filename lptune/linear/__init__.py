@@ -13,8 +13,9 @@ from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
-from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits
+from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, weights_changed
 from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.precomputed import PrecomputedScales
 from lptune.linear.spec import LinearSpec
 from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
@@ -30,6 +31,7 @@ __all__ = [
     "MasterWeight",
     "Plan",
     "PrecisionNotAppliedError",
+    "PrecomputedScales",
     "Predicted",
     "StochasticRounding",
     "Verified",
@@ -42,4 +44,5 @@ __all__ = [
     "row_scales",
     "unconvert",
     "verify_step",
+    "weights_changed",
 ]

@@ -10,9 +10,11 @@ An outlier then coarsens its own block only. The square block of W serves `outpu
 set of 8-bit values; MX blocks are vectors, so W is quantized once along K and once along N.
 """
 
+import torch
 from torch import Tensor
 
 from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, quantize_blocks, quantize_mx
+from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
 
@@ -22,7 +24,7 @@ _SIZES = {"blockwise": 128, "mx": MX_BLOCK}
 def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
     if spec.output == "high":
-        return x_TK @ w_NK.t(), (x_TK,)
+        return x_TK @ _high_weight(spec, w_NK, x_TK.dtype).t(), (x_TK,)
     x, w = _quantize(spec, x_TK, 1, spec.fmt), _quantize_weight(spec, w_NK, 1)
     size = _SIZES[spec.scaling]
     out_TN = block_scaled_mm(
@@ -52,10 +54,7 @@ def backward(
     (x_TK,) = saved
     dtype, size, gx_TK, gw_NK = g_TN.dtype, _SIZES[spec.scaling], None, None
     if needs_grad_input and spec.grad_input == "high":
-        if spec.high_uses_8_bit_weight:
-            block = (size if spec.scaling == "blockwise" else 1, size)
-            w_NK = dequantize_blocks(_quantize_weight(spec, w_NK, 1), block, dtype)
-        gx_TK = g_TN @ w_NK
+        gx_TK = g_TN @ _high_weight(spec, w_NK, dtype)
     elif needs_grad_input:
         g, w = _quantize(spec, g_TN, 1, spec.grad_fmt), _quantize_weight(spec, w_NK, 0)
         gx_TK = block_scaled_mm(
@@ -78,7 +77,18 @@ def _quantize(spec: LinearSpec, tensor: Tensor, dim: int, fmt: str) -> Quantized
     return quantize_blocks(tensor, (1, size) if dim == 1 else (size, 1), fmt)
 
 
+def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a GEMM in compute dtype multiplies by."""
+    if not spec.high_uses_8_bit_weight:
+        return w_NK
+    size = _SIZES[spec.scaling]
+    block = (size if spec.scaling == "blockwise" else 1, size)
+    return dequantize_blocks(_quantize_weight(spec, w_NK, 1), block, dtype)
+
+
 def _quantize_weight(spec: LinearSpec, w_NK: Tensor, dim: int) -> QuantizedBlocks:
+    if isinstance(w_NK, GatheredWeight):
+        return QuantizedBlocks(w_NK.q_NK, w_NK.scale)
     if spec.scaling == "mx":
         return _quantize(spec, w_NK, dim, spec.fmt)
     size = _SIZES[spec.scaling]

@@ -18,9 +18,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lptune.kernels import OPERANDS, LayerAmaxes, set_layer_amaxes
+from lptune.kernels import OPERANDS, WEIGHT, LayerAmaxes, set_layer_amaxes
 from lptune.linear.plan import Plan
+from lptune.linear.weight_amax import max_over_ranks, set_amax_source
 
 # Steps remembered. Longer holds on to an outlier longer; torchao's former recipe had 16, TransformerEngine's
 # default is 1,024.
@@ -39,10 +41,15 @@ class DelayedScaling:
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self._index: dict[int, int] = {}
+        # Of the weights of which layers there is a history; read by the host at a gather, on all ranks alike.
+        self._has_past = [False] * len(self._layers)
         for i, layer in enumerate(self._layers):
             assert layer.number is not None
             # Views: what the kernels write for one layer is here in one tensor for all.
             set_layer_amaxes(layer.number, LayerAmaxes(self._past_L3[i], self._current_L3[i]))
+            self._index[layer.number] = i
+            set_amax_source(layer.number, self)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -50,10 +57,13 @@ class DelayedScaling:
         if not self._layers:
             yield
             return
-        # An evaluation in between left its amaxes.
-        self._current_L3.zero_()
+        # An evaluation in between left its amaxes. Those of weights are never old: a weight that was gathered
+        # then and stayed is not gathered again.
+        for operand in range(len(OPERANDS)):
+            if operand != WEIGHT:
+                self._current_L3[:, operand] = 0
         # Restored or not, the history decides.
-        self._past_L3.copy_(self._history_LH3.amax(dim=1))
+        self._look_back()
         yield
         # NaN has no order that every backend agrees on; inf does.
         amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
@@ -62,7 +72,26 @@ class DelayedScaling:
         # A step that is not finite must not spoil the next 16, where a loop goes on after one.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
+        self._look_back()
+
+    def _look_back(self) -> None:
         self._past_L3.copy_(self._history_LH3.amax(dim=1))
+        if any(layer.spec and layer.spec.gathers_low for layer in self._layers):
+            # The one wait for the device, at the ends of a step, where a loop waits for its loss anyway.
+            self._has_past = (self._past_L3[:, WEIGHT] > 0).tolist()
+
+    def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
+        """See AmaxSource: the history's, as for a weight that is not sharded; a collective only without one.
+
+        After the gather the original values are gone, so this rank's rows are measured here, and `step`
+        merges them with the others'.
+        """
+        i = self._index[number]
+        self._current_L3[i, WEIGHT] = mine_BC.squeeze()
+        return self._past_L3[i, WEIGHT].reshape(1, 1) if self._has_past[i] else max_over_ranks(mine_BC, mesh)
+
+    def weight_changed(self) -> None:
+        """Nothing to do: a weight's own amax is none of its scale."""
 
     def state(self) -> dict[str, Tensor]:
         """For each layer (HISTORY, 3) float32, oldest first, columns as in kernels.OPERANDS.

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.linear.master_weight import plain_rows
-from lptune.linear.row_tensor import GatheredByRows, RowTensor, as_sharded
+from lptune.linear.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
@@ -98,13 +99,13 @@ class Int8Weight(GatheredByRows):
         plain_args, plain_kwargs = tree_map_only(Int8Weight, Int8Weight.dequantize, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    def rows_to_send(self) -> QuantizedRows:
+    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
         """As they are stored."""
-        return QuantizedRows(self.q_NK, self.scale_N1)
+        return Quantized(self.q_NK, self.scale_N1)
 
-    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
+    def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """An Int8Weight again."""
-        return Int8Weight(*rows, dtype=dtype, full_rows=self.full_rows)
+        return Int8Weight(*quantized, dtype=dtype, full_rows=self.full_rows)
 
     @property
     def row_dtype(self) -> torch.dtype:

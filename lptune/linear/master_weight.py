@@ -1,44 +1,70 @@
 """Weights that FSDP2 gathers in 8 bits: `precision.all_gather: low`.
 
-A layer with row scales multiplies by the 8-bit rows of its weight and by nothing else. So that is what ranks
-need to exchange: each quantizes its own rows and sends values and scales, half the bytes of bfloat16, and no
-collective is needed to find a scale, since rows are sharded whole.
+A layer that multiplies by one set of 8-bit values of its weight, and by nothing else, needs no more than
+these: each rank quantizes its own rows and sends them, half the bytes of bfloat16.
 
     MasterWeight     the sharded float32 parameter; an ordinary tensor to everybody but FSDP
     GatheredWeight   the whole weight, q and scale, as the layer's forward and backward see it
 
+    scale per row         made by the rank that has the row, and sent with it
+    per tensor or block   by the amax over all ranks (weight_amax.py), known before and not sent
+
 Rows are cast to the compute dtype before they are quantized, as on the path where FSDP gathers the compute
 dtype and the layer quantizes: the two give the same bits, in losses and in weights after any number of steps.
 
-The 8-bit rows are made anew for every gather, from the weight as it is then: no scale can be older than its
-weight.
+The 8-bit rows are made anew for every gather, from the weight as it is then.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lptune.kernels import note_gather, quantize_rows
-from lptune.linear.row_tensor import HEADER_BYTES, GatheredByRows, RowTensor, as_sharded
-from lptune.numerics import FORMATS, QuantizedRows, dequantize
+from lptune.kernels import note_gather, quantize_by_amax, quantize_rows
+from lptune.linear.row_tensor import (
+    CUTTING,
+    HEADER_BYTES,
+    GatheredByRows,
+    Quantized,
+    RowTensor,
+    as_sharded,
+)
+from lptune.linear.spec import LinearSpec
+from lptune.linear.weight_amax import shard_amaxes, shard_of, whole_amax
+from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
 
 class GatheredWeight(RowTensor):
-    """q and scale of a whole weight, views of the buffer that was gathered; looks like the compute dtype."""
+    """q and scale of a whole weight; q is a view of the buffer that was gathered. Looks like the compute
+    dtype.
+    """
 
-    PARTS = ("q_NK", "scale_N1")
+    PARTS = ("q_NK", "scale")
+    CONTEXT = ("block",)
 
     q_NK: Tensor
     """int8 or float8."""
-    scale_N1: Tensor
-    """float32."""
+    scale: Tensor
+    """float32: (N, 1), (1, 1), or (ceil(N / block), ceil(K / block))."""
+    block: int | None
+    """Side of the blocks that have a scale each; None: rows have one, or the tensor."""
 
-    def rows(self) -> QuantizedRows:
-        """What the GEMMs consume."""
-        return QuantizedRows(self.q_NK, self.scale_N1)
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`q * scale` in float32, rounded once to `dtype` (its own, if None)."""
+        dtype = dtype or self.dtype
+        if self.block is None:
+            return dequantize(QuantizedTensor(self.q_NK, self.scale), dtype)
+        return dequantize_blocks(QuantizedBlocks(self.q_NK, self.scale), (self.block, self.block), dtype)
+
+    @classmethod
+    def operation(cls, func: Any) -> Callable[..., Any] | None:
+        """It is whole: nothing cuts or pads it, and what does so to a copy sees plain values."""
+        return super().operation(func) if func not in CUTTING else None
 
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,7 +73,7 @@ class GatheredWeight(RowTensor):
             raise RuntimeError(f"{func} would change a gathered weight; change the sharded parameter")
 
         def dequantized(weight: GatheredWeight) -> Tensor:
-            return dequantize(weight.rows(), weight.dtype).view(weight.shape)
+            return weight.dequantize().view(weight.shape)
 
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, dequantized, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
@@ -57,15 +83,13 @@ class MasterWeight(GatheredByRows):
     """Float rows of which 8-bit rows are made for each gather. Every operator acts on the rows themselves."""
 
     PARTS = ("rows_NK",)
-    CONTEXT = ("number", "fmt", "power_of_two", "compute_dtype")
+    CONTEXT = ("number", "spec", "compute_dtype")
 
     rows_NK: Tensor
     """The weight, or this rank's part of it; live storage."""
     number: int
-    """Of its layer, for the count of gathers."""
-    fmt: str
-    """A key of numerics.FORMATS."""
-    power_of_two: bool
+    """Of its layer, for the count of gathers and the amaxes."""
+    spec: LinearSpec
     compute_dtype: torch.dtype
 
     @classmethod
@@ -78,32 +102,42 @@ class MasterWeight(GatheredByRows):
         plain_args, plain_kwargs = tree_map_only(MasterWeight, live, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    def rows_to_send(self) -> QuantizedRows:
+    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
         """Made now, from the rows as they are, rounded to the compute dtype first."""
-        rows_NK = self.rows_NK.to(self.compute_dtype)
-        return quantize_rows(rows_NK, self.fmt, power_of_two=self.power_of_two)
+        spec, rows_NK = self.spec, self.rows_NK.to(self.compute_dtype)
+        if spec.weight_scales == "row":
+            return Quantized(*quantize_rows(rows_NK, spec.fmt, power_of_two=spec.power_of_two))
+        shard = shard_of(rows_NK, self.full_rows, spec.weight_block, mesh)
+        (mine_BC,) = shard_amaxes([shard], self.compute_dtype)
+        amax_BC = whole_amax(self.number, mine_BC, mesh)
+        return Quantized(
+            *quantize_by_amax(rows_NK, amax_BC, spec.fmt, block=spec.weight_block, first_row=shard.first_row)
+        )
 
-    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
+    def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """A GatheredWeight; counted."""
         assert dtype == self.compute_dtype, (dtype, self.compute_dtype)
-        note_gather(self.number, rows.q_MK.untyped_storage().nbytes())
-        return GatheredWeight(*rows, dtype=dtype, full_rows=self.full_rows)
+        note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
+        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, block=self.spec.weight_block)
 
     @property
     def row_dtype(self) -> torch.dtype:
         """That of the format."""
-        return FORMATS[self.fmt].dtype
+        return FORMATS[self.spec.fmt].dtype
+
+    @property
+    def header_bytes(self) -> int:
+        """A scale per row has to be sent, others are known."""
+        return HEADER_BYTES if self.spec.weight_scales == "row" else 0
 
 
-def make_master(
-    linear: nn.Linear, number: int, fmt: str, power_of_two: bool, compute_dtype: torch.dtype
-) -> None:
+def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype: torch.dtype) -> None:
     """Makes the weight of `linear` a MasterWeight: the same Parameter, before `fully_shard`.
 
     number: what the kernels know the layer by.
     """
     old = linear.weight
-    context = {"number": number, "fmt": fmt, "power_of_two": power_of_two, "compute_dtype": compute_dtype}
+    context = {"number": number, "spec": spec, "compute_dtype": compute_dtype}
     master = MasterWeight(old.detach(), dtype=old.dtype, full_rows=None, size=None, **context)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
@@ -114,9 +148,12 @@ def is_master(tensor: Tensor) -> bool:
 
 
 def gather_bytes(weight: DTensor) -> int:
-    """What an 8-bit gather of a sharded (N, K) weight brings to a rank: 16 + K a row, padding included."""
-    num_ranks = weight.device_mesh.size()
-    return -(-weight.shape[0] // num_ranks) * num_ranks * (HEADER_BYTES + weight.shape[1])
+    """What an 8-bit gather of a sharded MasterWeight brings to a rank."""
+    local = weight.to_local()
+    assert isinstance(local, MasterWeight)
+    # Replicas (HSDP) gather each for themselves.
+    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return local.gathered_bytes(math.prod(size for size, placement in sizes if not placement.is_replicate()))
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

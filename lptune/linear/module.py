@@ -13,6 +13,7 @@ from lptune.linear.autograd import low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
 from lptune.linear.spec import LinearSpec
+from lptune.linear.weight_amax import forget_amax_source, weight_changed
 
 _numbers = itertools.count()
 
@@ -50,8 +51,9 @@ class LowPrecisionLinear(nn.Linear):
         if is_master(self.weight):
             plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, plain)
-        number = int(self.handle[NUMBER])
+        number = layer_number(self)
         forget_amaxes(number)
+        forget_amax_source(number)
         forget_gather(number)
         del self.spec, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -66,6 +68,7 @@ class LowPrecisionLinear(nn.Linear):
         if w_NK is not None and is_master(self.weight) and not is_master(w_NK):
             # Under assign=True it takes the parameter's place: it must be one that is gathered in 8 bits.
             state_dict[f"{prefix}weight"] = master_like(w_NK, self.weight)
+        weight_changed(layer_number(self))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,7 +138,21 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     layers = [each for each in model.modules() if isinstance(each, LowPrecisionLinear)]
     chosen = [each for each in layers if each.spec.gathers_low and not is_master(each.weight)]
     for layer in chosen:
-        number = int(layer.handle[NUMBER])
+        number = layer_number(layer)
         expect_gather(number)
-        make_master(layer, number, layer.spec.fmt, layer.spec.power_of_two, compute_dtype)
+        make_master(layer, number, layer.spec, compute_dtype)
     return len(chosen)
+
+
+def layer_number(layer: LowPrecisionLinear) -> int:
+    """What the kernels know the layer by."""
+    return int(layer.handle[NUMBER])
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Says that weights of `model` were written other than by an optimizer or `load_state_dict`: scales that
+    were precomputed are measured again. To be called on all ranks, whichever of them wrote.
+    """
+    for module in model.modules():
+        if isinstance(module, LowPrecisionLinear):
+            weight_changed(layer_number(module))

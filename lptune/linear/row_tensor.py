@@ -9,27 +9,28 @@ it. `RowTensor` does those, part by part, and leaves what the parts mean to its 
     GatheredWeight      q and scale of a whole weight as it comes out of an 8-bit all-gather
     MasterWeight        the float32 rows of which q and scale are made for every gather
 
-What two ranks exchange is one uint8 buffer with a row for each row of the weight,
+What two ranks exchange is one uint8 buffer with a row for each row of the weight, because at world size 1
+FSDP2 forwards only the first tensor of several, and because short shards must be padded by ourselves (the
+hook that is told the padded size refuses a buffer of another width):
 
-    | scale, 4 bytes | 12 unused | q, K bytes |        16 bytes of header keep rows aligned
+    | scale, 4 bytes | 12 unused | q, K bytes |    a scale per row; 16 bytes of header keep rows aligned
+    | q, K bytes |                                 scales of more than a row, which all ranks know
 
-because at world size 1 FSDP2 forwards only the first tensor of several, and because short shards must be
-padded by ourselves (the hook that is told the padded size refuses a buffer of another width). Rows are never
-cut, so a shard has its own scales and needs no collective to be quantized.
+Rows are never cut, so a shard has its own row scales and needs no collective to be quantized. Other scales
+cover rows of several ranks. They are agreed upon before (weight_amax.py) and not sent.
 
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-
-from lptune.numerics import QuantizedRows
 
 HEADER_BYTES = 16
 _aten = torch.ops.aten
@@ -39,7 +40,7 @@ class RowTensor(torch.Tensor):
     """Looks like a float matrix (N, K); holds `PARTS`, tensors of N rows each."""
 
     PARTS: ClassVar[tuple[str, ...]]
-    """Attributes that are tensors of as many rows as the matrix has here; the first has its width."""
+    """Attributes that are tensors. The first has the matrix's shape; where it is cut, all have its rows."""
     CONTEXT: ClassVar[tuple[str, ...]] = ()
     """Further attributes of plain values, which every tensor made of this one inherits."""
     full_rows: int
@@ -123,55 +124,97 @@ class RowTensor(torch.Tensor):
         """All other operators."""
 
 
+class Quantized(NamedTuple):
+    """8-bit rows of a matrix, and the scales of these rows or of all of the matrix."""
+
+    q_NK: Tensor  # int8 or float8
+    scale: Tensor  # float32, (N, 1) of these rows, or of the whole matrix (1, 1) or one per block
+
+
 class GatheredByRows(RowTensor):
     """A sharded parameter that FSDP2 gathers as 8-bit rows, by the two hooks that it looks for."""
 
     @abstractmethod
-    def rows_to_send(self) -> QuantizedRows:
-        """This rank's rows."""
+    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
+        """This rank's rows. mesh: the axis over which the weight is sharded."""
 
     @abstractmethod
-    def whole(self, rows: QuantizedRows, dtype: torch.dtype) -> RowTensor:
-        """The gathered weight; rows: views of the buffer. dtype: what it looks like to others."""
+    def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
+        """The gathered weight; q, and scales of rows, are views of the buffer. dtype: what it looks like to
+        others.
+        """
 
     @property
     @abstractmethod
     def row_dtype(self) -> torch.dtype:
         """Of the 8-bit values."""
 
-    @torch.no_grad()
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor], None]:
-        """This rank's rows as one buffer, padded to what the first rank has."""
-        return (pack_rows(self.rows_to_send(), -(-self.full_rows // mesh.size())),), None
+    @property
+    def header_bytes(self) -> int:
+        """Of each row in the buffer: a scale per row has to be sent, others are known."""
+        return HEADER_BYTES
 
+    def gathered_bytes(self, num_ranks: int) -> int:
+        """What a gather brings to each of `num_ranks` ranks: header and K bytes a row, padding included."""
+        rows = -(-self.full_rows // num_ranks) * num_ranks
+        return rows * (self.header_bytes + self.parts()[0].shape[1])
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], Tensor | None]:
+        """This rank's rows as one buffer, padded to what the first rank has; the scale, where it is not in
+        there.
+        """
+        sent, has_header = self.rows_to_send(mesh), self.header_bytes > 0
+        buffer = pack_rows(sent, -(-self.full_rows // mesh.size()), has_header)
+        return (buffer,), None if has_header else sent.scale
+
+    @torch.no_grad()
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        outputs: tuple[Tensor],
+        metadata: Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[()]] | None:
         """The whole weight, as views of the gathered buffer."""
         (buffer,) = outputs
-        rows = unpack_rows(buffer, self.full_rows, self.row_dtype)
-        weight = self.whole(rows, param_dtype)
+        quantized = unpack_rows(buffer, self.full_rows, self.row_dtype, self.header_bytes)
+        if metadata is not None:
+            quantized = quantized._replace(scale=metadata)
+        weight = self.whole(quantized, param_dtype)
         if out is None:
             return weight, ()
+        out = out.to_local() if isinstance(out, DTensor) else out
         assert type(out) is type(weight)
-        assert out.parts()[0].data_ptr() == rows.q_MK.data_ptr()
+        assert out.parts()[0].data_ptr() == quantized.q_NK.data_ptr()
+        if metadata is not None:
+            # The tensor that the first gather made serves all later ones, and has that one's scale.
+            setattr(out, out.PARTS[1], metadata)
         return None
 
 
-def pack_rows(quantized: QuantizedRows, num_rows: int) -> Tensor:
-    """The buffer of a shard, uint8 (num_rows, 16 + K); rows beyond the shard's are padding, all zero."""
-    n, k = quantized.q_MK.shape
-    buffer = torch.zeros(num_rows, HEADER_BYTES + k, dtype=torch.uint8, device=quantized.q_MK.device)
-    mine = unpack_rows(buffer, n, quantized.q_MK.dtype)
-    mine.q_MK.copy_(quantized.q_MK)
-    mine.scale_M1.copy_(quantized.scale_M1)
+def pack_rows(quantized: Quantized, num_rows: int, has_header: bool) -> Tensor:
+    """The buffer of a shard, uint8 (num_rows, K), or 16 + K with a header; rows beyond the shard's are
+    padding, all zero.
+    """
+    n, k = quantized.q_NK.shape
+    header_bytes = HEADER_BYTES if has_header else 0
+    device = quantized.q_NK.device
+    buffer = torch.zeros(num_rows, header_bytes + k, dtype=torch.uint8, device=device)
+    mine = unpack_rows(buffer, n, quantized.q_NK.dtype, header_bytes)
+    mine.q_NK.copy_(quantized.q_NK)
+    if has_header:
+        mine.scale.copy_(quantized.scale)
     return buffer
 
 
-def unpack_rows(buffer: Tensor, num_rows: int, dtype: torch.dtype) -> QuantizedRows:
-    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one."""
+def unpack_rows(buffer: Tensor, num_rows: int, dtype: torch.dtype, header_bytes: int) -> Quantized:
+    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one. Without a header there is
+    no scale (0 columns).
+    """
     rows = buffer[:num_rows]
-    return QuantizedRows(rows[:, HEADER_BYTES:].view(dtype), rows[:, :4].view(torch.float32))
+    return Quantized(rows[:, header_bytes:].view(dtype), rows[:, : min(4, header_bytes)].view(torch.float32))
 
 
 def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
@@ -267,6 +310,8 @@ _VIEWS = (
     _aten.slice.Tensor,
     _aten.split.Tensor,
 )
+CUTTING = (_aten.slice.Tensor, _aten.split.Tensor, _aten.new_zeros.default)
+"""What makes a tensor of other rows."""
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,

@@ -112,8 +112,8 @@ def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> Qu
     """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
     if not isinstance(w_NK, GatheredWeight):
         return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
-    q_NK, scale_N1 = w_NK.rows()
-    return QuantizedRows(q_NK.t().contiguous().t() if transposed else q_NK, scale_N1)
+    q_NK = w_NK.q_NK.t().contiguous().t() if transposed else w_NK.q_NK
+    return QuantizedRows(q_NK, w_NK.scale)
 
 
 def _grad_input(

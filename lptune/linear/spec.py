@@ -34,7 +34,7 @@ class LinearSpec(NamedTuple):
     grad_weight: str  # column | folded | tensor | block | high
     emulate: bool
     stochastic: bool  # g is rounded stochastically
-    gathers_low: bool  # FSDP gathers the 8-bit rows of the weight
+    gathers_low: bool  # FSDP gathers the weight in 8 bits
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -79,11 +79,26 @@ class LinearSpec(NamedTuple):
             return ("int8_gemm",)
         return ("float8_gemm", "float8_other_gemm") if self.scaling == "rowwise" else ("float8_gemm",)
 
+    @property
+    def weight_scales(self) -> str:
+        """What of W has a scale of its own: `row`, `tensor` or `block`."""
+        return {"rowwise": "row", "weight_only": "row", "blockwise": "block", "mx": "block"}.get(
+            self.scaling, "tensor"
+        )
+
+    @property
+    def weight_block(self) -> int | None:
+        """The side of W's square blocks; None where its scales are none of blocks."""
+        return 128 if self.scaling == "blockwise" else None
+
     def describe_gather(self) -> str:
         """What the plan table says of the all-gather."""
         if self.scaling == "weight_only":
             return "int8"
-        return f"{self.fmt} rows" if self.gathers_low else "high"
+        if not self.gathers_low:
+            return "high"
+        shared = {"row": "rows", "tensor": "tensor", "block": f"block{self.weight_block}"}
+        return f"{self.fmt} {shared[self.weight_scales]}"
 
     def describe(self, gemm: str) -> str:
         """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `int8 weight`, `high`."""

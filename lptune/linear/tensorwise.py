@@ -12,6 +12,7 @@ g takes e5m2 in float8 by default: gradients spread over more orders of magnitud
 so that no reduction has to come before quantizing (lptune/kernels/delayed.py).
 """
 
+import torch
 from torch import Tensor
 
 from lptune.kernels import (
@@ -23,6 +24,7 @@ from lptune.kernels import (
     quantize_tensor_stochastic,
     scaled_mm,
 )
+from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedTensor, dequantize
 
@@ -30,7 +32,7 @@ from lptune.numerics import QuantizedTensor, dequantize
 def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
     if spec.output == "high":
-        return x_TK @ w_NK.t(), (x_TK,)
+        return x_TK @ _high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
     x, w = _quantize(spec, x_TK, layer, "x"), _quantize(spec, w_NK, layer, "w")
     out_TN = scaled_mm(
         x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
@@ -60,10 +62,8 @@ def backward(
             gx_TK = scaled_mm(
                 g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
-        elif spec.high_uses_8_bit_weight:
-            gx_TK = g_TN @ dequantize(_quantize(spec, w_NK, layer, "w"), dtype)
         else:
-            gx_TK = g_TN @ w_NK
+            gx_TK = g_TN @ _high_weight(spec, w_NK, layer, dtype)
     if needs_grad_weight:
         if g is None or not low_weight:
             gw_NK = g_TN.t() @ x_TK
@@ -75,7 +75,14 @@ def backward(
     return gx_TK, gw_NK
 
 
+def _high_weight(spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a GEMM in compute dtype multiplies by."""
+    return dequantize(_quantize(spec, w_NK, layer, "w"), dtype) if spec.high_uses_8_bit_weight else w_NK
+
+
 def _quantize(spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str) -> QuantizedTensor:
+    if isinstance(tensor, GatheredWeight):
+        return QuantizedTensor(tensor.q_NK, tensor.scale)
     fmt = spec.grad_fmt if operand == "g" else spec.fmt
     if spec.scaling == "delayed":
         return quantize_delayed(tensor, fmt, layer, operand)

@@ -209,9 +209,9 @@ def test_forward_sees_8_bit_rows_in_the_buffer_that_fsdp_frees() -> None:
             assert isinstance(weight, GatheredWeight)
             assert weight.dtype == torch.bfloat16
             assert weight.q_NK.dtype == torch.int8
-            assert ((weight.q_NK.float() * weight.scale_N1) == 0.5).all()
+            assert ((weight.q_NK.float() * weight.scale) == 0.5).all()
             storage = weight.q_NK.untyped_storage()
-            assert storage.data_ptr() == weight.scale_N1.untyped_storage().data_ptr()
+            assert storage.data_ptr() == weight.scale.untyped_storage().data_ptr()
             assert storage.size() == SIZES[1] * (HEADER_BYTES + SIZES[0])
             block.reshard()
             assert storage.size() == 0

@@ -1,0 +1,125 @@
+"""The amax of a weight of which each rank has some rows.
+
+A scale per row needs nobody: rows are sharded whole. A scale per tensor needs the largest of all ranks'
+amaxes, and a scale per 128 x 128 block those of its neighbours, since shards end inside blocks. So before a
+rank can quantize its rows for an 8-bit all-gather, ranks must agree, and this is how they can:
+
+    nothing              at each gather of each weight, a collective of its own; always right, often slow
+    PrecomputedScales    one collective after each optimizer step, for all weights (precomputed.py)
+    DelayedScaling       none: the amaxes of past steps are known to all ranks already (delayed.py)
+
+The last two are *sources*: a source knows layers by number and is asked at every gather, with what this rank
+has just measured on its own rows. Amaxes and not scales are exchanged, as the quantizers want the scale and
+its inverse from one amax, rounded once each.
+
+Rounding to the compute dtype keeps the order of numbers. The amax of rounded rows is therefore the rounded
+amax, bit for bit, and float32 rows need not be cast to be measured.
+
+Shapes: N out_features of the whole weight, M this rank's rows of them, K in_features; B x C blocks, of which
+a weight with one scale has 1 x 1.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class AmaxSource(Protocol):
+    """What knows the amaxes of some weights without a collective at each gather."""
+
+    def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
+        """By which the weight of layer `number` is quantized now, float32 (B, C), the same on all ranks of
+        `mesh`.
+
+        mine_BC: of this rank's rows alone, in compute dtype. All ranks ask at the same time.
+        """
+
+    def weight_changed(self) -> None:
+        """Weights are no longer what they were, on all ranks."""
+
+
+_sources: dict[int, AmaxSource] = {}
+
+
+def set_amax_source(number: int, source: AmaxSource) -> None:
+    """Whom gathers of layer `number` ask from now on."""
+    _sources[number] = source
+
+
+def forget_amax_source(number: int) -> None:
+    """When a layer is released."""
+    _sources.pop(number, None)
+
+
+def weight_changed(number: int) -> None:
+    """The weight of layer `number` was written by something other than the optimizer, on all ranks."""
+    if number in _sources:
+        _sources[number].weight_changed()
+
+
+def whole_amax(number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The amax of a whole weight, from that of this rank's rows; asks the layer's source, or all ranks."""
+    source = _sources.get(number)
+    return max_over_ranks(mine_BC, mesh) if source is None else source.whole_amax(number, mine_BC, mesh)
+
+
+def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The elementwise maximum over the ranks of `mesh` (one axis); inf where there is a NaN. A collective."""
+    # NaN has no order that every backend agrees on; inf does, and gives the same scale.
+    amax = torch.where(amax.isnan(), torch.inf, amax)
+    if mesh.size() > 1:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return amax
+
+
+class Shard(NamedTuple):
+    """Rows [first_row, first_row + M) of a weight."""
+
+    rows_MK: Tensor  # any float dtype
+    first_row: int
+    full_rows: int
+    block: int | None  # side of the blocks that have an amax each; None: one for the whole
+
+
+def shard_of(rows_MK: Tensor, full_rows: int, block: int | None, mesh: DeviceMesh) -> Shard:
+    """This rank's rows, placed as FSDP places them: each rank has as many as the first, while they last."""
+    first_row = min(mesh.get_local_rank() * -(-full_rows // mesh.size()), full_rows)
+    return Shard(rows_MK, first_row, full_rows, block)
+
+
+@torch.no_grad()
+def shard_amaxes(shards: Sequence[Shard], dtype: torch.dtype) -> list[Tensor]:
+    """The amaxes (B, C) of each whole weight as far as its shard here tells, 0 for blocks that are elsewhere;
+    float32, of values rounded to `dtype`.
+    """
+    amaxes = [torch.zeros(_grid(shard), dtype=torch.float32, device=shard.rows_MK.device) for shard in shards]
+    whole = [i for i, shard in enumerate(shards) if shard.block is None and shard.rows_MK.numel()]
+    if whole:
+        # All weights in a few launches. The norm of order inf is the largest magnitude, and keeps NaN.
+        norms = torch._foreach_norm([shards[i].rows_MK for i in whole], torch.inf)
+        for i, norm in zip(whole, norms, strict=True):
+            amaxes[i].copy_(norm.to(dtype).reshape(1, 1))
+    for shard, amax_BC in zip(shards, amaxes, strict=True):
+        if shard.block is not None and shard.rows_MK.numel():
+            _measure_blocks(shard, shard.block, amax_BC, dtype)
+    return amaxes
+
+
+def _grid(shard: Shard) -> tuple[int, int]:
+    if shard.block is None:
+        return (1, 1)
+    return (-(-shard.full_rows // shard.block), -(-shard.rows_MK.shape[1] // shard.block))
+
+
+def _measure_blocks(shard: Shard, block: int, amax_BC: Tensor, dtype: torch.dtype) -> None:
+    (m, k), first = shard.rows_MK.shape, shard.first_row // block
+    above = shard.first_row - first * block
+    # Zeros fill up the first and the last block; they do not change an amax.
+    filled = F.pad(shard.rows_MK.abs(), (0, -k % block, above, -(above + m) % block))
+    tiles = filled.view(filled.shape[0] // block, block, -1, block)
+    amax_BC[first : first + tiles.shape[0]] = tiles.amax((1, 3)).to(dtype)
