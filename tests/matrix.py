@@ -135,6 +135,7 @@ def _run(cell: Cell, fused: bool, world: distributed.World, taps: "Taps", outcom
     model, plan = _build(cell, fused, world)
     generator = torch.Generator().manual_seed(0)
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-3))
+    linear.PrecomputedScales(model, optimizer)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cell.compile == "whole")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(NUM_STEPS):

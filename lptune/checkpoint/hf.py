@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lptune.checkpoint.files import read_json
 from lptune.config import UserError, closest
 from lptune.distributed import local_rows
+from lptune.linear import weights_changed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -177,6 +178,7 @@ def load_hf(model: nn.Module, index: HFIndex) -> None:
             for stored_name, name in pairs:
                 local, start = local_rows(parameters[name])
                 num_read += read_rows(tensors, stored_name, local, start)
+    weights_changed(model)
     expected = sum(local_rows(parameter)[0].numel() for parameter in parameters.values())
     assert num_read == expected, f"read {num_read} elements of {expected}"
 

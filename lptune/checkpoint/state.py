@@ -45,7 +45,7 @@ from lptune.checkpoint.manifest import (
 )
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import World, local_rows, reshard
-from lptune.linear import Int8Weight, dequantized, int8_rows, row_scales
+from lptune.linear import Int8Weight, dequantized, int8_rows, row_scales, weights_changed
 
 Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -138,6 +138,7 @@ def load_state(
             _read_int8(manifest, name, tensor)
         else:
             _read(manifest, name, tensor)
+    weights_changed(model)
     for name, tensor in replicated.items():
         if name in manifest.shards:
             _read(manifest, name, tensor)

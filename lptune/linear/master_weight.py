@@ -15,8 +15,7 @@ dtype and the layer quantizes: the two give the same bits, in losses and in weig
 The 8-bit rows are made anew for every gather, from the weight as it is then.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -127,8 +126,8 @@ class MasterWeight(GatheredByRows):
 
     @property
     def header_bytes(self) -> int:
-        """A scale per row has to be sent, others are known."""
-        return HEADER_BYTES if self.spec.weight_scales == "row" else 0
+        """See the function."""
+        return header_bytes(self.spec)
 
 
 def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype: torch.dtype) -> None:
@@ -147,13 +146,17 @@ def is_master(tensor: Tensor) -> bool:
     return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, MasterWeight)
 
 
-def gather_bytes(weight: DTensor) -> int:
-    """What an 8-bit gather of a sharded MasterWeight brings to a rank."""
-    local = weight.to_local()
-    assert isinstance(local, MasterWeight)
-    # Replicas (HSDP) gather each for themselves.
-    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-    return local.gathered_bytes(math.prod(size for size, placement in sizes if not placement.is_replicate()))
+def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
+    """What an 8-bit gather of a weight of `shape`, sharded over `num_ranks`, brings to each of them: K bytes
+    a row, and 16 more where a row has its scale; padding included.
+    """
+    rows = -(-shape[0] // num_ranks) * num_ranks
+    return rows * (header_bytes(spec) + shape[1])
+
+
+def header_bytes(spec: LinearSpec) -> int:
+    """Of each row in the buffer: a scale per row has to be sent, others are known."""
+    return HEADER_BYTES if spec.weight_scales == "row" else 0
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

@@ -154,11 +154,6 @@ class GatheredByRows(RowTensor):
         """Of each row in the buffer: a scale per row has to be sent, others are known."""
         return HEADER_BYTES
 
-    def gathered_bytes(self, num_ranks: int) -> int:
-        """What a gather brings to each of `num_ranks` ranks: header and K bytes a row, padding included."""
-        rows = -(-self.full_rows // num_ranks) * num_ranks
-        return rows * (self.header_bytes + self.parts()[0].shape[1])
-
     @torch.no_grad()
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], Tensor | None]:
         """This rank's rows as one buffer, padded to what the first rank has; the scale, where it is not in

@@ -9,7 +9,7 @@ multiple of m for a layer called more than once per pass, like a head that works
 frozen layer runs 0 times, and so may grad_input where nothing trained stands before. A GEMM planned in high
 precision never runs in low.
 
-A weight that `gather_in_8_bits` handed to FSDP has arrived as 8-bit rows, of the bytes that these take and no
+A weight that `gather_in_8_bits` handed to FSDP has arrived in 8 bits: of the bytes that these take and no
 more.
 
 Activation checkpointing runs `output` again in backward. The kernels count that apart, so all of the above is
@@ -17,6 +17,7 @@ exact. How often it happens is not: a compiler drops the recomputation of what n
 the same in each pass is checked.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,10 +148,15 @@ def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
     """Whether a weight that FSDP holds came in other bytes than planned."""
     found = None if layer.number is None else gathered_bytes(layer.number)
     weight = model.get_submodule(layer.name).get_parameter("weight")
-    if found is None or not isinstance(weight, DTensor) or found == gather_bytes(weight):
+    if found is None or layer.spec is None or not isinstance(weight, DTensor):
+        return []
+    # Replicas (HSDP) gather each for themselves.
+    axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    num_ranks = math.prod(size for size, placement in axes if not placement.is_replicate())
+    wanted = gather_bytes(weight.shape, num_ranks, layer.spec)
+    if found == wanted:
         return []
     came = f"took {found}" if found else "came in high precision"
-    wanted = gather_bytes(weight)
     return [f"layer {layer.name}: its weight was to be gathered in 8 bits, {wanted} bytes, and {came}"]
 
 
