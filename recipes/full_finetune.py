@@ -22,7 +22,7 @@ from lptune.config import DivergedError, FinetuneConfig
 def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
-        distributed.session(cfg.device) as world,
+        distributed.session(cfg.device, cfg.parallel) as world,
         checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
@@ -47,7 +47,7 @@ def main(cfg: FinetuneConfig) -> None:
             seed=cfg.seed,
             global_batch_size=cfg.global_batch_size,
             micro_batch_size=cfg.micro_batch_size,
-            rank=world.rank,
+            rank=world.data_rank,
             num_ranks=world.data_size,
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
@@ -63,8 +63,7 @@ def main(cfg: FinetuneConfig) -> None:
 
         # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
         distributed.parallelize(model, world, cfg)
-        model.to_empty(device=world.device)
-        model.reset_buffers(world.device)
+        distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         linear.PrecomputedScales(model, optimizer)
         scaling = linear.DelayedScaling(plan, world.device, world.max_)
@@ -183,7 +182,7 @@ def forward_backward(
     loss_sum = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1
-        rounding.start(step, world.rank * len(batches) + number)  # counted as the loader deals them out
+        rounding.start(step, world.data_rank * len(batches) + number)  # counted as the loader deals them out
         distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.
@@ -205,7 +204,7 @@ def evaluate(model: models.Decoder, rows: data.Rows, cfg: FinetuneConfig, world:
     """Mean loss per held-out target token, over all ranks, in the precision of training."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0
     for batch in data.evaluation_batches(
-        rows, cfg.micro_batch_size, rank=world.rank, num_ranks=world.data_size
+        rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size
     ):
         loss_sum += batch_loss(model, batch, world)
         num_targets += batch.num_targets

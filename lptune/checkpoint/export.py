@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import lptune
 from lptune.checkpoint.files import (
@@ -25,7 +24,7 @@ from lptune.checkpoint.files import (
     write_text,
 )
 from lptune.checkpoint.hf import INDEX_NAME, HFIndex, match_tensors
-from lptune.distributed import World, reshard
+from lptune.distributed import World, full_tensor, fused_rows, reshard
 from lptune.linear import dequantized
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
@@ -59,13 +58,14 @@ def export_hf(
     stored_to_parameter = {
         stored: parameter for parameter, names in match_tensors(model, source).items() for stored in names
     }
-    parameters = dict(model.named_parameters())
+    parameters, fused = dict(model.named_parameters()), fused_rows(model)
     for file in source.files:
         tensors: dict[str, Tensor] = {}
         for name, stored in source.tensors.items():
             if stored.file != file or name not in stored_to_parameter:
                 continue
-            full = _full_tensor(parameters[stored_to_parameter[name]])
+            parameter = stored_to_parameter[name]
+            full = full_tensor(dequantized(parameters[parameter]), fused.get(parameter, ()))
             if world.is_main:
                 target = stored.dtype if dtype == "original" else getattr(torch, dtype)
                 tensors[name] = full.to(device="cpu", dtype=target, copy=True).contiguous()
@@ -80,11 +80,6 @@ def export_hf(
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
     world.barrier()
     return folder
-
-
-def _full_tensor(parameter: Tensor) -> Tensor:
-    parameter = dequantized(parameter)
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _write_and_compare(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """A Hugging Face folder's tensors: which there are, whether they fit, and reading them shard by shard.
 
 Everything that can be wrong is found from the safetensors headers, a few kilobytes, before a weight is read
-or a run folder made. Loading then streams: each rank reads just the rows of its own shard, straight into
+or a run folder made. Loading then streams: each rank reads just its own part of each tensor, straight into
 place.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lptune.checkpoint.files import read_json
 from lptune.config import UserError, closest
-from lptune.distributed import local_rows
+from lptune.distributed import Piece, fused_rows, local_pieces
 from lptune.linear import weights_changed
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -162,40 +162,45 @@ def weights_digest(folder: Path) -> str:
 
 
 def load_hf(model: nn.Module, index: HFIndex) -> None:
-    """Reads each parameter's rows (its local shard under FSDP) from the folder, in place, cast to the
-    parameter's dtype.
+    """Reads this rank's part of each parameter from the folder, in place, cast to the parameter's dtype.
 
     `model` has real storage; `match_tensors` has been satisfied before sharding or is checked here.
     """
     matched = match_tensors(model, index)
-    parameters = dict(model.named_parameters())
+    fused = fused_rows(model)
+    pieces = {
+        name: local_pieces(parameter, fused.get(name, ())) for name, parameter in model.named_parameters()
+    }
     by_file: dict[str, list[tuple[str, str]]] = {}
     for name, stored in matched.items():
         by_file.setdefault(index.tensors[stored[0]].file, []).append((stored[0], name))
     num_read = 0
     for file, pairs in by_file.items():
         with _open(index.folder / file) as tensors:
-            for stored_name, name in pairs:
-                local, start = local_rows(parameters[name])
-                num_read += read_rows(tensors, stored_name, local, start)
+            num_read += sum(
+                read_piece(tensors, stored_name, piece)
+                for stored_name, name in pairs
+                for piece in pieces[name]
+            )
     weights_changed(model)
-    expected = sum(local_rows(parameter)[0].numel() for parameter in parameters.values())
+    expected = sum(piece.values.numel() for each in pieces.values() for piece in each)
     assert num_read == expected, f"read {num_read} elements of {expected}"
 
 
 @torch.no_grad()
-def read_rows(tensors: Any, name: str, local: Tensor, start: int) -> int:
-    """Copies rows [start, start + len(local)) of the stored tensor `name` into `local`; returns the elements
-    read.
-    """
-    if local.numel() == 0:
-        return 0
-    rows = (
-        tensors.get_slice(name)[start : start + local.shape[0]] if local.dim() else tensors.get_tensor(name)
-    )
-    assert rows.shape == local.shape, (name, rows.shape, local.shape)
-    local.copy_(rows)
-    return int(rows.numel())
+def read_piece(tensors: Any, name: str, piece: Piece) -> int:
+    """Copies its rectangle of the stored tensor `name` into `piece`; returns the elements read."""
+    values = piece.values
+    if values.dim() == 0:
+        part = tensors.get_tensor(name)
+    else:
+        region = [slice(piece.row, piece.row + values.shape[0])]
+        if values.dim() > 1:
+            region.append(slice(piece.column, piece.column + values.shape[1]))
+        part = tensors.get_slice(name)[tuple(region)]
+    assert part.shape == values.shape, (name, part.shape, values.shape)
+    values.copy_(part)
+    return int(part.numel())
 
 
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
 """manifest.json: what a checkpoint folder must hold, byte for byte.
 
 safetensors notices truncation but no flipped bit, and nothing notices a file of another step. The manifest
-lists every file's size and sha256, the step, and which rows of which tensor lie where; it carries a digest of
-itself.
+lists every file's size and sha256, the step, and which part of which tensor lies where; it carries a digest
+of itself.
 """
 
 import hashlib
@@ -18,16 +18,23 @@ from lptune.checkpoint.files import read_json, sha256, write_json
 from lptune.config import UserError
 
 NAME = "manifest.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows [start, start + rows) of a tensor, as stored in `file`."""
+    """A rectangle of a tensor: rows [start, start + rows), columns [column, column + columns).
+
+    `file` stores it under the tensor's name, beginning with row `at`.
+    """
 
     file: str
     start: int
     rows: int
+    column: int = 0
+    columns: int = 1
+    """1 for what has fewer than two dimensions."""
+    at: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Manifest:
     step: int
     world_size: int
     shards: dict[str, list[Shard]]
-    """Tensor name -> where its rows are."""
+    """Tensor name -> where its parts are."""
 
 
 def step_folder_name(step: int) -> str:

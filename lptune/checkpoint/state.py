@@ -11,7 +11,7 @@ precision: a run may resume under another precision, compile mode or number of r
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lptune.checkpoint.files import (
     fresh_folder,
@@ -44,8 +45,8 @@ from lptune.checkpoint.manifest import (
     write_manifest,
 )
 from lptune.config import FinetuneConfig, UserError
-from lptune.distributed import World, local_rows, reshard
-from lptune.linear import Int8Weight, dequantized, int8_rows, row_scales, weights_changed
+from lptune.distributed import Piece, World, fused_rows, is_first_holder, local_pieces, reshard
+from lptune.linear import dequantized, int8_rows, plain_rows, row_scales, weights_changed
 
 Facts = Mapping[str, Any]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -83,24 +84,22 @@ def save_state(
     world.barrier()
     files: dict[str, dict[str, Any]] = {}
     shards: dict[str, list[dict[str, Any]]] = {}
+    fused = fused_rows(model)
     for kind, tensors in (
         ("model", _model_tensors(model) | _scales(model)),
         ("optimizer", _optimizer_tensors(model, optimizer)),
         ("replicated", dict(replicated) if world.is_main else {}),
     ):
-        if kind == "replicated" and not tensors:
+        # What several ranks hold is stored by the first of them, what a rank holds nothing of by others.
+        mine = {key: tensor for key, tensor in tensors.items() if is_first_holder(tensor)}
+        pieces = {key: local_pieces(tensor, _fused(fused, key)) for key, tensor in mine.items()}
+        stored = {key: _plain(mine[key]) for key, parts in pieces.items() if parts}
+        if not stored:
             continue
         name = f"{kind}-{world.rank:05d}.safetensors"
-        local = {key: local_rows(tensor) for key, tensor in tensors.items()}
-        # A rank that holds no row of a tensor stores nothing for it.
-        stored = {key: _plain(rows) for key, (rows, _) in local.items() if rows.numel()}
         save_tensors(partial / name, stored)
         files[name] = describe_file(partial / name)
-        shards |= {
-            key: [asdict(Shard(name, start, rows.shape[0] if rows.dim() else 1))]
-            for key, (rows, start) in local.items()
-            if rows.numel()
-        }
+        shards |= {key: [asdict(_shard(name, piece)) for piece in pieces[key]] for key in stored}
     write_json(partial / f"rank-{world.rank:05d}.json", {"files": files, "shards": shards})
     world.barrier()
     if world.is_main:
@@ -122,7 +121,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     replicated: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own rows.
+    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own part.
 
     replicated: what save_state was given, filled in place as far as the checkpoint has it; a run that used
     another precision has other tensors there, or none.
@@ -133,11 +132,13 @@ def load_state(
             step = torch.tensor(float(manifest.step), dtype=torch.float32, device=parameter.device)
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": step, **moments}
+    fused = fused_rows(model)
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
-        if int8_rows(tensor) is not None and f"{_SCALE}/{name}" in manifest.shards:
-            _read_int8(manifest, name, tensor)
+        rows = _fused(fused, name)
+        if int8_rows(tensor) is not None and _has_scales(manifest, name, tensor):
+            _read_int8(manifest, name, tensor, rows)
         else:
-            _read(manifest, name, tensor)
+            _read(manifest, name, tensor, rows)
     weights_changed(model)
     for name, tensor in replicated.items():
         if name in manifest.shards:
@@ -238,9 +239,24 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _plain(rows: Tensor) -> Tensor:
+def _plain(tensor: Tensor) -> Tensor:
+    """This rank's part of it, as it is written."""
+    weight = int8_rows(tensor)
+    if weight is None:
+        plain = plain_rows(tensor).detach()
+        return (plain.to_local() if isinstance(plain, DTensor) else plain).contiguous()
     # What is stored in INT8 is four times as large when dequantized: too large for the device, perhaps.
-    return rows.contiguous() if int8_rows(rows) is None else dequantized(rows).cpu()
+    return dequantized(weight.detach()).cpu()
+
+
+def _shard(file: str, piece: Piece) -> Shard:
+    rows, columns = (*piece.values.shape, 1, 1)[:2]
+    return Shard(file, piece.row, rows, piece.column, columns, piece.at)
+
+
+def _fused(fused: Mapping[str, Sequence[int]], key: str) -> Sequence[int]:
+    """`fused_rows` of the parameter that `key` belongs to: its own name, or `exp_avg/NAME`."""
+    return fused.get(key.rpartition("/")[2], ())
 
 
 def _scales(model: nn.Module) -> dict[str, Tensor]:
@@ -252,14 +268,22 @@ def _scales(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _has_scales(manifest: Manifest, name: str, tensor: Tensor) -> bool:
+    """Whether the checkpoint has the scales of this very layout: a row that tensor parallelism cuts has one
+    in each part.
+    """
+    stored = manifest.shards.get(f"{_SCALE}/{name}", [])
+    return max((each.column + each.columns for each in stored), default=0) == row_scales(tensor).shape[1]
+
+
 @torch.no_grad()
-def _read_int8(manifest: Manifest, name: str, tensor: Tensor) -> None:
+def _read_int8(manifest: Manifest, name: str, tensor: Tensor, fused: Sequence[int]) -> None:
     values, scales = dequantized(tensor), row_scales(tensor).clone()
-    _read(manifest, name, values)
-    _read(manifest, f"{_SCALE}/{name}", scales)
-    weight, _ = local_rows(tensor)
-    assert isinstance(weight, Int8Weight)
-    weight.fill_from(local_rows(values)[0], local_rows(scales)[0])
+    _read(manifest, name, values, fused)
+    _read(manifest, f"{_SCALE}/{name}", scales, fused)
+    weight = int8_rows(tensor)
+    assert weight is not None
+    weight.fill_from(*(t.to_local() if isinstance(t, DTensor) else t for t in (values, scales)))
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:
@@ -277,28 +301,54 @@ def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any
 
 
 @torch.no_grad()
-def _read(manifest: Manifest, name: str, tensor: Tensor) -> None:
-    local, start = local_rows(tensor)
-    stop, num_read = start + (local.shape[0] if local.dim() else 1), 0
-    for shard in manifest.shards.get(name, []):
-        first, last = max(start, shard.start), min(stop, shard.start + shard.rows)
-        if first >= last:
-            continue
-        with safe_open(str(manifest.folder / shard.file), framework="pt", device="cpu") as tensors:
-            rows = (
-                tensors.get_slice(name)[first - shard.start : last - shard.start]
-                if local.dim()
-                else tensors.get_tensor(name)
-            )
-        target = local[first - start : last - start] if local.dim() else local
-        if rows.shape != target.shape:
-            raise UserError(
-                f"{manifest.folder}: tensor {name!r} has rows of shape {list(rows.shape[1:])}, the model has "
-                f"{list(target.shape[1:])}"
-            )
-        target.copy_(rows)
-        num_read += rows.numel()
-    if num_read != local.numel():
-        raise UserError(
-            f"{manifest.folder}: holds {num_read} elements of {name!r} where {local.numel()} are needed"
+def _read(manifest: Manifest, name: str, tensor: Tensor, fused: Sequence[int] = ()) -> None:
+    shards = manifest.shards.get(name, [])
+    size = (*tensor.shape, 1, 1)[:2]
+    stored = tuple(
+        max((first + number for first, number in ends), default=0)
+        for ends in (
+            [(shard.start, shard.rows) for shard in shards],
+            [(shard.column, shard.columns) for shard in shards],
         )
+    )
+    if stored != size:
+        raise UserError(
+            f"{manifest.folder}: holds {stored[0]} x {stored[1]} elements of {name!r} where "
+            f"{size[0]} x {size[1]} are needed"
+        )
+    num_needed = num_read = 0
+    for piece in local_pieces(tensor, fused):
+        num_needed += piece.values.numel()
+        num_read += sum(_read_overlap(manifest, name, shard, piece) for shard in shards)
+    if num_read != num_needed:
+        raise UserError(
+            f"{manifest.folder}: holds {num_read} elements of {name!r} where {num_needed} are needed"
+        )
+
+
+def _read_overlap(manifest: Manifest, name: str, shard: Shard, piece: Piece) -> int:
+    """Copies what `piece` has in common with `shard`; returns how many elements."""
+    mine = _shard("", piece)
+    row, end_row = max(mine.start, shard.start), min(mine.start + mine.rows, shard.start + shard.rows)
+    column = max(mine.column, shard.column)
+    end_column = min(mine.column + mine.columns, shard.column + shard.columns)
+    if row >= end_row or column >= end_column:
+        return 0
+    target, dim = piece.values, piece.values.dim()
+    with safe_open(str(manifest.folder / shard.file), framework="pt", device="cpu") as tensors:
+        if dim == 0:
+            part = tensors.get_tensor(name)
+        else:
+            first = row - shard.start + shard.at
+            region = (
+                slice(first, first + end_row - row),
+                slice(column - shard.column, end_column - shard.column),
+            )
+            part = tensors.get_slice(name)[region[:dim]]
+            into = (
+                slice(row - mine.start, end_row - mine.start),
+                slice(column - mine.column, end_column - mine.column),
+            )
+            target = target[into[:dim]]
+    target.copy_(part)
+    return int(part.numel())

@@ -91,14 +91,42 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model is spread over ranks. All ranks form one FSDP axis."""
+    """How the model is spread over ranks: a mesh of replicate x fsdp x tensor. What `replicate` and `tensor`
+    leave of the ranks is the FSDP axis, over which parameters are sharded.
+    """
 
+    replicate: int = 1
+    """Copies of the sharded model (HSDP): each group of ranks / replicate / tensor shards among itself, and
+    gradients are averaged over the copies."""
+    tensor: int = 1
+    """Ranks that share each matrix (tensor parallelism): attention heads, the MLP and the vocabulary are cut
+    over them. Keep them within one machine."""
+    sequence: bool = True
+    """With `tensor` > 1: cut the tokens of norms and residuals over the same ranks (sequence parallelism),
+    which saves their memory at the same traffic."""
+    context: int = 1
+    """1: torch's ring attention cannot see the boundaries of packed documents (docs/distributed.md)."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after forward and gather them again for backward."""
     reduce_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch rather than once a step: more traffic, but each rank then holds
     its share of the accumulated float32 gradients and not all of them.
     """
+    prefetch_blocks: int = 0
+    """Start the gathers of so many blocks ahead of the one that computes, in forward and in backward; 0:
+    FSDP2's own order, which overlaps one on CUDA. Costs their gathered weights in memory."""
+    cpu_offload: bool = False
+    """CUDA only: keep parameters, gradients and optimizer state in host memory."""
+
+    def __post_init__(self) -> None:
+        at_least("parallel.replicate", self.replicate, 1)
+        at_least("parallel.tensor", self.tensor, 1)
+        at_least("parallel.prefetch_blocks", self.prefetch_blocks, 0)
+        if self.context != 1:
+            raise UserError(
+                f"parallel.context: found {self.context}, only 1 is possible: torch's ring attention cannot "
+                "see the boundaries of packed documents; shorten data.seq_len or use parallel.tensor"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

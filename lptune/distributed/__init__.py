@@ -4,19 +4,35 @@ from lptune.distributed.parallelize import (
     check_compiler,
     checkpoint_activations,
     compile_forward,
+    materialize,
     parallelize,
     reshard,
     sync_gradients,
 )
 from lptune.distributed.session import World, session
-from lptune.distributed.shards import local_rows
+from lptune.distributed.shards import (
+    Piece,
+    first_column,
+    full_tensor,
+    is_first_holder,
+    local_pieces,
+    local_rows,
+)
+from lptune.distributed.tensor_parallel import fused_rows
 
 __all__ = [
+    "Piece",
     "World",
     "check_compiler",
     "checkpoint_activations",
     "compile_forward",
+    "first_column",
+    "full_tensor",
+    "fused_rows",
+    "is_first_holder",
+    "local_pieces",
     "local_rows",
+    "materialize",
     "parallelize",
     "reshard",
     "session",

@@ -14,12 +14,12 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lptune.config import FinetuneConfig, UserError
@@ -31,7 +31,7 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
     """Applies checkpointing, compilation and sharding to `model` (a Decoder, usually on meta), in place.
 
     Every rank calls it with the same model. Afterwards parameters are DTensors, sharded by rows over the mesh
-    axis `fsdp`.
+    axis `fsdp` and equal on all ranks of the axis `replicate` (HSDP).
     """
     blocks: list[Any] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
     checkpoint_activations(blocks, cfg.activation_checkpointing)
@@ -47,12 +47,32 @@ def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
         # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
         cast_forward_inputs=False,
     )
-    shard: dict[str, Any] = {"mesh": world.mesh, "mp_policy": mp_policy}
+    shard: dict[str, Any] = {"mesh": world.data_mesh, "mp_policy": mp_policy}
+    if cfg.parallel.cpu_offload:
+        shard["offload_policy"] = CPUOffloadPolicy()
     for block in blocks:
         fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
     # The root's weights are used last in forward and first in backward: freeing them between would gather
     # twice.
     fully_shard(model, **shard, reshard_after_forward=False)
+    prefetch(blocks, cfg.parallel.prefetch_blocks)
+
+
+def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
+    """Makes each of `blocks`, in the order of forward, start the gathers of the `num_blocks` that come next,
+    in forward and, the other way round, in backward. 0 leaves FSDP2's own order.
+    """
+    if num_blocks == 0:
+        return
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + num_blocks]))
+        block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_blocks) : i][::-1]))
+
+
+def materialize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
+    """Gives `model`, parallelized on meta, storage of unspecified values, and its buffers their values."""
+    model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
+    model.reset_buffers(world.device)  # type: ignore[operator]
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

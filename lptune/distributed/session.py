@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lptune.config import UserError
+from lptune.config import ParallelConfig, UserError
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """One axis, `fsdp`, over all ranks."""
+    """Named axes, outermost first: `replicate` and `tensor` where they are larger than 1, `fsdp` always."""
 
     @property
     def is_main(self) -> bool:
@@ -37,13 +37,39 @@ class World:
         return self.rank == 0
 
     @property
+    def tensor_size(self) -> int:
+        """Number of ranks that share each matrix, and therefore read the same data."""
+        return self.size // self.data_size
+
+    @property
     def data_size(self) -> int:
-        """Number of ranks that read different data."""
-        return self.size
+        """Number of ranks, or groups of tensor-parallel ones, that read different data."""
+        return self.data_mesh.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this rank is in. The tensor axis is the innermost: its ranks are neighbours."""
+        return self.rank // self.tensor_size
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """What `fully_shard` takes: axis `fsdp`, or `replicate` and `fsdp`."""
+        names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "tensor")
+        return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """Axis `tensor`; None without tensor parallelism."""
+        return self.mesh["tensor"] if "tensor" in (self.mesh.mesh_dim_names or ()) else None
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum of `value` over all ranks, in float64. A collective."""
+        """The sum of `value` over all data ranks, in float64; every rank gets it. A collective.
+
+        Of tensor-parallel ranks, which hold the same value, the first one's counts.
+        """
         total = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
+        if self.rank % self.tensor_size:
+            total = torch.zeros_like(total)
         if self.size > 1:
             dist.all_reduce(total)
         return float(total.item())
@@ -59,7 +85,9 @@ class World:
 
     def stop_requested(self) -> bool:
         """Whether any rank has received SIGTERM; all ranks get the same answer. A collective."""
-        return self.sum(float(_stop_requested)) > 0
+        anywhere = torch.tensor(float(_stop_requested), device=self.device)
+        self.max_(anywhere)
+        return bool(anywhere.item() > 0)
 
     def print(self, text: str) -> None:
         """Prints on the main rank only."""
@@ -68,18 +96,23 @@ class World:
 
 
 @contextmanager
-def session(device: str = "auto") -> Iterator[World]:
+def session(device: str = "auto", parallel: ParallelConfig = ParallelConfig()) -> Iterator[World]:  # noqa: B008  (frozen)
     """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
     rank.
 
     Within a session SIGTERM does not end the process: it is noted for `World.stop_requested`, and repetitions
     (a group signal and torchrun's forwarding arrive twice) change nothing.
 
-    device: auto | cpu | cuda. Raises UserError when cuda is asked for and not there. The group is destroyed
-    at exit.
+    device: auto | cpu | cuda. parallel: decides the mesh. Raises UserError when cuda is asked for and not
+    there, and when the ranks cannot form the mesh. The group is destroyed at exit.
     """
     device_type = _device_type(device)
+    if parallel.cpu_offload and device_type != "cuda":
+        raise UserError(
+            "parallel.cpu_offload: moves weights out of a GPU's memory, and this runs on cpu; set it to false"
+        )
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    axes = mesh_axes(parallel, size)
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
@@ -99,7 +132,7 @@ def session(device: str = "auto") -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     previous = _note_sigterm()
     try:
-        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("fsdp",))
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         yield World(rank=rank, size=size, device=here, mesh=mesh)
     finally:
         if previous is not None:
@@ -109,6 +142,22 @@ def session(device: str = "auto") -> Iterator[World]:
         # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
         # have the GIL.
         time.sleep(0.1)
+
+
+def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
+    """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
+
+    Tensor-parallel ranks are neighbours, which a launcher puts on one machine, and so are, next to them, the
+    ranks that gather weights from each other; replicas, which exchange gradients only, are the farthest.
+    """
+    fixed = parallel.replicate * parallel.tensor
+    if num_ranks % fixed:
+        raise UserError(
+            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor} needs a multiple of "
+            f"{fixed} ranks, found {num_ranks}; change them or --nproc-per-node"
+        )
+    sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
+    return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
 
 
 _stop_requested = False

@@ -2,15 +2,23 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
-from lptune.checkpoint.hf import local_rows
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, UserError
-from lptune.distributed import check_compiler
+from lptune.config import (
+    DataConfig,
+    FinetuneConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    UserError,
+)
+from lptune.distributed import check_compiler, local_rows
 from lptune.kernels import RECOMPUTED, record_gemms
 from tests.launch import run_ranks
 
@@ -47,12 +55,12 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
             local.copy_(model.initial_value(name, 0)[start : start + local.shape[0]])
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 131, (4, 2, 16), generator=generator)
-    mine = tokens.chunk(world.size)[world.rank]
+    mine = tokens.chunk(world.data_size)[world.data_rank]
     total = torch.zeros(())
     for number, batch_BS in enumerate(mine, start=1):
         distributed.sync_gradients(model, number == len(mine))
         loss = model(batch_BS[:, :-1], None, batch_BS[:, 1:])
-        (loss * (world.size / tokens.numel())).backward()
+        (loss * (world.data_size / tokens.numel())).backward()
         total += loss.detach()
     gradients = {"loss": torch.tensor(world.sum(total))}
     for name, parameter in model.named_parameters():
@@ -63,33 +71,32 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
     return gradients
 
 
-def _save_gradients(rank: int, num_ranks: int, path: str, tied: bool, kind: str, reshard: bool) -> None:
-    from safetensors.torch import save_file
-
-    from lptune.config import ParallelConfig
-
-    cfg = _config(
-        precision=PrecisionConfig(kind=kind), parallel=ParallelConfig(reshard_after_forward=reshard)
-    )
-    with distributed.session("cpu") as world:
+def _save_gradients(
+    rank: int, num_ranks: int, path: str, tied: bool, kind: str, parallel: dict[str, Any]
+) -> None:
+    cfg = _config(precision=PrecisionConfig(kind=kind), parallel=ParallelConfig(**parallel))
+    with distributed.session("cpu", cfg.parallel) as world:
         gradients = _gradients(world, cfg, tied)
         if world.is_main:
             save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, path)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tied", "kind", "reshard"),
-    [(2, True, "int8_rowcol", True), (4, False, "none", False)],
+    ("num_ranks", "tied", "kind", "parallel"),
+    [
+        (2, True, "int8_rowcol", {}),
+        (4, False, "none", {"reshard_after_forward": False, "prefetch_blocks": 1}),
+        (4, True, "int8_rowcol", {"replicate": 2, "prefetch_blocks": 2}),
+    ],
+    ids=str,
 )
 def test_ranks_with_uneven_rows_and_tied_heads_give_the_gradients_of_one(
-    tmp_path: Path, num_ranks: int, tied: bool, kind: str, reshard: bool
+    tmp_path: Path, num_ranks: int, tied: bool, kind: str, parallel: dict[str, Any]
 ) -> None:
-    from safetensors.torch import load_file
-
     with distributed.session("cpu") as world:
         expected = _gradients(world, _config(precision=PrecisionConfig(kind=kind)), tied)
     path = tmp_path / "gradients.safetensors"
-    run_ranks(num_ranks, _save_gradients, str(path), tied, kind, reshard)
+    run_ranks(num_ranks, _save_gradients, str(path), tied, kind, parallel)
     actual = load_file(path)
     for name, tensor in expected.items():
         # One backward sums 4 micro-batches, in another order: a few float32 ulps of the largest terms.
