@@ -34,7 +34,7 @@ from lptune.linear.row_tensor import (
     as_sharded,
 )
 from lptune.linear.spec import LinearSpec
-from lptune.linear.weight_amax import shard_amaxes, shard_of, whole_amax
+from lptune.linear.weight_amax import Shard, first_row, shard_amaxes, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
 
@@ -106,12 +106,17 @@ class MasterWeight(GatheredByRows):
         spec, rows_NK = self.spec, self.rows_NK.to(self.compute_dtype)
         if spec.weight_scales == "row":
             return Quantized(*quantize_rows(rows_NK, spec.fmt, power_of_two=spec.power_of_two))
-        shard = shard_of(rows_NK, self.full_rows, spec.weight_block, mesh)
-        (mine_BC,) = shard_amaxes([shard], self.compute_dtype)
+        shard = self.shard(rows_NK, mesh)
+        (mine_BC,) = shard_amaxes([shard])
         amax_BC = whole_amax(self.number, mine_BC, mesh)
         return Quantized(
             *quantize_by_amax(rows_NK, amax_BC, spec.fmt, block=spec.weight_block, first_row=shard.first_row)
         )
+
+    def shard(self, rows_NK: Tensor, mesh: DeviceMesh) -> Shard:
+        """Where `rows_NK`, its rows in whatever dtype, are in the weight. mesh: the axis that cuts it."""
+        first = first_row(self.full_rows, mesh)
+        return Shard(rows_NK, first, self.full_rows, self.spec.weight_block, self.compute_dtype)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """A GatheredWeight; counted."""

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from lptune.config import UserError
 from lptune.linear.master_weight import MasterWeight, is_master
 from lptune.linear.module import LowPrecisionLinear, layer_number
-from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes, shard_of
+from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes
 
 _SCALINGS = ("tensorwise", "blockwise")
 
@@ -43,12 +43,9 @@ class PrecomputedScales:
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """model: sharded. optimizers: all that update its weights. Raises UserError before `fully_shard`, and
-        where weights are sharded over different meshes: make one for each part of the model then.
-        """
+        """model: sharded. optimizers: all that update its weights. Raises UserError before `fully_shard`."""
         self._weights: dict[int, _Weight] = {}
         self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # number: of this rank's rows, of all
-        meshes = set()
         for name, module in model.named_modules():
             if not isinstance(module, LowPrecisionLinear) or module.spec.scaling not in _SCALINGS:
                 continue
@@ -60,13 +57,7 @@ class PrecomputedScales:
                 )
             number = layer_number(module)
             self._weights[number] = _Weight(name, module)
-            meshes.add(module.weight.device_mesh)
             set_amax_source(number, self)
-        if len(meshes) > 1:
-            raise UserError(
-                "PrecomputedScales needs weights that are sharded over one mesh; make one for each part of "
-                "the model that has a mesh of its own"
-            )
         if self._weights:
             for optimizer in optimizers:
                 # Before, so that a step that fails half way has announced its changes; after, for what a step
@@ -78,7 +69,7 @@ class PrecomputedScales:
         """See AmaxSource. Raises RuntimeError (on CUDA: fails an assertion on the device) naming the layer
         whose weight changed unannounced.
         """
-        if not self._amaxes:
+        if number not in self._amaxes:
             self._measure(mesh, mine_BC.device)
         then_BC, whole_BC = self._amaxes[number]
         same = (mine_BC == then_BC) | (mine_BC.isnan() & then_BC.isnan())
@@ -99,19 +90,21 @@ class PrecomputedScales:
         self.weight_changed()
 
     def _measure(self, mesh: DeviceMesh, device: torch.device) -> None:
-        masters = {number: weight.master() for number, weight in self._weights.items()}
-        shards = [shard_of(w.rows_NK, w.full_rows, w.spec.weight_block, mesh) for w in masters.values()]
-        (dtype,) = {master.compute_dtype for master in masters.values()}
-        mine = shard_amaxes(shards, dtype)
+        sharded = {number: weight.sharded() for number, weight in self._weights.items()}
+        # Those that the ranks of `mesh` hold together: all, unless parts of a model have meshes of their own.
+        group = mesh.get_group()
+        masters: dict[int, MasterWeight] = {
+            number: weight.to_local()  # type: ignore[misc]
+            for number, weight in sharded.items()
+            if group in weight.device_mesh.get_all_groups()
+        }
+        mine = shard_amaxes([master.shard(master.rows_NK, mesh) for master in masters.values()])
         together = torch.cat([amax_BC.flatten() for amax_BC in mine]).to(device)
         whole = max_over_ranks(together, mesh)
         sizes = [amax_BC.numel() for amax_BC in mine]
-        self._amaxes = {
-            number: (then.view(amax_BC.shape), now.view(amax_BC.shape))
-            for number, amax_BC, then, now in zip(
-                masters, mine, together.split(sizes), whole.split(sizes), strict=True
-            )
-        }
+        parts = zip(masters, mine, together.split(sizes), whole.split(sizes), strict=True)
+        for number, amax_BC, then, now in parts:
+            self._amaxes[number] = then.view(amax_BC.shape), now.view(amax_BC.shape)
 
 
 class _Weight:
@@ -121,14 +114,13 @@ class _Weight:
         self.name = name
         self._module, self._sharded = weakref.ref(module), weakref.ref(module.weight)
 
-    def master(self) -> MasterWeight:
-        """The sharded weight: while a module is gathered (after an evaluation, say) it holds another one, and
-        after loading with assign=True a new one.
+    def sharded(self) -> DTensor:
+        """The parameter that is sharded: while a module is gathered (after an evaluation, say) it holds
+        another one, and after loading with assign=True a new one.
         """
         module = self._module()
         if module is not None and is_master(module.weight):
             self._sharded = weakref.ref(module.weight)
         weight: Any = self._sharded()
-        local = weight.to_local()
-        assert isinstance(local, MasterWeight)
-        return local
+        assert isinstance(weight, DTensor)
+        return weight

@@ -84,18 +84,20 @@ class Shard(NamedTuple):
     first_row: int
     full_rows: int
     block: int | None  # side of the blocks that have an amax each; None: one for the whole
+    compute_dtype: torch.dtype
 
 
-def shard_of(rows_MK: Tensor, full_rows: int, block: int | None, mesh: DeviceMesh) -> Shard:
-    """This rank's rows, placed as FSDP places them: each rank has as many as the first, while they last."""
-    first_row = min(mesh.get_local_rank() * -(-full_rows // mesh.size()), full_rows)
-    return Shard(rows_MK, first_row, full_rows, block)
+def first_row(full_rows: int, mesh: DeviceMesh) -> int:
+    """Where this rank's rows begin, as FSDP deals them out: to each rank as many as to the first, while they
+    last.
+    """
+    return min(mesh.get_local_rank() * -(-full_rows // mesh.size()), full_rows)
 
 
 @torch.no_grad()
-def shard_amaxes(shards: Sequence[Shard], dtype: torch.dtype) -> list[Tensor]:
+def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
     """The amaxes (B, C) of each whole weight as far as its shard here tells, 0 for blocks that are elsewhere;
-    float32, of values rounded to `dtype`.
+    float32, of values rounded to the compute dtype.
     """
     amaxes = [torch.zeros(_grid(shard), dtype=torch.float32, device=shard.rows_MK.device) for shard in shards]
     whole = [i for i, shard in enumerate(shards) if shard.block is None and shard.rows_MK.numel()]
@@ -103,10 +105,10 @@ def shard_amaxes(shards: Sequence[Shard], dtype: torch.dtype) -> list[Tensor]:
         # All weights in a few launches. The norm of order inf is the largest magnitude, and keeps NaN.
         norms = torch._foreach_norm([shards[i].rows_MK for i in whole], torch.inf)
         for i, norm in zip(whole, norms, strict=True):
-            amaxes[i].copy_(norm.to(dtype).reshape(1, 1))
+            amaxes[i].copy_(norm.to(shards[i].compute_dtype).reshape(1, 1))
     for shard, amax_BC in zip(shards, amaxes, strict=True):
         if shard.block is not None and shard.rows_MK.numel():
-            _measure_blocks(shard, shard.block, amax_BC, dtype)
+            _measure_blocks(shard, shard.block, amax_BC)
     return amaxes
 
 
@@ -116,10 +118,10 @@ def _grid(shard: Shard) -> tuple[int, int]:
     return (-(-shard.full_rows // shard.block), -(-shard.rows_MK.shape[1] // shard.block))
 
 
-def _measure_blocks(shard: Shard, block: int, amax_BC: Tensor, dtype: torch.dtype) -> None:
+def _measure_blocks(shard: Shard, block: int, amax_BC: Tensor) -> None:
     (m, k), first = shard.rows_MK.shape, shard.first_row // block
     above = shard.first_row - first * block
     # Zeros fill up the first and the last block; they do not change an amax.
     filled = F.pad(shard.rows_MK.abs(), (0, -k % block, above, -(above + m) % block))
     tiles = filled.view(filled.shape[0] // block, block, -1, block)
-    amax_BC[first : first + tiles.shape[0]] = tiles.amax((1, 3)).to(dtype)
+    amax_BC[first : first + tiles.shape[0]] = tiles.amax((1, 3)).to(shard.compute_dtype)
