@@ -1,6 +1,8 @@
 """The 8-bit all-gather: half the bytes, and not a bit of difference."""
 
+import contextlib
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
-from lptune.config import OptimizerConfig, PrecisionConfig, UserError
+from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
 from lptune.linear import GatheredWeight, MasterWeight
 from lptune.linear.row_tensor import HEADER_BYTES
 from tests.launch import run_ranks
 
-SIZES = (32, 48, 32, 16)
-"""Over 3 ranks, 32 rows are 11, 11 and 10, and 16 rows are 6, 6 and 4."""
+SIZES = (32, 144, 32, 16)
+"""Over 3 ranks, 144 rows are 48 each, so that all of them have rows of the first block of 128; 32 rows are
+11, 11 and 10, and 16 rows are 6, 6 and 4."""
 NUM_STEPS = 10
-KINDS = ("int8_rowcol", "float8_rowwise", "float8_rowwise_with_gw_hp")
+ROWWISE = ("int8_rowcol", "float8_rowwise", "float8_rowwise_with_gw_hp")
+PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise")
+KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
+RUNS = (("high", True), ("low", True), ("low", False))
+"""How weights are gathered, and whether they are resharded after forward."""
 
 
 def _precision(kind: str, **keys: Any) -> PrecisionConfig:
@@ -29,12 +36,17 @@ def _precision(kind: str, **keys: Any) -> PrecisionConfig:
 
 
 def _model(precision: PrecisionConfig, device: str = "cpu") -> nn.Sequential:
+    return _model_and_plan(precision, device)[0]
+
+
+def _model_and_plan(precision: PrecisionConfig, device: str = "cpu") -> tuple[nn.Sequential, linear.Plan]:
     torch.manual_seed(0)
     with torch.device(device):
         layers = [nn.Linear(k, n) for k, n in itertools.pairwise(SIZES)]
+        # A weight of zeros has no history worth the name after the first step.
+        nn.init.zeros_(layers[-1].weight)
         model = nn.Sequential(*(nn.Sequential(layer, nn.GELU()) for layer in layers))
-    linear.convert(model, precision, device=torch.device("cpu"))
-    return model
+    return model, linear.convert(model, precision, device=torch.device("cpu"))
 
 
 def _shard(
@@ -49,23 +61,70 @@ def _shard(
     for block in model:
         if compiled:
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-        fully_shard(block, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+        fully_shard(block, mesh=world.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=world.data_mesh, mp_policy=policy)
 
 
-def _train(model: nn.Sequential, rank: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Ten AdamW steps of two micro-batches: the losses, and all weights at the end."""
+class _Collectives(TorchDispatchMode):
+    """What the collectives bring to a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers: list[tuple[int, bool]] = []
+        """Bytes, and whether they are bytes or bfloat16."""
+        self.num_all_reduces = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.gathers.append((args[0].numel() * args[0].element_size(), args[0].dtype == torch.uint8))
+        self.num_all_reduces += func is torch.ops.c10d.allreduce_.default
+        return func(*args, **(kwargs or {}))
+
+
+def _train(
+    model: nn.Sequential,
+    plan: linear.Plan,
+    world: distributed.World,
+    dtype: torch.dtype = torch.bfloat16,
+    num_steps: int = NUM_STEPS,
+    count: bool = True,
+) -> dict[str, Tensor]:
+    """AdamW steps of two micro-batches, with an evaluation after the fourth and other weights loaded after
+    the seventh: the losses, all weights at the end, the first forward's gathers and each step's all-reduces.
+
+    count: the collectives, which the compiler does not allow.
+    """
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
-    generator = torch.Generator().manual_seed(rank)
-    results = {}
-    for step, micro_batch in itertools.product(range(NUM_STEPS), range(2)):
-        loss = model(torch.randn(24, SIZES[0], generator=generator).to(dtype)).float().square().sum()
-        loss.backward()
-        results[f"loss.{step}.{micro_batch}"] = loss.detach()
-        if micro_batch == 1:
-            training.clip_grad_norm(model, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    linear.PrecomputedScales(model, optimizer)
+    scaling = linear.DelayedScaling(plan, world.device, world.max_)
+    generator = torch.Generator().manual_seed(world.rank)
+
+    def batch() -> Tensor:
+        return torch.randn(24, SIZES[0], generator=generator).to(dtype)
+
+    results, num_all_reduces = {}, []
+    for step in range(num_steps):
+        collectives = _Collectives()
+        with collectives if count else contextlib.nullcontext(), scaling.step():
+            for micro_batch in range(2):
+                loss = model(batch()).float().square().sum()
+                if step == micro_batch == 0:
+                    results["gathers"] = torch.tensor(collectives.gathers)
+                loss.backward()
+                results[f"loss.{step}.{micro_batch}"] = loss.detach()
+        num_all_reduces.append(collectives.num_all_reduces)
+        training.clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                results["evaluated"] = model(batch())
+        if step == 6:
+            distributed.reshard(model)
+            model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()})
+    results["all_reduces"] = torch.tensor(num_all_reduces)
     distributed.reshard(model)
     for name, parameter in model.named_parameters():
         plain = linear.plain_rows(parameter)
@@ -74,124 +133,290 @@ def _train(model: nn.Sequential, rank: int, dtype: torch.dtype = torch.bfloat16)
     return results
 
 
-def _train_sharded(rank: int, num_ranks: int, folder: str, kind: str, gather: str, reshard: bool) -> None:
+def _train_all_kinds(rank: int, num_ranks: int, folder: str) -> None:
     with distributed.session("cpu") as world:
-        model = _model(_precision(kind, all_gather=gather))
-        _shard(model, world, reshard)
-        masters = [isinstance(linear.plain_rows(p), DTensor) and _is_master(p) for p in model.parameters()]
-        assert sum(masters) == (len(SIZES) - 1 if gather == "low" else 0)
-        results = _train(model, rank)
-        save_file(results, Path(folder) / f"{gather}-{reshard}-{rank}.safetensors")
+        for kind, (gather, reshard) in itertools.product(KINDS, RUNS):
+            model, plan = _model_and_plan(_precision(kind, all_gather=gather))
+            _shard(model, world, reshard)
+            masters = sum(_is_master(parameter) for parameter in model.parameters())
+            assert masters == (len(SIZES) - 1 if gather == "low" else 0)
+            results = _train(model, plan, world)
+            save_file(results, Path(folder) / f"{kind}-{gather}-{reshard}-{rank}.safetensors")
 
 
 def _is_master(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and isinstance(parameter.to_local(), MasterWeight)
 
 
-def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], where: str = "") -> None:
     assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
+    for name in expected.keys() - {"gathers", "all_reduces"}:
+        assert torch.equal(actual[name], expected[name]), f"{where} {name}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_three_ranks_it_has_the_bits_of_a_high_precision_gather(tmp_path: Path, kind: str) -> None:
-    for gather, reshard in (("high", True), ("low", True), ("low", False)):
-        run_ranks(3, _train_sharded, str(tmp_path), kind, gather, reshard)
-    for rank in range(3):
-        expected = load_file(tmp_path / f"high-True-{rank}.safetensors")
-        for reshard in (True, False):
-            _assert_equal(load_file(tmp_path / f"low-{reshard}-{rank}.safetensors"), expected)
+def _bytes(kind: str, gather: str, num_ranks: int) -> list[int]:
+    """The closed form of what each layer's gather brings: weight and bias, rows padded alike."""
+    header = HEADER_BYTES if kind in ROWWISE else 0
+    sizes = [(-(-n // num_ranks) * num_ranks, k) for k, n in itertools.pairwise(SIZES)]
+    return [rows * (2 * k if gather == "high" else header + k) + 2 * rows for rows, k in sizes]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+# One test for all kinds: starting three ranks takes longer than what they do.
+def test_on_three_ranks_every_kind_has_the_bits_of_a_high_gather_at_half_the_bytes(tmp_path: Path) -> None:
+    num_ranks = 3
+    run_ranks(num_ranks, _train_all_kinds, str(tmp_path))
+    for kind, rank, (gather, reshard) in itertools.product(KINDS, range(num_ranks), RUNS):
+        where = f"{kind} {gather} {reshard}"
+        found = load_file(tmp_path / f"{kind}-{gather}-{reshard}-{rank}.safetensors")
+        _assert_equal(found, load_file(tmp_path / f"{kind}-high-True-{rank}.safetensors"), where)
+        expected = [[size, gather == "low"] for size in _bytes(kind, gather, num_ranks)]
+        assert found["gathers"].tolist() == expected, where
+        all_reduces = found["all_reduces"].tolist()
+        if kind == "float8_delayed":
+            # One merges the amaxes of a step. A gathered weight without a history, as all are in the first
+            # step and that of zeros is in the second, needs one at each gather.
+            num_gathers = 4 if reshard else 2
+            primed = [num_gathers * (len(SIZES) - 1), num_gathers] if gather == "low" else [0, 0]
+            assert all_reduces == [1 + primed[0], 1 + primed[1], *[1] * (NUM_STEPS - 2)], where
+        elif kind in PRECOMPUTED and gather == "low":
+            # The evaluation has measured for the fifth step.
+            assert all_reduces == [int(step != 4) for step in range(NUM_STEPS)], where
+        else:
+            assert not any(all_reduces), where
+
+
+def _train_replicated(rank: int, num_ranks: int, folder: str) -> None:
+    with distributed.session("cpu", ParallelConfig(replicate=2)) as world:
+        for kind, gather in itertools.product(
+            ("int8_rowcol", *PRECOMPUTED, "float8_delayed"), ("high", "low")
+        ):
+            model, plan = _model_and_plan(_precision(kind, all_gather=gather))
+            _shard(model, world, True)
+            with linear.verify_step(model, plan, 1) as verified:
+                model(torch.randn(24, SIZES[0]).bfloat16().requires_grad_()).sum().backward()
+            assert verified.num_low_gathers == (len(SIZES) - 1 if gather == "low" else 0)
+            model.zero_grad()
+            results = _train(model, plan, world, num_steps=3)
+            save_file(results, Path(folder) / f"{kind}-{gather}-{rank}.safetensors")
+
+
+def test_with_two_replicas_of_two_ranks_every_way_of_scaling_has_the_bits_of_a_high_gather(
+    tmp_path: Path,
+) -> None:
+    run_ranks(4, _train_replicated, str(tmp_path))
+    for kind, rank in itertools.product(("int8_rowcol", *PRECOMPUTED, "float8_delayed"), range(4)):
+        high, low = (
+            load_file(tmp_path / f"{kind}-{gather}-{rank}.safetensors") for gather in ("high", "low")
+        )
+        _assert_equal(low, high, kind)
+        assert low["gathers"].tolist() == [[size, True] for size in _bytes(kind, "low", 2)]
+
+
+_WAYS: list[tuple[str, dict[str, str]]] = [
+    *(
+        ("int8_rowcol", keys)
+        for keys in (
+            {},
+            {"grad_input": "requantized"},
+            {"grad_input": "high"},
+            {"grad_weight": "folded"},
+            {"grad_weight": "high"},
+        )
+    ),
+    *itertools.product(
+        ("int8_tensorwise", "float8_delayed", "float8_blockwise"), ({}, {"grad_input": "high"})
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("kind", "keys", "compiled"),
     [
-        {},
-        {"grad_input": "requantized"},
-        {"grad_input": "high"},
-        {"grad_weight": "folded"},
-        {"grad_weight": "high"},
+        *((kind, keys, False) for kind, keys in _WAYS),
+        *((kind, keys, True) for kind, keys in _WAYS if kind == "int8_rowcol" or not keys),
     ],
     ids=str,
 )
 def test_on_one_rank_every_way_of_multiplying_has_the_bits_of_a_high_gather(
-    keys: dict[str, str], compiled: bool
+    kind: str, keys: dict[str, str], compiled: bool
 ) -> None:
     results = []
     for gather in ("high", "low"):
         torch._dynamo.reset()
         with distributed.session("cpu") as world:
-            model = _model(_precision("int8_rowcol", all_gather=gather, **keys))
+            model, plan = _model_and_plan(_precision(kind, all_gather=gather, **keys))
             _shard(model, world, True, compiled)
-            results.append(_train(model, 0))
+            results.append(_train(model, plan, world, count=not compiled))
     _assert_equal(*results)
 
 
-def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+_QUANTIZERS = {
+    "int8_rowcol": "quantize_rows",
+    "int8_tensorwise": "quantize_by_amax",
+    "float8_delayed": "quantize_by_amax",
+    "float8_blockwise": "quantize_by_amax",
+}
+
+
+@pytest.mark.parametrize("kind", _QUANTIZERS)
+def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     from lptune.linear import master_weight
 
     def results() -> dict[str, Tensor]:
         # In float32: rounding the output to bfloat16 would hide an ulp of a scale nearly always.
         with distributed.session("cpu") as world:
-            model = _model(_precision("int8_rowcol"))
+            model, plan = _model_and_plan(_precision(kind))
             _shard(model, world, True, dtype=torch.float32)
-            return _train(model, 0, torch.float32)
+            return _train(model, plan, world, torch.float32, num_steps=3)
 
     def one_ulp_off(*args: Any, **kwargs: Any) -> Any:
-        rows = quantize_rows(*args, **kwargs)
-        rows.scale_M1[3] = torch.nextafter(rows.scale_M1[3], torch.tensor(torch.inf))
-        return rows
+        q, scale = quantize(*args, **kwargs)
+        scale = scale.clone()
+        scale[-1] = torch.nextafter(scale[-1], torch.tensor(torch.inf))
+        return q, scale
 
     expected = results()
     _assert_equal(results(), expected)
-    quantize_rows = master_weight.quantize_rows
-    monkeypatch.setattr(master_weight, "quantize_rows", one_ulp_off)
+    quantize = getattr(master_weight, _QUANTIZERS[kind])
+    monkeypatch.setattr(master_weight, _QUANTIZERS[kind], one_ulp_off)
     with pytest.raises(AssertionError):
         _assert_equal(results(), expected)
 
 
-class _CountedGathers(TorchDispatchMode):
-    """Bytes that each all-gather brings to a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.num_bytes.append(args[0].numel() * args[0].element_size())
-        return func(*args, **(kwargs or {}))
+def _double(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
 
 
-def _count_bytes(rank: int, num_ranks: int, folder: str) -> None:
-    counts = {}
+def _trained_once(world: distributed.World, kind: str, gather: str = "low") -> nn.Sequential:
+    model = _model(_precision(kind, all_gather=gather))
+    _shard(model, world, True)
+    optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
+    linear.PrecomputedScales(model, optimizer)
+    model(_ones()).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(_ones())
+    distributed.reshard(model)
+    return model
+
+
+def _ones() -> Tensor:
+    return torch.ones(4, SIZES[0], dtype=torch.bfloat16)
+
+
+def _load(model: nn.Sequential, assign: bool) -> None:
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+
+
+def _announce(model: nn.Sequential) -> None:
+    _double(model)
+    linear.weights_changed(model)
+
+
+@pytest.mark.parametrize("kind", PRECOMPUTED)
+def test_a_change_of_weights_that_is_announced_leaves_no_old_scale(kind: str) -> None:
+    changes: list[Callable[[nn.Sequential], None]] = [
+        _announce,
+        lambda model: _load(model, False),
+        lambda model: _load(model, True),
+    ]
     with distributed.session("cpu") as world:
-        for gather in ("high", "low"):
-            model = _model(_precision("int8_rowcol", all_gather=gather))
-            _shard(model, world, False)
-            with _CountedGathers() as counted:
-                model(torch.randn(24, SIZES[0]).bfloat16())
-            counts[gather] = torch.tensor(counted.num_bytes)
-    if rank == 0:
-        save_file(counts, Path(folder) / "counts.safetensors")
+        expected = _trained_once(world, kind, "high")
+        _double(expected)
+        for change in changes:
+            model = _trained_once(world, kind)
+            change(model)
+            assert torch.equal(model(_ones()), expected(_ones()))
 
 
-def test_the_bytes_on_the_wire_are_those_of_the_closed_form(tmp_path: Path) -> None:
-    num_ranks = 3
-    run_ranks(num_ranks, _count_bytes, str(tmp_path))
-    counts = load_file(tmp_path / "counts.safetensors")
-    low, high = [], []
-    for k, n in itertools.pairwise(SIZES):
-        rows = -(-n // num_ranks) * num_ranks
-        bias = 2 * rows  # bfloat16, padded like the rows
-        low.append(rows * (HEADER_BYTES + k) + bias)
-        high.append(rows * 2 * k + bias)
-    assert counts["low"].tolist() == low
-    assert counts["high"].tolist() == high
+def _in_place(model: nn.Sequential) -> None:
+    _double(model)
+
+
+def _through_the_state_dict(model: nn.Sequential) -> None:
+    model.state_dict()["1.0.weight"].mul_(2)
+
+
+def _one_element_of_the_rows(model: nn.Sequential) -> None:
+    distributed.local_rows(model.get_parameter("1.0.weight"))[0].data[3, 4] = 7
+
+
+def _by_another_optimizer(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    training.build_optimizer(model, OptimizerConfig(lr=1e-2)).step()
+
+
+@pytest.mark.parametrize("kind", PRECOMPUTED)
+@pytest.mark.parametrize(
+    "change",
+    [_in_place, _through_the_state_dict, _one_element_of_the_rows, _by_another_optimizer],
+    ids=lambda change: change.__name__.strip("_"),
+)
+def test_a_change_of_weights_that_is_not_announced_is_an_error(
+    kind: str, change: Callable[[nn.Sequential], None]
+) -> None:
+    with distributed.session("cpu") as world:
+        model = _trained_once(world, kind)
+        change(model)
+        with pytest.raises(
+            RuntimeError, match=r"layer \d\.0: its weight was changed .*weights_changed\(model\)"
+        ):
+            model(_ones())
+
+
+@pytest.mark.parametrize("kind", [*PRECOMPUTED, "float8_delayed"])
+def test_without_precomputed_scales_every_gather_measures(kind: str) -> None:
+    with distributed.session("cpu") as world:
+        models = [_model(_precision(kind, all_gather=gather)) for gather in ("high", "low")]
+        for model in models:
+            _shard(model, world, True)
+        for _ in range(2):
+            high, low = (model(_ones()) for model in models)
+            assert torch.equal(low, high)
+            for model in models:
+                distributed.reshard(model)
+                _double(model)
+
+
+def test_precomputed_scales_come_after_fully_shard() -> None:
+    model = _model(_precision("int8_tensorwise"))
+    linear.gather_in_8_bits(model, torch.bfloat16)
+    with pytest.raises(UserError, match=r"comes after fully_shard; 0\.0 is not sharded"):
+        linear.PrecomputedScales(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from lptune.linear import module, verify
+
+    def step(model: nn.Sequential, plan: linear.Plan) -> None:
+        with linear.verify_step(model, plan, 1):
+            model(_ones().requires_grad_()).sum().backward()
+
+    with distributed.session("cpu") as world:
+        model, plan = _model_and_plan(_precision(kind))
+        _shard(model, world, True)
+        step(model, plan)
+        distributed.reshard(model)
+        closed_form = verify.gather_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(verify, "gather_bytes", lambda *args: closed_form(*args) - 1)
+            with pytest.raises(linear.PrecisionNotAppliedError, match="took"):
+                step(model, plan)
+        model, plan = _model_and_plan(_precision(kind))
+        planted, make_master = model.get_submodule("1.0"), module.make_master
+        monkeypatch.setattr(
+            module, "make_master", lambda layer, *args: layer is planted or make_master(layer, *args)
+        )
+        _shard(model, world, True)
+        with pytest.raises(linear.PrecisionNotAppliedError, match=r"layer 1\.0: .* came in high precision"):
+            step(model, plan)
 
 
 def test_forward_sees_8_bit_rows_in_the_buffer_that_fsdp_frees() -> None:
