@@ -383,6 +383,24 @@ def test_without_precomputed_scales_every_gather_measures(kind: str) -> None:
                 _double(model)
 
 
+def test_a_weight_that_an_evaluation_left_gathered_is_in_the_next_steps_history() -> None:
+    histories = []
+    for gather in ("high", "low"):
+        with distributed.session("cpu") as world:
+            model, plan = _model_and_plan(_precision("float8_delayed", all_gather=gather))
+            _shard(model, world, False)
+            scaling = linear.DelayedScaling(plan, world.device, world.max_)
+            for _ in range(3):
+                with torch.no_grad():
+                    model(_ones())
+                with scaling.step():
+                    model(_ones()).sum().backward()
+                _double(model)
+            histories.append(torch.stack(list(scaling.state().values())))
+    assert torch.equal(*histories)
+    assert (histories[0][:2, -3:, 1] > 0).all()
+
+
 def test_precomputed_scales_come_after_fully_shard() -> None:
     model = _model(_precision("int8_tensorwise"))
     linear.gather_in_8_bits(model, torch.bfloat16)
