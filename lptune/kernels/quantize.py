@@ -80,6 +80,15 @@ def quantize_tensor(x_MK: Tensor, fmt: str, *, power_of_two: bool = False) -> Qu
     return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two))
 
 
+def quantize_tensor_by_amax(
+    x_MK: Tensor, amax: Tensor, fmt: str, *, power_of_two: bool = False
+) -> QuantizedTensor:
+    """`quantize_tensor` of a larger tensor, of which x_MK is a part and `amax` (0-dimensional, float32) the
+    largest absolute value.
+    """
+    return QuantizedTensor(*_quantize_tensor_by_amax(x_MK, amax, fmt, power_of_two))
+
+
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool = False
 ) -> QuantizedBlocks:
@@ -153,6 +162,20 @@ def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor
         return native.quantize_tensor(x_MK)
     q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
     return _store(q, False), scale
+
+
+@torch.library.custom_op("lptune::quantize_tensor_by_amax", mutates_args=())
+def _quantize_tensor_by_amax(
+    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    # Plain torch everywhere: the other backends find the amax while they quantize.
+    scale, inverse = numerics.scale_from_amax(amax.reshape(1, 1), FORMATS[fmt], power_of_two)
+    return _store(numerics.round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt]), False), scale
+
+
+@_quantize_tensor_by_amax.register_fake
+def _(x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, False), _scale(x_MK, 1, 1)
 
 
 @torch.library.custom_op("lptune::quantize_blocks", mutates_args=())

@@ -104,7 +104,11 @@ def make_master(
     """
     old = linear.weight
     context = {"number": number, "fmt": fmt, "power_of_two": power_of_two, "compute_dtype": compute_dtype}
-    master = MasterWeight(old.detach(), dtype=old.dtype, full_rows=None, size=None, **context)
+    # What tensor parallelism left to this rank is the whole weight of its FSDP axis.
+    whole = old.detach()
+    rows_NK = whole.to_local() if isinstance(whole, DTensor) else whole
+    local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)
+    master = as_sharded(whole, local)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
 
@@ -115,8 +119,11 @@ def is_master(tensor: Tensor) -> bool:
 
 def gather_bytes(weight: DTensor) -> int:
     """What an 8-bit gather of a sharded (N, K) weight brings to a rank: 16 + K a row, padding included."""
-    num_ranks = weight.device_mesh.size()
-    return -(-weight.shape[0] // num_ranks) * num_ranks * (HEADER_BYTES + weight.shape[1])
+    mesh = weight.device_mesh
+    num_ranks = mesh.size((mesh.mesh_dim_names or ("fsdp",)).index("fsdp"))
+    local = weight.to_local()
+    rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
+    return -(-rows // num_ranks) * num_ranks * (HEADER_BYTES + local.shape[1])
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ cut, so a shard has its own scales and needs no collective to be quantized.
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -153,7 +154,8 @@ class GatheredByRows(RowTensor):
         weight = self.whole(rows, param_dtype)
         if out is None:
             return weight, ()
-        assert type(out) is type(weight)
+        out = out.to_local() if isinstance(out, DTensor) else out  # as tensor parallelism left it
+        assert isinstance(out, type(weight))
         assert out.parts()[0].data_ptr() == rows.q_MK.data_ptr()
         return None
 
@@ -178,9 +180,20 @@ def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     """`local`, this rank's rows, in a DTensor if `tensor` is one."""
     if not isinstance(tensor, DTensor):
         return local
-    size = torch.Size((tensor.shape[0], local.shape[1]))
+    # One column for each part that a row is cut into, if the local tensor has a number for each row.
+    parts = math.prod(
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard(1)
+    )
+    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=(size[1], 1)
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], columns)),
+        stride=(columns, 1),
     )
 
 
