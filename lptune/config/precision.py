@@ -18,17 +18,27 @@ class Kind:
     can_gather_low: bool = False
     """Whether the GEMMs see nothing of a weight but one set of 8-bit values, to be made of shards."""
     output: tuple[str, ...] = ("low", "high")
+    tokens_low: str | None = None
+    """The grad_weight with which GEMMs see no more of x than an 8-bit gather brings; None: there is none."""
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 
 PRECISION_KINDS = {
     "none": Kind((), (), ()),
-    "int8_rowcol": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True),
-    "int8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("int8",), True, True),
-    "float8_tensorwise": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True, True),
+    "int8_rowcol": Kind(
+        _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True, tokens_low="folded"
+    ),
+    "int8_tensorwise": Kind(
+        ("tensor", "high"), ("tensor", "high"), ("int8",), True, True, tokens_low="tensor"
+    ),
+    "float8_tensorwise": Kind(
+        ("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True, True, tokens_low="tensor"
+    ),
     "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True),
-    "float8_rowwise": Kind(_ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True, True),
+    "float8_rowwise": Kind(
+        _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True, True, tokens_low="folded"
+    ),
     "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True),
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
@@ -67,12 +77,17 @@ class PrecisionConfig:
     all_gather: str = "auto"
     """auto (low where the kind can) | low: FSDP gathers weights in 8 bits | high: in compute dtype.
     int8_weight_only gathers what it stores."""
+    tp_all_gather: str = "auto"
+    """auto (low where the GEMMs see no more of the activations) | low: sequence parallelism gathers
+    activations in 8 bits, once for q, k, v and once for gate, up | high. low needs grad_weight=folded with
+    int8_rowcol and float8_rowwise, and nothing with int8_tensorwise and float8_tensorwise."""
     verify: bool = True
     """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
         one_of("precision.all_gather", self.all_gather, ("auto", "low", "high"))
+        one_of("precision.tp_all_gather", self.tp_all_gather, ("auto", "low", "high"))
         kind = PRECISION_KINDS[self.kind]
         anything = self.kind == "none"  # a config may keep its choices while precision is switched off
         for key, choices in (
@@ -107,6 +122,16 @@ class PrecisionConfig:
                     "precision.grad_input: column quantizes the original weight, which an 8-bit gather does "
                     "not bring; set precision.all_gather=high, or grad_input to folded, requantized or high"
                 )
+        if self.tp_all_gather == "low" and not anything and not self.gathers_tokens_low:
+            with_it = [name for name, each in PRECISION_KINDS.items() if each.tokens_low]
+            needed = PRECISION_KINDS[self.kind].tokens_low
+            raise UserError(
+                f"precision.tp_all_gather: low is not there for precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} have it"
+                if needed is None
+                else f"precision.tp_all_gather: low brings x in 8 bits only; it needs output=low and "
+                f"grad_weight={'low' if needed == 'tensor' else needed}"
+            )
         if not anything and not self.low_gemms():
             raise UserError(
                 f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
@@ -132,6 +157,15 @@ class PrecisionConfig:
         able = kind.can_gather_low and self.grad_input != "column" and self.kind != "int8_weight_only"
         # Without low-precision output nothing is gained in forward, and the weight would be rounded for it.
         return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
+
+    @property
+    def gathers_tokens_low(self) -> bool:
+        """Whether sequence parallelism gathers activations in 8 bits: where `tp_all_gather` allows it and
+        every GEMM sees the same 8-bit copy of x. The bits are those of a high-precision gather.
+        """
+        kind = PRECISION_KINDS[self.kind]
+        able = kind.tokens_low is not None and self.resolved_grad_weight == kind.tokens_low
+        return able and self.output == "low" and self.tp_all_gather != "high"
 
     @property
     def resolved_grad_input(self) -> str:

@@ -1,8 +1,10 @@
-"""`parallelize()`: activation checkpointing, compilation and FSDP2, in the only order that works.
+"""`parallelize()`: tensor parallelism, checkpointing, compilation, FSDP2, in the only order that works.
 
-    checkpointing first, so that what is compiled includes the recomputation and the compiler can plan it;
-    compilation next, on each block's forward, so that FSDP's hooks stay outside the graph and one graph
-    serves all blocks of a kind;
+    tensor parallelism first, on whole parameters;
+    activation checkpointing next, so that what is compiled includes the recomputation and the compiler can
+    plan it;
+    compilation, on each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
+    all blocks of a kind;
     the weights' way of being gathered, 8-bit rows where the plan says so;
     `fully_shard` last, block by block and then the root (embeddings, final norm, head).
 
@@ -24,16 +26,23 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed.session import World
+from lptune.distributed.tensor_parallel import cut_decoder
 from lptune.linear import gather_in_8_bits
+from lptune.models import Decoder
 
 
-def parallelize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
+def parallelize(model: Decoder, world: World, cfg: FinetuneConfig) -> None:
     """Applies checkpointing, compilation and sharding to `model` (a Decoder, usually on meta), in place.
 
-    Every rank calls it with the same model. Afterwards parameters are DTensors, sharded by rows over the mesh
-    axis `fsdp` and equal on all ranks of the axis `replicate` (HSDP).
+    Every rank calls it with the same model. Afterwards parameters are DTensors, cut over the mesh axis
+    `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP). Raises UserError
+    where the mesh does not divide the model.
     """
-    blocks: list[Any] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    if world.tensor_mesh is not None:
+        # It would warn of every export that it gathers over two axes one after the other; so it must.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        cut_decoder(model, world.tensor_mesh, cfg.parallel.sequence, cfg.data.seq_len)
+    blocks: list[Any] = list(model.model.layers)
     checkpoint_activations(blocks, cfg.activation_checkpointing)
     # FSDP's hooks on the blocks break the graph of a whole model.
     compile_forward(
@@ -140,7 +149,7 @@ def _selective_contexts() -> Any:
 
 @functools.cache
 def _expensive_ops() -> frozenset[Any]:
-    """What selective checkpointing keeps: outputs of GEMMs and of attention."""
+    """What selective checkpointing keeps: outputs of GEMMs and of attention, and sums over ranks."""
     aten = torch.ops.aten
     return frozenset(
         {
@@ -153,6 +162,9 @@ def _expensive_ops() -> frozenset[Any]:
             torch.ops.lptune.scaled_mm.default,
             torch.ops.lptune.block_scaled_mm.default,
             torch.ops.lptune.weight_only_mm.default,
+            # Reduced once; what was gathered is gathered again, or sequence parallelism would save nothing.
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            torch.ops._c10d_functional.all_reduce.default,
             *_varlen_ops(),
         }
     )

@@ -48,7 +48,7 @@ def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
     (row, num_rows), (column, _) = _rectangle(tensor)
     assert local.numel() == 0 or local.shape[0] == num_rows, (local.shape, num_rows)
     pieces, at = [], 0
-    for start, length in _row_runs(row, num_rows, fused_rows, _tensor_size(tensor)):
+    for start, length in row_runs(row, num_rows, fused_rows, _tensor_size(tensor)):
         piece = Piece(local[at : at + length], start, column, at)
         if piece.values.numel():
             pieces.append(piece)
@@ -88,7 +88,7 @@ def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
     num_ranks = _tensor_size(tensor)
     if not fused_rows or num_ranks == 1:
         return full
-    runs = _row_runs(0, full.shape[0], fused_rows, num_ranks)
+    runs = row_runs(0, full.shape[0], fused_rows, num_ranks)
     whole, at = torch.empty_like(full), 0
     for start, length in runs:
         whole[start : start + length] = full[at : at + length]
@@ -119,8 +119,11 @@ def _rectangle(tensor: DTensor) -> list[tuple[int, int]]:
     return bounds
 
 
-def _row_runs(row: int, num_rows: int, fused_rows: Sequence[int], num_ranks: int) -> list[tuple[int, int]]:
-    """(first, number) in the checkpoint of the rows [row, row + num_rows) as they lie over the mesh."""
+def row_runs(row: int, num_rows: int, fused_rows: Sequence[int], num_ranks: int) -> list[tuple[int, int]]:
+    """(first, number) in the checkpoint of the rows [row, row + num_rows) as they lie over `num_ranks` ranks.
+
+    fused_rows: see local_pieces.
+    """
     if not fused_rows or num_ranks == 1:
         return [(row, num_rows)]
     starts = [0, *itertools.accumulate(fused_rows)]

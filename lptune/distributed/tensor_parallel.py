@@ -1,10 +1,109 @@
-"""Tensor and sequence parallelism."""
+"""Tensor and sequence parallelism: each matrix of a decoder is cut over the ranks of the mesh axis `tensor`.
 
+Megatron's plan (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that each
+rank has whole heads and its share of the MLP, o and down by input features; two collectives around each pair
+(activations.py) are all there is. The vocabulary is cut in the embedding, the head and the loss. With
+sequence parallelism, what lies between (norms, residuals) is cut by tokens.
+
+How one module is cut stands in styles.py. A model of your own takes a plan like the one below
+(docs/distributed.md).
+"""
+
+import functools
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from lptune.config import UserError
+from lptune.distributed.activations import Group, vocab_parallel_cross_entropy
+from lptune.distributed.styles import (
+    ColumnParallel,
+    FeatureParallelNorm,
+    GatheredInput,
+    GatheredOutput,
+    Replicated,
+    RowParallel,
+    VocabParallelEmbedding,
+    first_word,
+    gathered_logits,
+)
+from lptune.models import Decoder, DecoderConfig
+from lptune.models.loss import IGNORE_INDEX
+
+
+def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelStyle]:
+    """How a Decoder is cut. sequence: cut the tokens of norms and residuals, too."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    block, plan = "model.layers.*", dict[str, ParallelStyle]()
+    if config.fused_projections:
+        plan[f"{block}.self_attn.qkv_proj"] = ColumnParallel((q_size, kv_size, kv_size))
+        plan[f"{block}.mlp.gate_up_proj"] = ColumnParallel((config.intermediate_size,) * 2)
+    else:
+        for name in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        ):
+            plan[f"{block}.{name}"] = ColumnParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"{block}.{name}"] = RowParallel(sequence)
+    for name in ("self_attn", "mlp"):
+        plan[f"{block}.{name}"] = GatheredInput(sequence)
+    if config.qk_norm != "none":
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            full = config.qk_norm == "full"
+            plan[f"{block}.{name}"] = FeatureParallelNorm() if full else Replicated(partial=True)
+    plan[f"{block}.*layernorm"] = Replicated(partial=sequence)
+    plan["model.norm"] = Replicated(partial=sequence)
+    plan["model.embed_tokens"] = VocabParallelEmbedding(sequence)
+    plan["model"] = GatheredOutput(sequence)
+    plan["lm_head"] = ColumnParallel()
+    return plan
+
+
+def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool, seq_len: int) -> None:
+    """Spreads a Decoder over `mesh`, the axis `tensor`, in place. Before checkpointing and `fully_shard`.
+
+    seq_len: tokens of a row. Raises UserError where heads, sizes or tokens do not divide.
+    """
+    config, num_ranks = model.config, mesh.size()
+    divided = {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+    } | ({"data.seq_len": seq_len} if sequence else {})
+    for name, size in divided.items():
+        if size % num_ranks:
+            fitting = [str(n) for n in range(1, num_ranks) if not any(each % n for each in divided.values())]
+            raise UserError(
+                f"parallel.tensor: {num_ranks} ranks do not divide {name}={size}; "
+                f"smaller numbers that do: {', '.join(fitting)}"
+            )
+    group = Group.of(mesh)
+    parallelize_module(model, mesh, decoder_plan(config, sequence))
+    model._tie()
+    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    assert not missing, missing
+    model.words_here = -(-config.vocab_size // num_ranks)
+    model.cross_entropy = functools.partial(
+        vocab_parallel_cross_entropy,
+        group=group,
+        first_word=first_word(config.vocab_size, group),
+        ignore_index=IGNORE_INDEX,
+    )
+    model.__class__ = gathered_logits(type(model), group, config.vocab_size)  # type: ignore[assignment, arg-type]
 
 
 def fused_rows(model: nn.Module) -> dict[str, Sequence[int]]:
     """Parameter name -> rows of the matrices that it stacks, where they are cut one by one over the mesh."""
-    return {}
+    return {
+        f"{name}.{parameter}": module.fused_rows
+        for name, module in model.named_modules()
+        if hasattr(module, "fused_rows")
+        for parameter in module._parameters
+    }

@@ -82,6 +82,15 @@ def quantize_tensor(x_MK: Tensor, fmt: str, *, power_of_two: bool = False) -> Qu
     return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two))
 
 
+def quantize_tensor_by_amax(
+    x_MK: Tensor, amax: Tensor, fmt: str, *, power_of_two: bool = False
+) -> QuantizedTensor:
+    """`quantize_tensor` of a larger tensor, of which x_MK is a part and `amax` (0-dimensional, float32) the
+    largest absolute value.
+    """
+    return QuantizedTensor(*quantize_by_amax(x_MK, amax.reshape(1, 1), fmt, power_of_two=power_of_two))
+
+
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool = False
 ) -> QuantizedBlocks:
@@ -95,7 +104,13 @@ def quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> QuantizedMX:
 
 
 def quantize_by_amax(
-    x_MK: Tensor, amax: Tensor, fmt: str, *, block: int | None = None, first_row: int = 0
+    x_MK: Tensor,
+    amax: Tensor,
+    fmt: str,
+    *,
+    power_of_two: bool = False,
+    block: int | None = None,
+    first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(q_MK, scale) of some rows of a larger matrix: those of that matrix quantized by `amax`, bit for bit.
 
@@ -103,7 +118,7 @@ def quantize_by_amax(
     its shape. first_row: where in the larger matrix x begins. What exceeds an amax saturates, but inf and NaN
     come out as NaN in float8.
     """
-    q_MK, scale = _quantize_by_amax(x_MK, amax, fmt, block, first_row)
+    q_MK, scale = _quantize_by_amax(x_MK, amax, fmt, power_of_two, block, first_row)
     return q_MK, scale
 
 
@@ -194,11 +209,11 @@ def _quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lptune::quantize_by_amax", mutates_args=())
 def _quantize_by_amax(
-    x_MK: Tensor, amax: Tensor, fmt: str, block: int | None, first_row: int
+    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
 ) -> tuple[Tensor, Tensor]:
     # Plain torch on every device: a kernel that is given its amax is the second phase of quantize_tensor's.
     (m, k), form = x_MK.shape, FORMATS[fmt]
-    scale, inverse = numerics.scale_from_amax(amax, form)
+    scale, inverse = numerics.scale_from_amax(amax, form, power_of_two)
     if block is not None:
         first_block = first_row // block
         above = first_row - first_block * block
@@ -274,7 +289,9 @@ def _(
 
 
 @_quantize_by_amax.register_fake
-def _(x_MK: Tensor, amax: Tensor, fmt: str, block: int | None, first_row: int) -> tuple[Tensor, Tensor]:
+def _(
+    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
+) -> tuple[Tensor, Tensor]:
     return _empty(x_MK, fmt, False), torch.empty_like(amax)
 
 

@@ -8,14 +8,16 @@
 `int8_weight_only`, whose parameters are Int8Weights.
 """
 
+from lptune.linear.autograd import QuantizedTokens
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
-from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, weights_changed
+from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.precomputed import PrecomputedScales
+from lptune.linear.row_tensor import RowTensor, pack_rows, unpack_rows
 from lptune.linear.spec import LinearSpec
 from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
@@ -33,16 +35,21 @@ __all__ = [
     "PrecisionNotAppliedError",
     "PrecomputedScales",
     "Predicted",
+    "QuantizedTokens",
+    "RowTensor",
     "StochasticRounding",
     "Verified",
     "convert",
     "dequantized",
     "gather_in_8_bits",
     "int8_rows",
+    "local_part",
+    "pack_rows",
     "plain_rows",
     "predicted_errors",
     "row_scales",
     "unconvert",
+    "unpack_rows",
     "verify_step",
     "weights_changed",
 ]

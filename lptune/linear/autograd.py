@@ -10,7 +10,7 @@ weight_only.py, where the weight itself is stored in 8 bits. Here stands what th
   same bits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +30,58 @@ _MATHS: dict[str, Any] = {
 }
 
 
-def low_precision_linear(x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: LinearSpec) -> Tensor:
+class QuantizedTokens(NamedTuple):
+    """Activations that came out of an 8-bit gather, for the layers that would have quantized them so.
+
+    8-bit tensors have no gradient; `carrier` has it, and no values.
+    """
+
+    carrier_BSK: Tensor  # compute dtype, all elements one: only its shape and its gradient matter
+    q_TK: Tensor  # int8 or float8, T = B * S
+    scale: Tensor  # float32, (T, 1) or (1, 1)
+
+
+def low_precision_linear(
+    x_TK: Tensor,
+    w_NK: Tensor,
+    layer: Tensor,
+    spec: LinearSpec,
+    quantized_x: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """`x @ w.T`, differentiable, with each of its three GEMMs as `spec` says.
 
     x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it.
     For `weight_only` an Int8Weight, as it is.
-    layer: `layer_handle` under which the executed GEMMs are counted. Returns (T, N) in x's dtype.
+    layer: `layer_handle` under which the executed GEMMs are counted. quantized_x: q and scale of x, where it
+    was gathered so (spec.gathers_tokens_low); x then only carries the gradient. Returns (T, N) in x's dtype.
     """
-    out_TN: Tensor = _LowPrecisionLinear.apply(x_TK, w_NK, layer, spec)  # type: ignore[no-untyped-call]
+    q, scale = quantized_x or (None, None)
+    out_TN: Tensor = _LowPrecisionLinear.apply(  # type: ignore[no-untyped-call]
+        x_TK, w_NK, layer, spec, q, scale
+    )
     return out_TN
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: LinearSpec) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        w_NK: Tensor,
+        layer: Tensor,
+        spec: LinearSpec,
+        q: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:
         maths = _MATHS[spec.scaling]
-        out_TN, saved = maths.forward(spec, x_TK, _compute_weight(w_NK, x_TK.dtype), layer)
+        given = {} if q is None else {"quantized_x": (q, scale)}
+        out_TN, saved = maths.forward(spec, x_TK, _compute_weight(w_NK, x_TK.dtype), layer, **given)
         ctx.spec = spec
         ctx.save_for_backward(w_NK, layer, *saved)
         return out_TN  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         w_NK, layer, *saved = ctx.saved_tensors
         maths = _MATHS[ctx.spec.scaling]
         weight_NK = _compute_weight(w_NK, g_TN.dtype)
@@ -59,7 +89,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         gx_TK, gw_NK = maths.backward(
             ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
         )
-        return gx_TK, gw_NK, None, None
+        return gx_TK, gw_NK, None, None, None, None
 
 
 def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ dtype and the layer quantizes: the two give the same bits, in losses and in weig
 The 8-bit rows are made anew for every gather, from the weight as it is then.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,7 +143,11 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
     """
     old = linear.weight
     context = {"number": number, "spec": spec, "compute_dtype": compute_dtype}
-    master = MasterWeight(old.detach(), dtype=old.dtype, full_rows=None, size=None, **context)
+    # What tensor parallelism left to this rank is the whole weight of its FSDP axis.
+    whole = old.detach()
+    rows_NK = whole.to_local() if isinstance(whole, DTensor) else whole
+    local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)
+    master = as_sharded(whole, local)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
 
@@ -157,6 +162,17 @@ def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
     """
     rows = -(-shape[0] // num_ranks) * num_ranks
     return rows * (header_bytes(spec) + shape[1])
+
+
+def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
+    """`gather_bytes` of a weight that FSDP holds; under tensor parallelism of this rank's part of it."""
+    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
+    # Replicas (HSDP) gather each for themselves. A mesh of somebody's own has no tensor axis of ours.
+    cut = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    axes = [names.index("fsdp")] if "fsdp" in names else cut
+    local = weight.to_local()
+    rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
+    return gather_bytes((rows, local.shape[1]), math.prod(mesh.size(axis) for axis in axes), spec)
 
 
 def header_bytes(spec: LinearSpec) -> int:

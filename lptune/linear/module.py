@@ -5,17 +5,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
 from lptune.kernels import NUMBER, expect_gather, forget_amaxes, forget_gather, layer_handle
-from lptune.linear.autograd import low_precision_linear
+from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
 from lptune.linear.spec import LinearSpec
 from lptune.linear.weight_amax import forget_amax_source, weight_changed
 
 _numbers = itertools.count()
+
+
+def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
+    """What this rank has of a parameter that tensor parallelism put into a DTensor; else itself.
+
+    sums_gradient: ranks find parts of a gradient that they all need (of a parameter that each has whole).
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] if sums_gradient else None)
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -25,6 +35,11 @@ class LowPrecisionLinear(nn.Linear):
     handle: Tensor
     """Names the layer inside the kernels. No buffer: it stays on the CPU when the model moves, and out of the
     state dict.
+    """
+
+    part: int = 0
+    """Which of the parts that tensor parallelism cut the output features into; rounds by random bits of its
+    own.
     """
 
     @staticmethod
@@ -71,16 +86,24 @@ class LowPrecisionLinear(nn.Linear):
         weight_changed(layer_number(self))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x: (..., in_features) in compute dtype, autocast's where it is on -> (..., out_features) in the
         same.
         """
-        if torch.is_autocast_enabled(x.device.type):
+        out = self.multiply(x)
+        return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
+
+    def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
+        """`forward` without the bias. Of a weight that tensor parallelism cut, this rank's part."""
+        quantized_x: tuple[Tensor, Tensor] | None = None
+        if isinstance(x, QuantizedTokens):
+            x, *rest = x
+            quantized_x = (rest[0], rest[1])
+        elif torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, self.weight, self.handle, self.spec)
-        out = out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        out_TN = low_precision_linear(x_TK, local_part(self.weight), self.handle, self.spec, quantized_x)
+        return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:
         """The spec beside the sizes."""

@@ -22,6 +22,7 @@ cover rows of several ranks. They are agreed upon before (weight_amax.py) and no
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -159,9 +160,9 @@ class GatheredByRows(RowTensor):
         """This rank's rows as one buffer, padded to what the first rank has; the scale, where it is not in
         there.
         """
-        sent, has_header = self.rows_to_send(mesh), self.header_bytes > 0
-        buffer = pack_rows(sent, -(-self.full_rows // mesh.size()), has_header)
-        return (buffer,), None if has_header else sent.scale
+        sent = self.rows_to_send(mesh)
+        buffer = pack_rows(sent, -(-self.full_rows // mesh.size()), self.header_bytes)
+        return (buffer,), None if self.header_bytes else sent.scale
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -180,8 +181,8 @@ class GatheredByRows(RowTensor):
         weight = self.whole(quantized, param_dtype)
         if out is None:
             return weight, ()
-        out = out.to_local() if isinstance(out, DTensor) else out
-        assert type(out) is type(weight)
+        out = out.to_local() if isinstance(out, DTensor) else out  # as tensor parallelism left it
+        assert isinstance(out, type(weight))
         assert out.parts()[0].data_ptr() == quantized.q_NK.data_ptr()
         if metadata is not None:
             # The tensor that the first gather made serves all later ones, and has that one's scale.
@@ -189,24 +190,25 @@ class GatheredByRows(RowTensor):
         return None
 
 
-def pack_rows(quantized: Quantized, num_rows: int, has_header: bool) -> Tensor:
-    """The buffer of a shard, uint8 (num_rows, K), or 16 + K with a header; rows beyond the shard's are
-    padding, all zero.
+def pack_rows(quantized: tuple[Tensor, Tensor], num_rows: int, header_bytes: int = HEADER_BYTES) -> Tensor:
+    """The buffer of some rows, uint8 (num_rows, header_bytes + K); those that are not there are padding, all
+    zero. quantized: q and scale, which is sent where there is a header.
     """
-    n, k = quantized.q_NK.shape
-    header_bytes = HEADER_BYTES if has_header else 0
-    device = quantized.q_NK.device
-    buffer = torch.zeros(num_rows, header_bytes + k, dtype=torch.uint8, device=device)
-    mine = unpack_rows(buffer, n, quantized.q_NK.dtype, header_bytes)
-    mine.q_NK.copy_(quantized.q_NK)
-    if has_header:
-        mine.scale.copy_(quantized.scale)
+    q_NK, scale = quantized
+    n, k = q_NK.shape
+    buffer = torch.zeros(num_rows, header_bytes + k, dtype=torch.uint8, device=q_NK.device)
+    mine = unpack_rows(buffer, n, q_NK.dtype, header_bytes)
+    mine.q_NK.copy_(q_NK)
+    if header_bytes:
+        mine.scale.copy_(scale)
     return buffer
 
 
-def unpack_rows(buffer: Tensor, num_rows: int, dtype: torch.dtype, header_bytes: int) -> Quantized:
-    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one. Without a header there is
-    no scale (0 columns).
+def unpack_rows(
+    buffer: Tensor, num_rows: int, dtype: torch.dtype, header_bytes: int = HEADER_BYTES
+) -> Quantized:
+    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one. Without a header the scale
+    has 0 columns.
     """
     rows = buffer[:num_rows]
     return Quantized(rows[:, header_bytes:].view(dtype), rows[:, : min(4, header_bytes)].view(torch.float32))
@@ -216,9 +218,20 @@ def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     """`local`, this rank's rows, in a DTensor if `tensor` is one."""
     if not isinstance(tensor, DTensor):
         return local
-    size = torch.Size((tensor.shape[0], local.shape[1]))
+    # One column for each part that a row is cut into, if the local tensor has a number for each row.
+    parts = math.prod(
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard(1)
+    )
+    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=(size[1], 1)
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], columns)),
+        stride=(columns, 1),
     )
 
 

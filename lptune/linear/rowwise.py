@@ -39,12 +39,21 @@ from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
 
-def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
+def forward(
+    spec: LinearSpec,
+    x_TK: Tensor,
+    w_NK: Tensor,
+    layer: Tensor,
+    quantized_x: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype.
+
+    quantized_x: x's rows, if they are there already; for `output` low and `grad_weight` folded alone.
+    """
     fmt, power_of_two = spec.fmt, spec.power_of_two
     saved: tuple[Tensor, ...] = (x_TK,)
-    x = None
-    if spec.output == "low" or spec.grad_weight == "folded":
+    x = None if quantized_x is None else QuantizedRows(*quantized_x)
+    if x is None and (spec.output == "low" or spec.grad_weight == "folded"):
         x = quantize_rows(x_TK, fmt, power_of_two=power_of_two)
     if spec.grad_weight == "folded":
         assert x is not None

@@ -35,6 +35,7 @@ class LinearSpec(NamedTuple):
     emulate: bool
     stochastic: bool  # g is rounded stochastically
     gathers_low: bool  # FSDP gathers the weight in 8 bits
+    gathers_tokens_low: bool  # tensor parallelism gathers x in 8 bits, where it is cut by tokens
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -52,6 +53,7 @@ class LinearSpec(NamedTuple):
             emulate=precision.emulate,
             stochastic=precision.stochastic_rounding,
             gathers_low=precision.gathers_low,
+            gathers_tokens_low=precision.gathers_tokens_low,
         )
 
     def is_low(self, gemm: str) -> bool:

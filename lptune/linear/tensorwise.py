@@ -29,16 +29,27 @@ from lptune.linear.spec import LinearSpec
 from lptune.numerics import QuantizedTensor, dequantize
 
 
-def forward(spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype."""
+def forward(
+    spec: LinearSpec,
+    x_TK: Tensor,
+    w_NK: Tensor,
+    layer: Tensor,
+    quantized_x: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(`x @ w.T` in x's dtype, what `backward` needs of x). w_NK has x's dtype.
+
+    quantized_x: of x, if it is there already; where `output` and `grad_weight` are low alone.
+    """
     if spec.output == "high":
         return x_TK @ _high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
-    x, w = _quantize(spec, x_TK, layer, "x"), _quantize(spec, w_NK, layer, "w")
+    x = QuantizedTensor(*quantized_x) if quantized_x else _quantize(spec, x_TK, layer, "x")
+    w = _quantize(spec, w_NK, layer, "w")
     out_TN = scaled_mm(
         x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
     )
-    # x itself and not its 8-bit copy: q, k and v share one x, and each would keep a copy of its own.
-    return out_TN, (x_TK,)
+    # x itself and not its 8-bit copy, unless that is shared: q, k and v share one x, and each would keep a
+    # copy of its own.
+    return out_TN, quantized_x or (x_TK,)
 
 
 def backward(
@@ -51,7 +62,6 @@ def backward(
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
-    (x_TK,) = saved
     dtype, gx_TK, gw_NK = g_TN.dtype, None, None
     low_input = needs_grad_input and spec.grad_input != "high"
     low_weight = needs_grad_weight and spec.grad_weight != "high"
@@ -66,9 +76,9 @@ def backward(
             gx_TK = g_TN @ _high_weight(spec, w_NK, layer, dtype)
     if needs_grad_weight:
         if g is None or not low_weight:
-            gw_NK = g_TN.t() @ x_TK
+            gw_NK = g_TN.t() @ saved[0]
         else:
-            x = _quantize(spec, x_TK, layer, "x")
+            x = QuantizedTensor(*saved) if len(saved) == 2 else _quantize(spec, saved[0], layer, "x")
             gw_NK = scaled_mm(
                 g.q_MK.t(), x.q_MK, g.scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
             )

@@ -17,7 +17,6 @@ exact. How often it happens is not: a compiler drops the recomputation of what n
 the same in each pass is checked.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
-from lptune.linear.master_weight import gather_bytes
+from lptune.linear.master_weight import planned_bytes
 from lptune.linear.plan import LayerPlan, Plan
 
 
@@ -150,10 +149,7 @@ def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
     weight = model.get_submodule(layer.name).get_parameter("weight")
     if found is None or layer.spec is None or not isinstance(weight, DTensor):
         return []
-    # Replicas (HSDP) gather each for themselves.
-    axes = zip(weight.device_mesh.shape, weight.placements, strict=True)
-    num_ranks = math.prod(size for size, placement in axes if not placement.is_replicate())
-    wanted = gather_bytes(weight.shape, num_ranks, layer.spec)
+    wanted = planned_bytes(weight, layer.spec)
     if found == wanted:
         return []
     came = f"took {found}" if found else "came in high precision"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lptune.models.attention import attend, choose_backend, make_visibilities
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility
-from lptune.models.loss import chunked_cross_entropy
+from lptune.models.loss import chunked_cross_entropy, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,7 +58,11 @@ class RMSNorm(nn.Module):
         self.adds_one = adds_one
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float() + 1.0 if self.adds_one else self.weight.float()
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """By any `weight` of this norm's kind, as a rank has it that holds a part of the model."""
+        weight = weight.float() + 1.0 if self.adds_one else weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
@@ -89,12 +93,15 @@ class Attention(nn.Module):
 
     def forward(self, hidden_BSH: Tensor, rope: Rope | None, visible: Visibility) -> Tensor:
         if self.fused:
-            q, k, v = self.qkv_proj(hidden_BSH).split(self.sizes, dim=-1)
+            qkv = self.qkv_proj(hidden_BSH)
+            # A column-parallel projection returns this rank's share of each of the three.
+            shares = [size * qkv.shape[-1] // sum(self.sizes) for size in self.sizes]
+            q, k, v = qkv.split(shares, dim=-1)
         else:
             q, k, v = self.q_proj(hidden_BSH), self.k_proj(hidden_BSH), self.v_proj(hidden_BSH)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        # -1 and not the number of heads: a column-parallel projection returns this rank's heads only
+        # -1 and not the number of heads, for the same reason
         q_BSND, k_BSMD, v_BSMD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q_BSND, k_BSMD = self.q_norm(q_BSND), self.k_norm(k_BSMD)
@@ -200,6 +207,10 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.words_here = config.vocab_size
+        """Width of what lm_head returns, less than the vocabulary where ranks share it."""
+        self.cross_entropy = summed_cross_entropy
+        """Of such logits."""
         self._tie()
 
     def forward(
@@ -218,7 +229,8 @@ class Decoder(nn.Module):
             hidden_BSH.flatten(0, 1),
             labels_BS.flatten(),
             lambda hidden_tH: self._logits(hidden_tH, float32=True),
-            self.config.vocab_size,
+            self.words_here,
+            self.cross_entropy,
         )
 
     def _logits(self, hidden: Tensor, float32: bool = False) -> Tensor:

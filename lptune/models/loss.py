@@ -22,23 +22,29 @@ MAX_LOGITS_PER_CHUNK = 2**27
 """Half a gigabyte of float32."""
 
 
+def summed_cross_entropy(logits_tV: Tensor, labels_t: Tensor) -> Tensor:
+    """Over labels other than IGNORE_INDEX. logits_tV: float32, as is the result."""
+    return F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
 def chunked_cross_entropy(
     hidden_TH: Tensor,
     labels_T: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     vocab_size: int,
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
     *,
     max_logits: int = MAX_LOGITS_PER_CHUNK,
 ) -> Tensor:
     """Same as F.cross_entropy(logits_of(hidden_TH).float(), labels_T, ignore_index=-100, reduction="sum").
 
     `logits_of` maps (t, H) to logits (t, V). It is called once per chunk of at most `max_logits` / V tokens,
-    and where there is more than one chunk again in backward. Returns a float32 scalar.
+    and where there is more than one chunk again in backward. cross_entropy: of such logits and their labels,
+    for logits of which a rank has a part. Returns a float32 scalar.
     """
 
     def chunk_loss(hidden_tH: Tensor, labels_t: Tensor) -> Tensor:
-        logits_tV = logits_of(hidden_tH).float()
-        return F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="sum")
+        return cross_entropy(logits_of(hidden_tH).float(), labels_t)
 
     num_tokens = hidden_TH.shape[0]
     num_chunks = max(1, -(-num_tokens * vocab_size // max_logits))

@@ -8,10 +8,12 @@ are stored in INT8 have no master: their update is rounded stochastically (int8_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.config import OptimizerConfig
+from lptune.distributed import is_first_holder
 from lptune.linear import int8_rows
 from lptune.training.int8_adamw import Int8AdamW
 
@@ -42,8 +44,17 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     A 0-dimensional float32 tensor, equal on all ranks.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=False)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once.
+    mine = [_local(gradient) for gradient in gradients if is_first_holder(gradient)]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in mine]
+    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=gradients[0].device)
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
     if max_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=False)
     return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

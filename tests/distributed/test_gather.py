@@ -423,9 +423,9 @@ def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
         _shard(model, world, True)
         step(model, plan)
         distributed.reshard(model)
-        closed_form = verify.gather_bytes
+        closed_form = verify.planned_bytes
         with monkeypatch.context() as patch:
-            patch.setattr(verify, "gather_bytes", lambda *args: closed_form(*args) - 1)
+            patch.setattr(verify, "planned_bytes", lambda *args: closed_form(*args) - 1)
             with pytest.raises(linear.PrecisionNotAppliedError, match="took"):
                 step(model, plan)
         model, plan = _model_and_plan(_precision(kind))

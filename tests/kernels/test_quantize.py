@@ -127,8 +127,8 @@ def test_opcheck() -> None:
         (ops.quantize_tensor, (x, "int8", False)),
         (ops.quantize_blocks, (x, 16, 16, "e4m3", False)),
         (ops.quantize_mx, (x, 0, "e4m3")),
-        (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8", None, 0)),
-        (ops.quantize_by_amax, (x, torch.rand(3, 3), "e4m3", 16, 12)),
+        (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8", False, None, 0)),
+        (ops.quantize_by_amax, (x, torch.rand(3, 3), "e4m3", True, 16, 12)),
         (ops.quantize_delayed, (x, "e4m3", layer, 0)),
     ):
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")

@@ -1,0 +1,239 @@
+"""The collectives of tensor and sequence parallelism, each with its gradient.
+
+A matrix that is cut over ranks makes two kinds of layers. A column-parallel one has some of the output's
+features, and needs all tokens of its input; a row-parallel one has some of the input's features, and its
+output is a sum over ranks. Between the two nothing is exchanged. Around them (norms, residuals) each rank
+either holds all tokens or, with sequence parallelism, its share of every row:
+
+                         forward                backward
+    gather_tokens        all-gather             reduce-scatter       before column-parallel layers
+    scatter_tokens       reduce-scatter         all-gather           after row-parallel ones
+    copy_tokens          nothing                all-reduce           the two without
+    sum_tokens           all-reduce             nothing              sequence parallelism
+
+Sums and gathers are in the dtype of the activations. `gather_tokens_low` is the exception: the layers behind
+it want 8-bit numbers, so that is what is gathered, once for all of them. What they get is q and scale, and a
+tensor without storage that carries the gradient (linear.QuantizedTokens).
+
+Functional collectives, by the name of their group: the compiler can trace them, and they allocate what they
+return.
+
+Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / ranks rounded up, T = B * S.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lptune.kernels import quantize_rows, quantize_tensor_by_amax
+from lptune.linear import LinearSpec, QuantizedTokens, pack_rows, unpack_rows
+from lptune.numerics import FORMATS
+
+_TOKENS = 1  # the dim of tokens in (B, S, K)
+
+
+class Group(NamedTuple):
+    """The ranks of one mesh axis. Plain values: constants to the compiler."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Group":
+        """mesh: of one axis."""
+        group = mesh.get_group()
+        return cls(group.group_name, group.size(), mesh.get_local_rank())
+
+
+def gather_tokens(x_BsK: Tensor, group: Group) -> Tensor:
+    """(B, s, K) of each rank -> (B, S, K) on all."""
+    x_BSK: Tensor = _GatherTokens.apply(x_BsK, group)  # type: ignore[no-untyped-call]
+    return x_BSK
+
+
+def scatter_tokens(x_BSK: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of (B, S, K), of which each gets (B, s, K)."""
+    x_BsK: Tensor = _ScatterTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
+    return x_BsK
+
+
+def copy_tokens(x_BSK: Tensor, group: Group) -> Tensor:
+    """Unchanged; what ranks find to be its gradient is summed."""
+    copied: Tensor = _CopyTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def sum_tokens(x_BSK: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, on all of them."""
+    summed: Tensor = _SumTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def gather_words(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """(…, v) of each rank -> (…, V) on all; the last ranks may have fewer than v."""
+    gathered: Tensor = _GatherWords.apply(logits, group, vocab_size)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def gather_tokens_low(x_BsK: Tensor, spec: LinearSpec, group: Group) -> QuantizedTokens:
+    """`gather_tokens` of what layers of `spec` would quantize, quantized before: the same bits.
+
+    Rows bring their scales along. One scale for all tokens takes an all-reduce of one number first.
+    """
+    return QuantizedTokens(*_GatherTokensLow.apply(x_BsK, spec, group))  # type: ignore[no-untyped-call]
+
+
+def vocab_parallel_cross_entropy(
+    logits_tv: Tensor, labels_t: Tensor, group: Group, first_word: int, ignore_index: int
+) -> Tensor:
+    """F.cross_entropy(logits_tV, labels_t, reduction="sum"), the logits cut over ranks.
+
+    logits_tv: float32, this rank's words, `first_word` and on. Three numbers per token are exchanged: the
+    largest logit, the sum of exponentials, the label's logit. Returns a float32 scalar, equal on all ranks.
+    """
+    loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_tv, labels_t, group, first_word, ignore_index
+    )
+    return loss
+
+
+def all_reduce(x: Tensor, operation: str, group: Group) -> Tensor:
+    """operation: sum | max. A new tensor, without a gradient of its own."""
+    functional = torch.ops._c10d_functional
+    reduced: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group.name))
+    return reduced
+
+
+def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    functional = torch.ops._c10d_functional
+    x_ = functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+    gathered: Tensor = functional.wait_tensor(x_)  # ranks one after the other along dim 0
+    if dim == 1 and x.shape[0] == 1:  # no copy
+        return gathered.reshape(1, -1, *x.shape[2:])
+    return gathered if dim == 0 else torch.cat(gathered.chunk(group.size), dim=dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    functional = torch.ops._c10d_functional
+    parts = x if x.shape[:dim].numel() == 1 else torch.cat(x.chunk(group.size, dim=dim))
+    flat = parts.reshape(group.size, -1)
+    reduced: Tensor = functional.wait_tensor(
+        functional.reduce_scatter_tensor(flat, "sum", group.size, group.name)
+    )
+    return reduced.view(*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsK: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(x_BsK, _TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, g_BSK: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(g_BSK, _TOKENS, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSK: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x_BSK, _TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, g_BsK: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(g_BsK, _TOKENS, ctx.group), None
+
+
+class _CopyTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSK: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x_BSK.view_as(x_BSK)
+
+    @staticmethod
+    def backward(ctx: Any, g_BSK: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(g_BSK, "sum", ctx.group), None
+
+
+class _SumTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSK: Tensor, group: Group) -> Tensor:
+        return all_reduce(x_BSK, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, g_BSK: Tensor) -> tuple[Tensor, None]:
+        return g_BSK, None
+
+
+class _GatherWords(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+        ctx.num_words = logits.shape[-1]
+        ctx.first = -(-vocab_size // group.size) * group.rank
+        padded = torch.nn.functional.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
+        return _all_gather(padded, logits.dim() - 1, group)[..., :vocab_size].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        # All ranks go on with the same logits, so each has the whole gradient.
+        return g[..., ctx.first : ctx.first + ctx.num_words].contiguous(), None, None
+
+
+class _GatherTokensLow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BsK: Tensor, spec: LinearSpec, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.group = group
+        batch, num_tokens, k = x_BsK.shape
+        x_tK, dtype = x_BsK.reshape(-1, k), FORMATS[spec.fmt].dtype
+        if spec.scaling == "rowwise":
+            packed_tR = pack_rows(quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two), len(x_tK))
+            packed_BSR = _all_gather(packed_tR.view(batch, num_tokens, -1), _TOKENS, group)
+            q, scale = unpack_rows(packed_BSR.flatten(0, 1), batch * num_tokens * group.size, dtype)
+        else:
+            amax = all_reduce(x_tK.abs().amax().float(), "max", group)
+            mine, scale = quantize_tensor_by_amax(x_tK, amax, spec.fmt, power_of_two=spec.power_of_two)
+            bytes_BsK = mine.view(torch.uint8).view(batch, num_tokens, k)
+            q = _all_gather(bytes_BsK, _TOKENS, group).flatten(0, 1).view(dtype)
+        ctx.mark_non_differentiable(q, scale)
+        carrier_BSK = x_BsK.new_zeros(()).expand(batch, num_tokens * group.size, k)
+        return carrier_BSK, q, scale
+
+    @staticmethod
+    def backward(ctx: Any, g_BSK: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(g_BSK, _TOKENS, ctx.group), None, None
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_tv: Tensor, labels_t: Tensor, group: Group, first_word: int, ignore_index: int
+    ) -> Tensor:
+        num_words = logits_tv.shape[1]
+        here_t = (labels_t >= first_word) & (labels_t < first_word + num_words)
+        mine_t1 = torch.where(here_t, labels_t - first_word, 0)[:, None]
+        # A rank without words (a vocabulary smaller than chunks * ranks) has nothing to add.
+        if num_words:
+            largest_t, label_t = logits_tv.amax(dim=1), logits_tv.gather(1, mine_t1)[:, 0]
+        else:
+            largest_t, label_t = (logits_tv.new_full(labels_t.shape, value) for value in (-torch.inf, 0.0))
+        largest_t = all_reduce(largest_t, "max", group)
+        partial_2t = torch.stack(
+            [(logits_tv - largest_t[:, None]).exp().sum(dim=1), torch.where(here_t, label_t, 0.0)]
+        )
+        total_t, label_t = all_reduce(partial_2t, "sum", group)
+        log_total_t = total_t.log() + largest_t
+        counted_t = labels_t != ignore_index
+        ctx.save_for_backward(logits_tv, log_total_t, here_t & counted_t, counted_t, mine_t1)
+        return torch.where(counted_t, log_total_t - label_t, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_tv, log_total_t, here_t, counted_t, mine_t1 = ctx.saved_tensors
+        gradient_tv = (logits_tv - log_total_t[:, None]).exp() * counted_t[:, None]
+        if logits_tv.shape[1]:
+            gradient_tv = gradient_tv.scatter_add(1, mine_t1, -here_t[:, None].to(gradient_tv.dtype))
+        return gradient_tv * g, None, None, None, None

@@ -1,0 +1,325 @@
+"""Ways to cut a module over the ranks of a mesh axis: what `parallelize_module` of torch applies.
+
+    plan = {
+        "layers.*.wq": ColumnParallel(), "layers.*.wo": RowParallel(sequence), …
+        "layers.*.attention": GatheredInput(sequence), "layers.*.norm": Replicated(sequence), …
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+
+Parameters become DTensors over that axis. Activations stay plain tensors, this rank's part, which our
+autograd function, attention and a compiler all take as they are. Weights may be on meta, or the same on every
+rank; they may be converted before.
+
+torch has styles of its own, in which activations are DTensors, too. Ours differ in that a low-precision layer
+multiplies local tensors with scales of its own part, that q, k and v share one 8-bit gather, and that a fused
+projection can be cut.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from lptune.config import UserError
+from lptune.distributed.activations import (
+    Group,
+    copy_tokens,
+    gather_tokens,
+    gather_tokens_low,
+    gather_words,
+    scatter_tokens,
+    sum_tokens,
+)
+from lptune.distributed.shards import row_runs
+from lptune.linear import LinearSpec, LowPrecisionLinear, RowTensor, local_part
+from lptune.models import RMSNorm
+
+_ALIGNMENT = 16  # of both sizes of an 8-bit GEMM's operands
+
+
+class _Style(ParallelStyle):
+    """A style that gives a module's parameters their placement and its class another forward."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.apply(module, device_mesh, Group.of(device_mesh))
+        return module
+
+    @abstractmethod
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """In place."""
+
+
+class ColumnParallel(_Style):
+    """A linear layer cut by output features: all tokens in, this rank's features out.
+
+    fused_rows: output features of the layers that this one fuses (q, k, v), each of which is cut by itself.
+    """
+
+    def __init__(self, fused_rows: Sequence[int] = ()) -> None:
+        self.fused_rows = tuple(fused_rows)
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        _check_linear(module)
+        _cut(module, "weight", mesh, Shard(0), self.fused_rows)
+        _cut(module, "bias", mesh, Shard(0), self.fused_rows)
+        if self.fused_rows:
+            module.fused_rows = self.fused_rows
+        _check_sizes(module, group)
+        if isinstance(module, LowPrecisionLinear):
+            module.part = group.rank  # its forward takes a weight in parts as it is
+        else:
+            module.__class__ = _LocalLinear
+
+
+class RowParallel(_Style):
+    """A linear layer cut by input features; what ranks find is summed. sequence: each gets its tokens."""
+
+    def __init__(self, sequence: bool = True) -> None:
+        self.sequence = sequence
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        _check_linear(module)
+        _cut(module, "weight", mesh, Shard(1))
+        _cut(module, "bias", mesh, Replicate())
+        _check_sizes(module, group)
+        if not isinstance(module, LowPrecisionLinear):
+            module.__class__ = _LocalLinear
+        module.__class__ = _row_parallel(module.__class__, self.sequence, group)
+
+
+class GatheredInput(_Style):
+    """A module whose column-parallel layers all take its first argument: it is gathered once for them.
+
+    Comes after those layers in a plan. In 8 bits, where all of them allow it (precision.tp_all_gather).
+    """
+
+    def __init__(self, sequence: bool = True) -> None:
+        self.sequence = sequence
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        columns = [each for each in module.modules() if _is_column(each)]
+        assert columns, "GatheredInput comes after the ColumnParallel layers inside the module"
+        specs = {each.spec if isinstance(each, LowPrecisionLinear) else None for each in columns}
+        spec = specs.pop() if len(specs) == 1 else None
+        low = spec if spec is not None and spec.gathers_tokens_low else None
+        module.__class__ = _gathered_input(module.__class__, self.sequence, group, low)
+
+
+class GatheredOutput(_Style):
+    """A module whose output is needed whole by a column-parallel layer: everything before a head."""
+
+    def __init__(self, sequence: bool = True) -> None:
+        self.sequence = sequence
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        module.__class__ = _gathered_output(module.__class__, self.sequence, group)
+
+
+class Replicated(_Style):
+    """A norm that every rank has whole. partial: each sees other tokens or features, and gradients add up."""
+
+    def __init__(self, partial: bool = True) -> None:
+        self.partial = partial
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        for name in list(module._parameters):
+            _cut(module, name, mesh, Replicate())
+        module.__class__ = _replicated(module.__class__, self.partial)
+
+
+class FeatureParallelNorm(_Style):
+    """An RMSNorm over features that a column-parallel layer has cut: ranks add up their squares."""
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        _cut(module, "weight", mesh, Shard(0))
+        module.__class__ = _feature_parallel(group)
+
+
+class VocabParallelEmbedding(_Style):
+    """An embedding cut by words. sequence: each rank gets its tokens, otherwise all."""
+
+    def __init__(self, sequence: bool = True) -> None:
+        self.sequence = sequence
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        _cut(module, "weight", mesh, Shard(0))
+        module.__class__ = _vocab_parallel(first_word(module.num_embeddings, group), self.sequence, group)
+
+
+class VocabParallelHead(ColumnParallel):
+    """A column-parallel head whose logits are gathered: for a model whose loss wants them whole."""
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        """See the class."""
+        num_words = module.out_features
+        super().apply(module, mesh, group)
+        module.__class__ = gathered_logits(module.__class__, group, num_words)
+
+
+class _LocalLinear(nn.Linear):
+    """A linear layer in compute dtype, with its part of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.multiply(x)
+        return out if self.bias is None else out + local_part(self.bias)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """`forward` without the bias."""
+        return F.linear(x, local_part(self.weight))
+
+
+# Classes and not hooks: a hook comes after the bias, which is to be added once, and each layer would have
+# closures of its own, where the compiler wants equal blocks. One class serves all layers of a kind.
+def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+@functools.cache
+def _row_parallel(cls: Any, sequence: bool, group: Group) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out = self.multiply(x)
+        out = scatter_tokens(out, group) if sequence else sum_tokens(out, group)
+        if self.bias is None:
+            return out
+        return out + local_part(self.bias, sums_gradient=sequence).to(out.dtype)
+
+    return _subclass(cls, forward)
+
+
+@functools.cache
+def _gathered_input(cls: Any, sequence: bool, group: Group, low: LinearSpec | None) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if low is not None and sequence:
+            return cls.forward(self, gather_tokens_low(x, low, group), *args, **kwargs)
+        gathered = gather_tokens(x, group) if sequence else copy_tokens(x, group)
+        return cls.forward(self, gathered, *args, **kwargs)
+
+    return _subclass(cls, forward)
+
+
+@functools.cache
+def _gathered_output(cls: Any, sequence: bool, group: Group) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out = cls.forward(self, *args, **kwargs)
+        return gather_tokens(out, group) if sequence else copy_tokens(out, group)
+
+    return _subclass(cls, forward)
+
+
+@functools.cache
+def gathered_logits(cls: Any, group: Group, vocab_size: int) -> type[nn.Module]:
+    """`cls`, whose forward returns a rank's logits (or a loss, a number), returning those of all words."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = cls.forward(self, *args, **kwargs)
+        return gather_words(out, group, vocab_size) if out.dim() else out  # a loss is a number
+
+    return _subclass(cls, forward)
+
+
+@functools.cache
+def _replicated(cls: Any, partial: bool) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        normed: Tensor = self.normalize(x, local_part(self.weight, sums_gradient=partial))
+        return normed
+
+    return _subclass(cls, forward)
+
+
+@functools.cache
+def _feature_parallel(group: Group) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x32, weight = x.float(), local_part(self.weight).float()
+        squares = sum_tokens(x32.square().sum(dim=-1, keepdim=True), group)
+        # Every rank divides its own features by the sum, so what they find to be its gradient adds up, too.
+        mean = copy_tokens(squares, group) / self.weight.shape[0]
+        return (x32 * torch.rsqrt(mean + self.eps) * (weight + 1.0 if self.adds_one else weight)).to(x.dtype)
+
+    return _subclass(RMSNorm, forward)
+
+
+@functools.cache
+def _vocab_parallel(first_word: int, sequence: bool, group: Group) -> type[nn.Module]:
+    def forward(self: Any, tokens_BS: Tensor) -> Tensor:
+        weight = local_part(self.weight)
+        here_BS = (tokens_BS >= first_word) & (tokens_BS < first_word + weight.shape[0])
+        found = F.embedding(torch.where(here_BS, tokens_BS - first_word, 0), weight)
+        mine = torch.where(here_BS[..., None], found, 0.0)
+        return scatter_tokens(mine, group) if sequence else sum_tokens(mine, group)
+
+    return _subclass(nn.Embedding, forward)
+
+
+def first_word(vocab_size: int, group: Group) -> int:
+    """Of this rank."""
+    return -(-vocab_size // group.size) * group.rank
+
+
+def _is_column(module: nn.Module) -> bool:
+    weight: Any = module._parameters.get("weight")
+    return isinstance(module, nn.Linear) and isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+
+
+def _cut(
+    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, fused: Sequence[int] = ()
+) -> None:
+    """Makes a parameter of `module`, if it has it, a DTensor of this rank's part: a new Parameter."""
+    old = module._parameters.get(name)
+    if old is None or isinstance(old, DTensor):
+        return
+    num_ranks, rank = mesh.size(), mesh.get_local_rank()
+    whole, part = old.detach(), old.detach()
+    if isinstance(placement, Shard):
+        size = whole.shape[placement.dim]
+        chunk = -(-size // num_ranks)
+        start = min(chunk * rank, size)
+        runs = row_runs(start, min(chunk, size - start), fused, num_ranks)
+        part = _take(whole, placement.dim, runs)
+    sharded = DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=old.requires_grad))
+
+
+def _take(tensor: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """A copy of the runs (first, number) of `tensor` along `dim`, one after the other."""
+    if not isinstance(tensor, RowTensor):
+        return torch.cat([tensor.narrow(dim, first, number) for first, number in runs], dim=dim)
+    # A part with one column holds a number for each row: it is every column's.
+    parts = [
+        part.clone() if dim == 1 and part.shape[1] == 1 else _take(part, dim, runs) for part in tensor.parts()
+    ]
+    taken = tensor.rebuilt(parts)
+    taken.full_rows = parts[0].shape[0]
+    return taken
+
+
+def _check_linear(module: nn.Module) -> None:
+    if type(module) is not nn.Linear and not isinstance(module, LowPrecisionLinear):
+        raise UserError(
+            f"parallel.tensor: {type(module).__name__} is no nn.Linear, which alone is cut by columns or rows"
+        )
+
+
+def _check_sizes(module: nn.Linear, group: Group) -> None:
+    n, k = local_part(module.weight.detach()).shape
+    if isinstance(module, LowPrecisionLinear) and (n % _ALIGNMENT or k % _ALIGNMENT):
+        raise UserError(
+            f"parallel.tensor: {group.size} ranks leave {n} x {k} of a layer of {module.out_features} x "
+            f"{module.in_features}, and an 8-bit GEMM wants multiples of {_ALIGNMENT}; use fewer ranks, or "
+            "name the layer in precision.skip"
+        )
