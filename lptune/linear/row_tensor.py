@@ -185,8 +185,14 @@ class GatheredByRows(RowTensor):
         assert isinstance(out, type(weight))
         assert out.parts()[0].data_ptr() == quantized.q_NK.data_ptr()
         if metadata is not None:
-            # The tensor that the first gather made serves all later ones, and has that one's scale.
-            setattr(out, out.PARTS[1], metadata)
+            # The tensor that the first gather made serves all later ones. Its scale is filled again, as FSDP
+            # does with q: `out` may be an alias, and so may what autograd has saved.
+            (scale,) = out.parts()[1:]
+            with torch.autograd._unsafe_preserve_version_counter(scale):  # type: ignore[attr-defined]
+                scale.copy_(metadata)
+            if metadata.device.type != "cpu":
+                # It was made on FSDP's stream, which must not reuse its memory before this one has read it.
+                metadata.record_stream(torch.accelerator.current_stream(metadata.device))
         return None
 
 

@@ -1,6 +1,7 @@
 """The 8-bit all-gather: half the bytes, and not a bit of difference."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
@@ -399,6 +401,22 @@ def test_a_weight_that_an_evaluation_left_gathered_is_in_the_next_steps_history(
             histories.append(torch.stack(list(scaling.state().values())))
     assert torch.equal(*histories)
     assert (histories[0][:2, -3:, 1] > 0).all()
+
+
+@pytest.mark.parametrize("kind", [*PRECOMPUTED, "float8_delayed"])
+def test_a_weight_that_tensor_parallelism_left_in_a_dtensor_has_the_bits_of_a_high_gather(kind: str) -> None:
+    results = []
+    for gather in ("high", "low"):
+        with distributed.session("cpu") as world:
+            mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tensor"))
+            model, plan = _model_and_plan(_precision(kind, all_gather=gather))
+            for layer in model.modules():
+                for name, parameter in layer.named_parameters(recurse=False):
+                    cut = distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])
+                    layer.register_parameter(name, nn.Parameter(cut))
+            _shard(model, dataclasses.replace(world, mesh=mesh), True)
+            results.append(_train(model, plan, world, num_steps=3))
+    _assert_equal(*results)
 
 
 def test_precomputed_scales_come_after_fully_shard() -> None:
