@@ -8,6 +8,9 @@ history. That is one reduction a step for all layers together, however many ther
     with scaling.step():
         ... forward and backward of all micro-batches ...
 
+Ranks that gather weights in 8 bits need no amax for it: the history's is the same on all of them. Each
+measures its own rows, and the reduction at the end of the step finds the whole weight's.
+
 What runs outside of `step` (an evaluation) quantizes with the same scales and is not measured. The state is
 a few numbers per layer and saved with a checkpoint; a run that resumes from another kind of precision starts
 without a history, as a new one does.
