@@ -22,7 +22,7 @@ from lptune.config import DivergedError, FinetuneConfig
 def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
-        distributed.session(cfg.device, cfg.parallel) as world,
+        distributed.session(cfg.device, cfg.parallel, cfg.seed) as world,
         checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
