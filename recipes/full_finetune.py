@@ -238,6 +238,7 @@ def show_samples(
         max_new_tokens=min(128, max(len(answer) for _, answer in samples)),
         stop_ids=stop_ids,
         pad_id=stop_ids[0],
+        multiple_of=world.tensor_size,
     )
     texts = [
         (tokenizer.decode(prompt).strip(), tokenizer.decode(given).strip(), tokenizer.decode(wanted).strip())

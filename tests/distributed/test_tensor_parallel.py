@@ -280,14 +280,13 @@ def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("content", "seq_len", "message"),
+    ("content", "message"),
     [
-        ({"num_key_value_heads": 1}, 16, r"2 ranks do not divide num_key_value_heads=1; .* that do: 1"),
-        ({}, 17, r"2 ranks do not divide data\.seq_len=17"),
-        ({"intermediate_size": 48, "hidden_size": 64}, 16, r"2 ranks leave 24 x 64 of a layer of 48 x 64"),
+        ({"num_key_value_heads": 1}, r"2 ranks do not divide num_key_value_heads=1; .* that do: 1"),
+        ({"intermediate_size": 48, "hidden_size": 64}, r"2 ranks leave 24 x 64 of a layer of 48 x 64"),
     ],
 )
-def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], seq_len: int, message: str) -> None:
+def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], message: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
@@ -296,9 +295,15 @@ def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], seq_le
         model = models.build_on_meta(_decoder_config("llama3_2", **content))
         linear.convert(model, _config("int8_rowcol").precision, device=torch.device("cpu"))
         with pytest.raises(UserError, match=message):
-            cut_decoder(model, mesh, True, seq_len)
+            cut_decoder(model, mesh, True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_rows_that_do_not_divide_are_one_line() -> None:
+    with pytest.raises(UserError, match=r"data\.seq_len: 16 tokens do not divide among 3 ranks"):
+        _config(tensor=3)
+    _config(tensor=3, sequence=False)
 
 
 def test_a_gather_of_tokens_that_its_gemms_do_not_allow_is_one_line() -> None:
