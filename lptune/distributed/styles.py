@@ -134,7 +134,8 @@ class Replicated(_Style):
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
-        if not issubclass(cls := type(module), (RMSNorm, nn.LayerNorm, nn.RMSNorm)):
+        cls: Any = module.__class__
+        if not issubclass(cls, (RMSNorm, nn.LayerNorm, nn.RMSNorm)):
             raise UserError(
                 f"parallel.tensor: {type(module).__name__} is no RMSNorm or LayerNorm, and only those are "
                 "replicated"
