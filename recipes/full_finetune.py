@@ -22,7 +22,7 @@ from lptune.config import DivergedError, FinetuneConfig
 def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
-        distributed.session(cfg.device, cfg.parallel) as world,
+        distributed.session(cfg.device, cfg.parallel, cfg.seed) as world,
         checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
@@ -239,6 +239,7 @@ def show_samples(
         max_new_tokens=min(128, max(len(answer) for _, answer in samples)),
         stop_ids=stop_ids,
         pad_id=stop_ids[0],
+        multiple_of=world.tensor_size,
     )
     texts = [
         (tokenizer.decode(prompt).strip(), tokenizer.decode(given).strip(), tokenizer.decode(wanted).strip())

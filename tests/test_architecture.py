@@ -12,20 +12,21 @@ ROOT = Path(__file__).parents[1]
 # A part may import the parts beside it (and itself); recipes may import everything.
 ALLOWED = {
     "config": set(),
+    "ranks": set(),
     "numerics": {"config"},
     "kernels": {"config", "numerics"},
     "linear": {"config", "numerics", "kernels"},
     "models": {"config"},
     "data": {"config"},
-    "distributed": {"config", "numerics", "kernels", "linear", "models"},
-    "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed"},
+    "distributed": {"config", "numerics", "kernels", "linear", "models", "ranks"},
+    "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed", "ranks"},
     "training": {"config", "numerics", "kernels", "linear", "distributed"},
     "report": {"config"},
-    "cli": {"config", "models", "data", "checkpoint"},
+    "cli": {"config", "models", "data", "checkpoint", "ranks"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config)")
+HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|ranks)")
 MAX_LINES = {"recipes": 300, "lptune": 400}
 
 LIBRARY = sorted((ROOT / "lptune").rglob("*.py"))

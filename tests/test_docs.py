@@ -16,7 +16,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json", "precision.py"}  # files and tensors
 PAGES = [
     DOCS.parent / "README.md",
-    *(DOCS / name for name in ("data.md", "models.md", "resume.md", "linear.md", "numerics.md")),
+    *(
+        DOCS / name
+        for name in ("data.md", "models.md", "resume.md", "multi_node.md", "linear.md", "numerics.md")
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/.
+"""One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/, logs/.
 
 A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the
 process, so a killed run never leaves a stale one. A folder that exists is locked before anything in it is
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from lptune import ranks
 from lptune.checkpoint.files import read_json, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.config import UserError, to_yaml
@@ -94,6 +95,7 @@ class RunFolder:
             # overwritten.
             self.keep_metrics_until(step)
         self._world.barrier()
+        ranks.keep_log(self.path / "logs")
 
     def lock(self) -> None:
         """Keeps other runs out until `unlock`; the second call does nothing."""

@@ -135,7 +135,7 @@ def load_state(
     fused = fused_rows(model)
     for name, tensor in (_model_tensors(model) | _optimizer_tensors(model, optimizer)).items():
         rows = _fused(fused, name)
-        if int8_rows(tensor) is not None and _has_scales(manifest, name, tensor):
+        if int8_rows(tensor) is not None:
             _read_int8(manifest, name, tensor, rows)
         else:
             _read(manifest, name, tensor, rows)
@@ -243,8 +243,7 @@ def _plain(tensor: Tensor) -> Tensor:
     """This rank's part of it, as it is written."""
     weight = int8_rows(tensor)
     if weight is None:
-        plain = plain_rows(tensor).detach()
-        return (plain.to_local() if isinstance(plain, DTensor) else plain).contiguous()
+        return _on_this_rank(plain_rows(tensor).detach()).contiguous()
     # What is stored in INT8 is four times as large when dequantized: too large for the device, perhaps.
     return dequantized(weight.detach()).cpu()
 
@@ -278,12 +277,19 @@ def _has_scales(manifest: Manifest, name: str, tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _read_int8(manifest: Manifest, name: str, tensor: Tensor, fused: Sequence[int]) -> None:
-    values, scales = dequantized(tensor), row_scales(tensor).clone()
+    # All of a row first: its scale comes from its largest value.
+    values, scales = dequantized(tensor), None
     _read(manifest, name, values, fused)
-    _read(manifest, f"{_SCALE}/{name}", scales, fused)
+    if _has_scales(manifest, name, tensor):
+        scales = row_scales(tensor).clone()
+        _read(manifest, f"{_SCALE}/{name}", scales, fused)
     weight = int8_rows(tensor)
     assert weight is not None
-    weight.fill_from(*(t.to_local() if isinstance(t, DTensor) else t for t in (values, scales)))
+    weight.fill_from(_on_this_rank(values), None if scales is None else _on_this_rank(scales))
+
+
+def _on_this_rank(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:

@@ -1,23 +1,24 @@
 """Ranks: how several are started, how each of them ends, and what the launcher makes of it.
 
-torchrun starts and watches the processes; used as a function it leaves three things to do.
+torchrun starts and watches the processes; used as a function it leaves four things to do.
 
-Exit codes and messages. torchrun knows exit codes only, with a resolution of one second, and a rank that
-fails takes its peers down with connection errors of their own. So every rank writes its outcome (code, time,
-line) into a folder of the launcher before it exits, and one that fails unexpectedly first looks whether a
-peer had a reason of its own. The earliest outcome is therefore the cause: its code becomes the launcher's,
-and a user's mistake is printed once, by the launcher, however many ranks made it.
+Exit codes and messages. torchrun knows exit codes only, with a resolution of one second. So every rank
+writes its outcome (code, time, line, traceback) into a folder of the launcher (lptune/ranks), and a thread of
+the launcher (lptune/cli/watch.py) ends all ranks on all machines once one has failed. The launcher prints
+the cause, once, and exits with its code.
+
+Output. Rank 0 prints to the console, the others to files (lptune/ranks/log.py), unless a flag of torchrun
+says otherwise.
 
 Death. A killed launcher must leave no rank behind that goes on writing: the kernel kills it
 (PR_SET_PDEATHSIG).
 
-Signals. The first SIGTERM or SIGINT is forwarded to the ranks, which save and leave. It often arrives twice
-(a group signal, an impatient hand); a repetition within the grace interval is ignored, a later one ends
-everything at once.
+Signals. The first SIGTERM or SIGINT is forwarded to the ranks, which save and leave; SIGUSR1, with which
+Slurm warns of a time limit, as a SIGTERM. It often arrives twice (a group signal, an impatient hand); a
+repetition within the grace interval is ignored, a later one ends everything at once.
 """
 
 import ctypes
-import json
 import logging
 import os
 import re
@@ -26,33 +27,23 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from lptune.config import DivergedError, UserError, closest
+from lptune import ranks
+from lptune.cli.watch import Watch
+from lptune.config import UserError, closest
 
 if TYPE_CHECKING:
     import argparse
 
-_OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes, from the launcher to its ranks
-_LAUNCHER = "LPTUNE_LAUNCHER_PID"
 _REPEAT_GRACE_S = 5.0
 _PEER_GRACE_S = 1.0
 _SAVE_GRACE_S = (
     "300"  # torchrun kills ranks that take longer to leave after a signal; its own 30 s are short for a save
 )
-
-
-class Outcome(NamedTuple):
-    """How a rank ended."""
-
-    rank: int
-    code: int
-    time_ns: int
-    line: str  # message of a UserError or DivergedError; else empty
 
 
 def stay_on_loopback() -> None:
@@ -71,50 +62,34 @@ def is_rank() -> bool:
 
 def as_rank(body: Callable[[], object]) -> None:
     """Run `body` as one rank of several; exit with its code, its outcome written down."""
-    rank = int(os.environ["RANK"])
     _die_with_launcher()
-    line = ""
+    if ranks.OUTCOMES in os.environ:
+        # Slurm signals every process of a job step; the launcher passes SIGUSR1 on as a SIGTERM.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        ranks.redirect_output()
+        ranks.announce()
+    error: BaseException | None = None
     try:
         body()
-        return
-    except (UserError, DivergedError) as error:
-        code, line = error.exit_code, str(error)
-    except KeyboardInterrupt:
-        code = 130
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except Exception:
-        code = 1
-        # A peer that leaves closes its connections, and does so moments before its outcome stands written.
-        if not _peer_has_a_reason(within_s=_PEER_GRACE_S):
-            print(f"rank {rank}:\n{traceback.format_exc()}", end="", file=sys.stderr)
-    written = _write_outcome(Outcome(rank, code, time.time_ns(), line))
-    if line and not written:
-        print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr)
-    if line and rank != 0:
-        # Most mistakes are every rank's. The first to leave ends the others, and rank 0 is to name it.
-        _wait_for_main_rank(within_s=_PEER_GRACE_S)
-    sys.exit(code)
+    except BaseException as raised:
+        error = raised
+    outcome = ranks.outcome_of(error)
+    if error is not None and not ranks.hold(error) and not ranks.write_outcome(outcome):
+        _print_without_launcher(outcome)
+    ranks.write_outcome(outcome)
+    sys.exit(outcome.code)
 
 
-def _wait_for_main_rank(within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline and all(outcome.rank != 0 for outcome in _read_outcomes()):
-        time.sleep(0.02)
-
-
-def _peer_has_a_reason(within_s: float) -> bool:
-    """Did another rank end with a code of its own (not a traceback), now or `within_s`?"""
-    deadline_s = time.monotonic() + within_s
-    while _OUTCOMES in os.environ:
-        if any(outcome.code != 1 for outcome in _read_outcomes()):
-            return True
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(0.05)
-    return False
+def _print_without_launcher(outcome: ranks.Outcome) -> None:
+    """Plain torchrun prints nothing of this."""
+    if outcome.traceback:
+        print(f"rank {outcome.rank}:\n{outcome.traceback}", end="", file=sys.stderr, flush=True)
+    elif outcome.line:
+        who = "" if outcome.rank == 0 else f"rank {outcome.rank}: "
+        print(f"error: {who}{outcome.line}", file=sys.stderr, flush=True)
+        if outcome.rank != 0:
+            # Most mistakes are every rank's. The first to leave ends the others, and rank 0 is to name it.
+            time.sleep(_PEER_GRACE_S)
 
 
 def _die_with_launcher() -> None:
@@ -122,25 +97,8 @@ def _die_with_launcher() -> None:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     # The launcher may have died before that line.
-    if _LAUNCHER in os.environ and os.getppid() != int(os.environ[_LAUNCHER]):
+    if ranks.LAUNCHER in os.environ and os.getppid() != int(os.environ[ranks.LAUNCHER]):
         os._exit(1)
-
-
-def _write_outcome(outcome: Outcome) -> bool:
-    folder = os.environ.get(_OUTCOMES)
-    if folder is None or not os.path.isdir(folder):
-        return False
-    temporary = Path(folder, f".{outcome.rank}")
-    temporary.write_text(json.dumps(outcome._asdict()), encoding="utf-8")
-    temporary.rename(Path(folder, f"{outcome.rank}.json"))
-    return True
-
-
-def _read_outcomes() -> list[Outcome]:
-    """The outcomes written so far, earliest first."""
-    folder = Path(os.environ.get(_OUTCOMES, os.devnull))
-    outcomes = [Outcome(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("*.json")]
-    return sorted(outcomes, key=lambda outcome: outcome.time_ns)
 
 
 # ---- in the launcher
@@ -160,60 +118,78 @@ def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[lis
     return list(arguments[: len(arguments) - len(rest)]), rest
 
 
-def torchrun(flags: Sequence[str], arguments: Sequence[str]) -> NoReturn:
-    """Run `lptune ARGUMENTS` on the ranks that `flags` describe; exit with the first failure's code."""
+def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | None) -> NoReturn:
+    """Run `lptune ARGUMENTS` on the ranks that `flags` describe; exit with the cause's code.
+
+    output_dir: where the logs of the other ranks go.
+    """
     import torch
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     args = _parser().parse_args([*flags, "--module", "lptune.cli.main", *arguments])
+    rendezvous = _choose_rendezvous(args, flags)
     signals = _check(args)
-    if args.nnodes in ("1", "1:1"):
-        _stay_on_this_machine(args)
     args.signals_to_handle = ""  # handled here
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S)
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
-    os.environ[_OUTCOMES], os.environ[_LAUNCHER] = str(folder), str(os.getpid())
+    os.environ[ranks.OUTCOMES], os.environ[ranks.LAUNCHER] = str(folder), str(os.getpid())
+    if not _keeps_logs_itself(args):
+        os.environ[ranks.LOGS] = str(folder)
     args.log_dir = args.log_dir or str(folder / "torchrun")
     _silence("torch.distributed")
+
+    def leave(code: int) -> NoReturn:
+        _tidy(folder, output_dir, code)
+        os._exit(code)
+
+    watch = Watch(folder, rendezvous, leave)
+    code = 2
     try:
-        _forward_once(signals, SignalException)
+        _forward_once(signals, SignalException, watch)
+        watch.start()
         torch.distributed.run.run(args)
-        sys.exit(0)
-    except torch.distributed.DistNetworkError as error:
-        raise UserError(f"run: torchrun: {str(error).splitlines()[0]}") from None
+        code = watch.finish()
     except ChildFailedError as error:
-        sys.exit(_verdict({rank: failure.exitcode for rank, failure in error.failures.items()}))
+        code = watch.conclude({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
-        failed = [outcome for outcome in _read_outcomes() if outcome.code not in (130, 143)]
-        sys.exit(_verdict({}) if failed else 128 + error.sigval)
+        code = watch.conclude({}, stopped_by=error.sigval)
+    except (RendezvousError, torch.distributed.DistError, TimeoutError) as error:
+        if not watch.has_ranks:
+            raise UserError(_about_rendezvous(error, rendezvous, args)) from None
+        code = watch.conclude({})  # the store's host is gone
     finally:
+        watch.stop()
+        _tidy(folder, output_dir, code)
+    sys.exit(code)
+
+
+def _tidy(folder: Path, output_dir: str | None, code: int) -> None:
+    """Removes the launcher's folder; logs in it that say something come to the run's folder.
+
+    After a mistake of the user no folder is made for them.
+    """
+    to = Path(output_dir).expanduser() if output_dir else None
+    kept = None
+    if code != 2 or (to is not None and to.is_dir()):
+        kept = ranks.move_logs(folder, to / "logs" if to else None)
+    if kept != folder:
         shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"note: what the other ranks printed is in {folder}", file=sys.stderr)
 
 
-def _verdict(exit_codes: dict[int, int]) -> int:
-    """The launcher's exit code from the ranks' (negative: killed by that signal); prints its line."""
-    outcomes = _read_outcomes()
-    silent = {
-        rank: code for rank, code in exit_codes.items() if rank not in {outcome.rank for outcome in outcomes}
-    }
-    killed = {rank: -code for rank, code in silent.items() if code < 0 and code != -signal.SIGTERM}
-    if killed and not any(outcome.code in (2, 3) for outcome in outcomes):
-        rank, number = min(killed.items())
-        print(f"error: rank {rank} was killed by {signal.Signals(number).name}", file=sys.stderr)
-        return 128 + number
-    if not outcomes:
-        first = next((code for code in silent.values() if code > 0), -signal.SIGTERM)
-        return first if first > 0 else 128 - first
-    mistakes = {outcome.rank: outcome.line for outcome in outcomes if outcome.code == outcomes[0].code}
-    if outcomes[0].line:
-        rank = min(mistakes)
-        print(
-            f"error: {mistakes[rank]}" if rank == 0 else f"error: rank {rank}: {mistakes[rank]}",
-            file=sys.stderr,
-        )
-    return outcomes[0].code
+def _about_rendezvous(error: Exception, rendezvous: str, args: "argparse.Namespace") -> str:
+    first_line = (str(error).splitlines() or [""])[0].removesuffix(" See inner exception for details.")
+    if not rendezvous:
+        return f"run: torchrun: {first_line}"
+    reason = first_line or "not all machines came"
+    return (
+        f"run: rendezvous at {rendezvous}: {reason}; start the same command on "
+        f"all {args.nnodes} machines, with a host that they all reach and a port that is free there"
+    )
 
 
 def _parser() -> "argparse.ArgumentParser":
@@ -229,14 +205,55 @@ def _parser() -> "argparse.ArgumentParser":
     return parser
 
 
-def _stay_on_this_machine(args: "argparse.Namespace") -> None:
-    """Rendezvous on a free port of the loopback address, unless a flag says something else."""
+def _choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
+    """Completes the flags of the rendezvous; returns its address, empty for a single machine."""
+    smallest, _, largest = str(args.nnodes).partition(":")
+    if largest not in ("", smallest):
+        raise UserError(
+            f"run: --nnodes: {args.nnodes}: a run does not change its size while it runs; give one number, "
+            "and start it again with another (resume: auto continues it)"
+        )
+    if args.max_restarts:
+        raise UserError(
+            "run: --max-restarts: ranks are not restarted within a launch; run the same command again "
+            "(resume: auto continues it)"
+        )
+    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    here = ("--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port")
+    if smallest == "1":
+        if not given.intersection(here) and not any(name.startswith("PET_") for name in os.environ):
+            args.standalone = True
+            _stay_on_loopback(args)
+        return ""
+    if args.standalone:
+        raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
+    if not args.rdzv_endpoint and (args.rdzv_backend != "static" or not _is_set("--master-addr", given)):
+        raise UserError(
+            f"run: --nnodes {args.nnodes}: where do the machines meet? Give all of them the same "
+            "--rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"
+        )
+    if args.rdzv_endpoint and not _is_set("--rdzv-backend", given) and not _is_set("--node-rank", given):
+        args.rdzv_backend = "c10d"  # torchrun's own default wants the machines numbered
+    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    if re.match(r"localhost\b|127\.|\[?::1\b", address):  # several launchers on one machine
+        _stay_on_loopback(args)
+    return str(address)
+
+
+def _is_set(flag: str, given: set[str]) -> bool:
+    return flag in given or f"PET_{flag[2:].replace('-', '_').upper()}" in os.environ
+
+
+def _stay_on_loopback(args: "argparse.Namespace") -> None:
+    args.local_addr = args.local_addr or "127.0.0.1"
+    stay_on_loopback()
+
+
+def _keeps_logs_itself(args: "argparse.Namespace") -> bool:
+    """Does a flag tell torchrun what to do with the ranks' output?"""
     defaults = _parser()
-    names = ("rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
-    if all(getattr(args, name) == defaults.get_default(name) for name in names):
-        args.standalone = True
-        args.local_addr = args.local_addr or "127.0.0.1"
-        stay_on_loopback()
+    names = ("log_dir", "redirects", "tee", "local_ranks_filter")
+    return any(getattr(args, name) != defaults.get_default(name) for name in names)
 
 
 def _check(args: "argparse.Namespace") -> list[signal.Signals]:
@@ -263,7 +280,7 @@ def _check(args: "argparse.Namespace") -> list[signal.Signals]:
 
 
 def _forward_once(
-    signals: Sequence[signal.Signals], exception: Callable[[str, signal.Signals], Exception]
+    signals: Sequence[signal.Signals], exception: Callable[[str, signal.Signals], Exception], watch: Watch
 ) -> None:
     """Raise `exception` on the first of the signals, which torchrun answers by forwarding it to the ranks."""
     first_s: float | None = None
@@ -272,11 +289,13 @@ def _forward_once(
         nonlocal first_s
         if first_s is None:
             first_s = time.monotonic()
-            raise exception(f"signal {number}", signal.Signals(number))
+            watch.stopping = True
+            passed_on = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)
+            raise exception(f"signal {number}", passed_on)
         if time.monotonic() - first_s > _REPEAT_GRACE_S:
             os._exit(128 + number)
 
-    for number in signals:
+    for number in {*signals, signal.SIGUSR1}:
         signal.signal(number, handle)
 
 

@@ -22,7 +22,9 @@ _OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help")
 @click.option(
     "--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on this machine; `gpu`: one per GPU."
 )
-@click.option("--nnodes", metavar="N", help="Machines; torchrun's rendezvous flags go along.")
+@click.option(
+    "--nnodes", metavar="N", help="Machines; --rdzv-endpoint HOST:PORT goes along (docs/multi_node.md)."
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(
     config_name: str | None, nproc_per_node: str | None, nnodes: str | None, arguments: tuple[str, ...]
@@ -30,7 +32,8 @@ def run(
     """Run RECIPE (a name or a path) with CONFIG and key=value overrides.
 
     One rank runs in this process. More ranks or machines, or any other flag of torchrun before RECIPE, start
-    torchrun.
+    torchrun. Rank 0 prints here, the other ranks to OUTPUT_DIR/logs/rank-N.log. The first failure ends all
+    ranks on all machines.
     """
     torchrun_flags, positional = _split(arguments)
     if not positional:
@@ -53,7 +56,11 @@ def run(
     cfg = load_config(cls, config_path, overrides)
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
-        launch.torchrun(torchrun_flags, ["run", str(recipe_path), "--config", str(config_path), *overrides])
+        launch.torchrun(
+            torchrun_flags,
+            ["run", str(recipe_path), "--config", str(config_path), *overrides],
+            getattr(cfg, "output_dir", None),
+        )
     launch.stay_on_loopback()
     recipe.load_main(recipe_path)(cfg)
 

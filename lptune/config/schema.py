@@ -270,6 +270,11 @@ class FinetuneConfig:
                 f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are "
                 "more tokens than 32 bits count (2^31); lower one of the two"
             )
+        if self.parallel.sequence and self.data.seq_len % self.parallel.tensor:
+            raise UserError(
+                f"data.seq_len: {self.data.seq_len} tokens do not divide among {self.parallel.tensor} ranks "
+                "(parallel.tensor); change one of them, or set parallel.sequence=false"
+            )
         at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:
             at_least("num_steps", self.num_steps, 1)

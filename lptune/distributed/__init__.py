@@ -1,6 +1,8 @@
 """Ranks, meshes, and how a model is spread over them."""
 
 from lptune.distributed.parallelize import (
+    Execution,
+    Settings,
     check_compiler,
     checkpoint_activations,
     compile_forward,
@@ -18,10 +20,30 @@ from lptune.distributed.shards import (
     local_pieces,
     local_rows,
 )
+from lptune.distributed.styles import (
+    ColumnParallel,
+    FeatureParallelNorm,
+    GatheredInput,
+    GatheredOutput,
+    Replicated,
+    RowParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from lptune.distributed.tensor_parallel import fused_rows
 
 __all__ = [
+    "ColumnParallel",
+    "Execution",
+    "FeatureParallelNorm",
+    "GatheredInput",
+    "GatheredOutput",
     "Piece",
+    "Replicated",
+    "RowParallel",
+    "Settings",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "World",
     "check_compiler",
     "checkpoint_activations",

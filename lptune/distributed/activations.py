@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lptune.config import UserError
 from lptune.kernels import quantize_rows, quantize_tensor_by_amax
 from lptune.linear import LinearSpec, QuantizedTokens, pack_rows, unpack_rows
 from lptune.numerics import FORMATS
@@ -55,7 +56,12 @@ def gather_tokens(x_BsK: Tensor, group: Group) -> Tensor:
 
 
 def scatter_tokens(x_BSK: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of (B, S, K), of which each gets (B, s, K)."""
+    """The sum over ranks of (B, S, K), of which each gets (B, s, K). UserError if S does not divide."""
+    if x_BSK.shape[_TOKENS] % group.size:
+        raise UserError(
+            f"parallel.sequence: {x_BSK.shape[_TOKENS]} tokens of a row do not divide among {group.size} "
+            "tensor-parallel ranks; change the length of rows, or set it to false"
+        )
     x_BsK: Tensor = _ScatterTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
     return x_BsK
 
@@ -175,7 +181,8 @@ class _GatherWords(torch.autograd.Function):
         ctx.num_words = logits.shape[-1]
         ctx.first = -(-vocab_size // group.size) * group.rank
         padded = torch.nn.functional.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
-        return _all_gather(padded, logits.dim() - 1, group)[..., :vocab_size].contiguous()
+        gathered = _all_gather(padded, logits.dim() - 1, group)
+        return gathered if gathered.shape[-1] == vocab_size else gathered[..., :vocab_size].contiguous()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:

@@ -16,38 +16,86 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import ParallelConfig, UserError
 from lptune.distributed.session import World
-from lptune.distributed.tensor_parallel import cut_decoder
+from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear import gather_in_8_bits
 from lptune.models import Decoder
 
 
-def parallelize(model: Decoder, world: World, cfg: FinetuneConfig) -> None:
-    """Applies checkpointing, compilation and sharding to `model` (a Decoder, usually on meta), in place.
+class Settings(Protocol):
+    """What `parallelize` reads of a config."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The mesh and its use."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """bfloat16 | float32."""
+
+    @property
+    def compile(self) -> str:
+        """block | model | none."""
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """none | selective | full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """The settings without the rest of a FinetuneConfig, for a loop of your own."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute_dtype: str = "bfloat16"
+    compile: str = "block"
+    activation_checkpointing: str = "none"
+
+
+def parallelize(
+    model: nn.Module,
+    world: World,
+    cfg: Settings,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    plan: Mapping[str, ParallelStyle] | None = None,
+) -> None:
+    """Cuts, checkpoints, compiles and shards `model`, usually on meta, in place.
 
     Every rank calls it with the same model. Afterwards parameters are DTensors, cut over the mesh axis
-    `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP). Raises UserError
-    where the mesh does not divide the model.
+    `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP).
+
+    A Decoder needs no more. Of any other model, blocks: the modules that are gathered, compiled and
+    recomputed one by one; plan: for tensor parallelism, module names or globs -> styles (styles.py). Raises
+    UserError where the mesh does not divide the model.
     """
     if world.tensor_mesh is not None:
         # It would warn of every export that it gathers over two axes one after the other; so it must.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        cut_decoder(model, world.tensor_mesh, cfg.parallel.sequence, cfg.data.seq_len)
-    blocks: list[Any] = list(model.model.layers)
-    checkpoint_activations(blocks, cfg.activation_checkpointing)
+        if isinstance(model, Decoder):
+            cut_decoder(model, world.tensor_mesh, cfg.parallel.sequence)
+        elif plan is None:
+            raise UserError(
+                "parallelize: parallel.tensor needs a plan for this model, see docs/distributed.md"
+            )
+        else:
+            cut(model, world.tensor_mesh, plan)
+    each: list[Any] = list(model.model.layers if isinstance(model, Decoder) else blocks or ())
+    checkpoint_activations(each, cfg.activation_checkpointing)
     # FSDP's hooks on the blocks break the graph of a whole model.
-    compile_forward(
-        blocks if cfg.compile == "block" else [model], cfg.compile, fullgraph=cfg.compile == "block"
-    )
+    whole_graph = cfg.compile == "block"
+    compile_forward(each if whole_graph else [model], cfg.compile, fullgraph=whole_graph)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
     mp_policy = MixedPrecisionPolicy(
@@ -59,12 +107,12 @@ def parallelize(model: Decoder, world: World, cfg: FinetuneConfig) -> None:
     shard: dict[str, Any] = {"mesh": world.data_mesh, "mp_policy": mp_policy}
     if cfg.parallel.cpu_offload:
         shard["offload_policy"] = CPUOffloadPolicy()
-    for block in blocks:
+    for block in each:
         fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
     # The root's weights are used last in forward and first in backward: freeing them between would gather
     # twice.
     fully_shard(model, **shard, reshard_after_forward=False)
-    prefetch(blocks, cfg.parallel.prefetch_blocks)
+    prefetch(each, cfg.parallel.prefetch_blocks)
 
 
 def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
@@ -78,10 +126,10 @@ def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
         block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_blocks) : i][::-1]))
 
 
-def materialize(model: nn.Module, world: World, cfg: FinetuneConfig) -> None:
+def materialize(model: Decoder, world: World, cfg: Settings) -> None:
     """Gives `model`, parallelized on meta, storage of unspecified values, and its buffers their values."""
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
-    model.reset_buffers(world.device)  # type: ignore[operator]
+    model.reset_buffers(world.device)
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:

@@ -6,6 +6,7 @@ too.
 """
 
 import os
+import random
 import signal
 import threading
 import time
@@ -14,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lptune import ranks
 from lptune.config import ParallelConfig, UserError
 
 
@@ -89,6 +92,19 @@ class World:
         self.max_(anywhere)
         return bool(anywhere.item() > 0)
 
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Seeds torch, numpy and random: what this rank draws next is a function of (seed, step, data rank).
+
+        lptune's own random numbers (data order, stochastic rounding) are functions of the config's seed
+        and use no generator. This is for what a recipe of your own draws (dropout, augmentation): ranks that
+        read different rows must not drop the same units, tensor-parallel ones must. Called in every step
+        with the step's number, a resumed run draws what an uninterrupted one would have drawn.
+        """
+        words = np.random.SeedSequence([seed, step, self.data_rank]).generate_state(4)
+        torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+        np.random.seed(words[2])
+        random.seed(int(words[3]))
+
     def print(self, text: str) -> None:
         """Prints on the main rank only."""
         if self.is_main:
@@ -96,15 +112,20 @@ class World:
 
 
 @contextmanager
-def session(device: str = "auto", parallel: ParallelConfig = ParallelConfig()) -> Iterator[World]:  # noqa: B008  (frozen)
+def session(
+    device: str = "auto",
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
+    seed: int | None = None,
+) -> Iterator[World]:
     """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
     rank.
 
-    Within a session SIGTERM does not end the process: it is noted for `World.stop_requested`, and repetitions
-    (a group signal and torchrun's forwarding arrive twice) change nothing.
+    Within a session SIGTERM, and SIGUSR1 with which Slurm warns of a time limit, do not end the process: they
+    are noted for `World.stop_requested`, and repetitions (a group signal and torchrun's forwarding arrive
+    twice) change nothing. An exception that leaves the session ends all ranks of the launch.
 
-    device: auto | cpu | cuda. parallel: decides the mesh. Raises UserError when cuda is asked for and not
-    there, and when the ranks cannot form the mesh. The group is destroyed at exit.
+    device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. Raises UserError when cuda
+    is asked for and not there, and when the ranks cannot form the mesh. The group is destroyed at exit.
     """
     device_type = _device_type(device)
     if parallel.cpu_offload and device_type != "cuda":
@@ -133,10 +154,18 @@ def session(device: str = "auto", parallel: ParallelConfig = ParallelConfig()) -
     previous = _note_sigterm()
     try:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        yield World(rank=rank, size=size, device=here, mesh=mesh)
+        world = World(rank=rank, size=size, device=here, mesh=mesh)
+        if seed is not None:
+            world.seed(seed)
+        yield world
+    except BaseException as error:
+        # Before the connections close, and peers fail that would be taken for the cause. With NCCL, closing
+        # would wait for peers that wait for this rank.
+        ranks.hold(error)
+        raise
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         dist.destroy_process_group()
         # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
         # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
@@ -163,8 +192,8 @@ def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
 _stop_requested = False
 
 
-def _note_sigterm() -> Any:
-    """Installs the handler; returns the previous one, or None outside the main thread, which alone may."""
+def _note_sigterm() -> dict[signal.Signals, Any]:
+    """Installs the handlers; returns the previous ones, none outside the main thread, which alone may."""
     global _stop_requested
     _stop_requested = False
 
@@ -173,8 +202,8 @@ def _note_sigterm() -> Any:
         _stop_requested = True
 
     if threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGTERM, note)
+        return {}
+    return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
 
 def _device_type(device: str) -> str:

@@ -134,9 +134,15 @@ class Replicated(_Style):
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
+        cls: Any = module.__class__
+        if not issubclass(cls, (RMSNorm, nn.LayerNorm, nn.RMSNorm)):
+            raise UserError(
+                f"parallel.tensor: {type(module).__name__} is no RMSNorm or LayerNorm, and only those are "
+                "replicated"
+            )
         for name in list(module._parameters):
             _cut(module, name, mesh, Replicate())
-        module.__class__ = _replicated(module.__class__, self.partial)
+        module.__class__ = _replicated(cls, self.partial)
 
 
 class FeatureParallelNorm(_Style):
@@ -161,13 +167,17 @@ class VocabParallelEmbedding(_Style):
 
 
 class VocabParallelHead(ColumnParallel):
-    """A column-parallel head whose logits are gathered: for a model whose loss wants them whole."""
+    """A head whose tokens are gathered before it and whose logits after: for a loss that wants them whole."""
+
+    def __init__(self, sequence: bool = True) -> None:
+        super().__init__()
+        self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
-        num_words = module.out_features
         super().apply(module, mesh, group)
-        module.__class__ = gathered_logits(module.__class__, group, num_words)
+        logits: Any = gathered_logits(module.__class__, group, module.out_features)
+        module.__class__ = _gathered_input(logits, self.sequence, group, None)
 
 
 class _LocalLinear(nn.Linear):
@@ -234,7 +244,17 @@ def gathered_logits(cls: Any, group: Group, vocab_size: int) -> type[nn.Module]:
 @functools.cache
 def _replicated(cls: Any, partial: bool) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        normed: Tensor = self.normalize(x, local_part(self.weight, sums_gradient=partial))
+        local = {
+            name: local_part(parameter, sums_gradient=partial)
+            for name, parameter in self._parameters.items()
+            if parameter is not None
+        }
+        if issubclass(cls, RMSNorm):
+            normed: Tensor = self.normalize(x, **local)
+        elif issubclass(cls, nn.LayerNorm):
+            normed = F.layer_norm(x, self.normalized_shape, eps=self.eps, **local)
+        else:
+            normed = F.rms_norm(x, self.normalized_shape, eps=self.eps, **local)
         return normed
 
     return _subclass(cls, forward)

@@ -10,7 +10,7 @@ How one module is cut stands in styles.py. A model of your own takes a plan like
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,17 +66,17 @@ def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelSty
     return plan
 
 
-def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool, seq_len: int) -> None:
+def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
     """Spreads a Decoder over `mesh`, the axis `tensor`, in place. Before checkpointing and `fully_shard`.
 
-    seq_len: tokens of a row. Raises UserError where heads, sizes or tokens do not divide.
+    Raises UserError where heads or sizes do not divide.
     """
     config, num_ranks = model.config, mesh.size()
     divided = {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
-    } | ({"data.seq_len": seq_len} if sequence else {})
+    }
     for name, size in divided.items():
         if size % num_ranks:
             fitting = [str(n) for n in range(1, num_ranks) if not any(each % n for each in divided.values())]
@@ -85,10 +85,7 @@ def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool, seq_len: int) 
                 f"smaller numbers that do: {', '.join(fitting)}"
             )
     group = Group.of(mesh)
-    parallelize_module(model, mesh, decoder_plan(config, sequence))
-    model._tie()
-    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    assert not missing, missing
+    cut(model, mesh, decoder_plan(config, sequence))
     model.words_here = -(-config.vocab_size // num_ranks)
     model.cross_entropy = functools.partial(
         vocab_parallel_cross_entropy,
@@ -97,6 +94,24 @@ def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool, seq_len: int) 
         ignore_index=IGNORE_INDEX,
     )
     model.__class__ = gathered_logits(type(model), group, config.vocab_size)  # type: ignore[assignment, arg-type]
+
+
+def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Applies `plan` to `model`, in place; tied parameters stay tied.
+
+    Raises UserError for a parameter that no style of the plan takes.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parallelize_module(model, mesh, dict(plan))
+    for first, *others in names.values():
+        for other in others:
+            module, _, parameter_name = other.rpartition(".")
+            model.get_submodule(module).register_parameter(parameter_name, model.get_parameter(first))
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise UserError(f"parallel.tensor: the plan has no style for {name}; each parameter needs one")
 
 
 def fused_rows(model: nn.Module) -> dict[str, Sequence[int]]:

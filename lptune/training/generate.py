@@ -18,18 +18,20 @@ def greedy(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     pad_id: int,
+    multiple_of: int = 1,
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, up to and without its first stop token.
 
     model: called as model(tokens_BS) -> logits (B, S, V), in the mode it is in (a decoder has no dropout, and
     switching would compile it anew). Rows are padded on the right; causal attention keeps the padding out of
-    every token that is read.
+    every token that is read. multiple_of: what the length of rows must be one of (sequence parallelism).
     """
     if not prompts:
         return []
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    tokens_BS = torch.full((len(prompts), int(lengths.max()) + max_new_tokens), pad_id, device=device)
+    length = -(-(int(lengths.max()) + max_new_tokens) // multiple_of) * multiple_of
+    tokens_BS = torch.full((len(prompts), length), pad_id, device=device)
     for row, prompt in enumerate(prompts):
         tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
     rows = torch.arange(len(prompts), device=device)
@@ -43,8 +45,8 @@ def greedy(
         if done.all():
             break
     answers = []
-    for row, length in enumerate(lengths.tolist()):
-        answer = tokens_BS[row, length : length + max_new_tokens].tolist()
+    for row, start in enumerate(lengths.tolist()):
+        answer = tokens_BS[row, start : start + max_new_tokens].tolist()
         ends = [i for i, token in enumerate(answer) if token in set(stop_ids)]
         answers.append(answer[: ends[0]] if ends else answer)
     return answers

@@ -1,9 +1,17 @@
-"""The mesh that a run's ranks form."""
+"""The mesh that a run's ranks form, what a rank draws, and which signals ask it to stop."""
 
+import dataclasses
+import os
+import random
+import signal
+
+import numpy as np
 import pytest
+import torch
 
 from lptune import distributed
 from lptune.config import ParallelConfig, UserError
+from lptune.distributed import World
 from lptune.distributed.session import mesh_axes
 
 
@@ -46,3 +54,30 @@ def test_cpu_offload_on_a_cpu_is_one_line() -> None:
 def test_context_parallelism_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"parallel\.context: found 2.*packed documents"):
         ParallelConfig(context=2)
+
+
+def draws(world: World, seed: int, step: int = 0) -> tuple[float, ...]:
+    world.seed(seed, step)
+    return (*torch.rand(3).tolist(), *np.random.rand(3), random.random())
+
+
+def test_what_a_rank_draws_is_a_function_of_seed_step_and_rank() -> None:
+    with distributed.session("cpu", seed=7) as world:
+        at_start = (*torch.rand(3).tolist(), *np.random.rand(3), random.random())
+        assert at_start == draws(world, 7) == draws(world, 7)
+        other = dataclasses.replace(world, rank=1)
+        # seed + rank would make rank 1 of seed 7 and rank 0 of seed 8 the same.
+        streams = [draws(w, seed, step) for w in (world, other) for seed in (7, 8) for step in (0, 1)]
+        values = [value for stream in streams for value in stream]
+        assert len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_in_a_session_asks_to_stop_and_repetitions_change_nothing(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with distributed.session("cpu") as world:
+        assert not world.stop_requested()
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+        assert world.stop_requested()
+    assert signal.getsignal(number) == before

@@ -1,0 +1,374 @@
+"""The watch: a thread of the launcher that ends a run within seconds of its first failure, on every machine.
+
+torchrun ends the ranks of a machine when a process has ended, not when it has failed, and asks them with a
+SIGTERM first, which a rank that waits in a collective, or that saves on SIGTERM, does not answer: they have
+30 seconds. Other machines it does not tell at all: their ranks hang until the collective's timeout (10
+minutes for NCCL, 30 for gloo). So the watch
+
+- reads the outcomes of its ranks (lptune/ranks), and sees a rank that vanished without one through its pidfd;
+- publishes a failure of theirs in the key-value store that torchrun's launchers have in common anyway, and
+  looks there for failures elsewhere;
+- after a short time for better explanations kills its ranks (checkpoints are published by a rename, so that
+  this is safe at any moment), and ends the launcher itself where torchrun does not notice: in its exit
+  barrier, or while it asks a store whose host is gone;
+- gives a sign of life; the first machine reports one that has given none.
+
+Codes 143 and 130 are no failures: who leaves with them has saved, or was told to stop, and its peers get
+time.
+"""
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from lptune.ranks import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+
+_POLL_S = 0.1
+_ASK_S = 0.5  # how often the common store is asked
+_SETTLE_S = (
+    1.0  # for the other ranks of this machine to say the same, and rank 0 to be the one that is quoted
+)
+_VANISHED_S = 0.2  # a rank was killed: nobody will explain that
+_LOST_PEER_S = 4.0  # for the machine of that peer to tell why it is gone
+_SAVE_S = 30.0  # a peer has saved and left; the same save ends here
+_STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
+_LINGER_S = 4.0  # for the other machines to read the reason in a store that may end with this process
+_BEAT_S = 5.0
+_SILENCE_S = 45.0
+_HINT_S = 15.0
+_STORE_TIMEOUT_S = 10.0
+
+
+class Watch(threading.Thread):
+    """Watches the ranks of this machine, whose outcomes come into `folder`.
+
+    rendezvous: where the machines meet, as text for a message; empty where there is but one. leave: called
+    in place of the launcher's own end where that does not come, with the exit code.
+    """
+
+    def __init__(self, folder: Path, rendezvous: str, leave: Callable[[int], None]) -> None:
+        super().__init__(name="lptune-watch", daemon=True)
+        self._folder, self._rendezvous, self._leave = folder, rendezvous, leave
+        self._ranks: dict[int, Rank] = {}
+        self._pidfds: dict[int, int] = {}
+        self._killed: set[int] = set()
+        self._published = {-1}  # those are told at the end
+        self._elsewhere: list[Outcome] = []
+        self._exchange: _Exchange | None = None
+        self._cut_off = False
+        self._over = threading.Event()
+        self.stopping = False
+        """The launcher was told to stop by a signal: ranks that vanish now have received it too."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether ranks were started."""
+        return bool(self._ranks) or any(self._folder.glob("rank-*.json"))
+
+    def finish(self) -> int:
+        """The end without a failure; returns the exit code 0."""
+        self.stop()
+        return 0
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._over.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout=_STUCK_S)
+
+    # ---- the thread
+
+    def run(self) -> None:
+        """Polls until the launcher has concluded."""
+        try:
+            self._wait_for_an_end()
+            self._kill_ranks()
+            if not self._over.wait(_STUCK_S):
+                self._leave(self.conclude({}))
+        except Exception:
+            print(f"lptune's watch over the ranks failed:\n{traceback.format_exc()}", file=sys.stderr)
+
+    def _wait_for_an_end(self) -> None:
+        """Returns when the ranks of this machine are to be killed."""
+        started_s = time.monotonic()
+        first_sign_s: float | None = None
+        hinted = not self._rendezvous
+        while not self._over.wait(_POLL_S):
+            self._meet_ranks()
+            now_s = time.monotonic()
+            if not hinted and not self._ranks and now_s - started_s > _HINT_S:
+                hinted = True
+                where = f"{self._rendezvous} (or is that another program's port?)"
+                print(f"waiting for the other machines at {where}", file=sys.stderr, flush=True)
+            outcomes = read_outcomes(self._folder)
+            self._talk(outcomes)
+            patience_s = self._patience_s(outcomes)
+            if patience_s is None:
+                continue
+            first_sign_s = first_sign_s or now_s
+            if now_s - first_sign_s >= patience_s:
+                return
+
+    def _patience_s(self, outcomes: list[Outcome]) -> float | None:
+        """How long after the first sign of an end this machine's ranks may go on; None without a sign."""
+        vanished = self._vanished()
+        ends = [outcome for outcome in [*outcomes, *self._elsewhere] if outcome.code != 0]
+        cause = min(ends, key=lambda outcome: outcome.precedence, default=None)
+        if vanished and not self.stopping and (cause is None or cause.lost_peer):
+            return _VANISHED_S
+        if cause is None:
+            return None
+        if cause.code in LEAVING:
+            return _SAVE_S if cause.code == 143 else _SETTLE_S
+        if cause.lost_peer and self._exchange is not None:
+            return _LOST_PEER_S
+        if cause in self._elsewhere:
+            return _VANISHED_S
+        num_ranks = max(rank.num_local for rank in self._ranks.values())
+        return 0.0 if len({outcome.rank for outcome in outcomes} | vanished) == num_ranks else _SETTLE_S
+
+    def _meet_ranks(self) -> None:
+        for rank in read_ranks(self._folder, set(self._ranks)):
+            self._ranks[rank.rank] = rank
+            # A pidfd means this process and no other, whatever happens to its number.
+            try:
+                self._pidfds[rank.rank] = os.pidfd_open(rank.pid)
+            except ProcessLookupError:
+                self._pidfds[rank.rank] = -1
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._pidfds[rank] < 0 or bool(select.select([self._pidfds[rank]], [], [], 0)[0])
+
+    def _vanished(self) -> set[int]:
+        """Ranks that ended without an outcome."""
+        ended = {rank for rank in self._ranks if rank not in self._killed and self._has_ended(rank)}
+        # Read now: a rank writes its outcome before it ends.
+        return ended and ended - {outcome.rank for outcome in read_outcomes(self._folder)}
+
+    def _kill_ranks(self) -> None:
+        for rank, pidfd in self._pidfds.items():
+            if not self._has_ended(rank):
+                self._killed.add(rank)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    # ---- other machines
+
+    def _talk(self, outcomes: list[Outcome]) -> None:
+        """Publishes what is new here, reads what is new elsewhere."""
+        if not self._connect(outcomes):
+            return
+        assert self._exchange is not None
+        if outcomes and all(outcome.code == 0 for outcome in outcomes):
+            # From now on the store may end at any moment, for a good reason; torch would complain loudly.
+            self._exchange.ask_rarely()
+        try:
+            for outcome in outcomes:
+                if outcome.code not in LEAVING and outcome.rank not in self._published:
+                    self._published.add(outcome.rank)
+                    self._exchange.publish(outcome)
+            self._elsewhere += self._exchange.news()
+        except RuntimeError:  # what all of torch's errors of a store are
+            self._lose(self._exchange.address, outcomes)
+
+    def _connect(self, outcomes: list[Outcome]) -> bool:
+        """Whether there is an exchange with other machines, now or from now on."""
+        if self._exchange is not None or self._cut_off or not self._ranks:
+            return self._exchange is not None
+        rank = next(iter(self._ranks.values()))
+        # The host of a run of a second may be gone as soon as our ranks are done.
+        if rank.num_nodes == 1 or not rank.store or (outcomes and all(done.code == 0 for done in outcomes)):
+            return False
+        try:
+            self._exchange = _Exchange(rank)
+        except RuntimeError:
+            self._lose(rank.store, outcomes)
+        return self._exchange is not None
+
+    def _lose(self, address: str, outcomes: list[Outcome]) -> None:
+        self._exchange, self._cut_off = None, True
+        left = {outcome.rank for outcome in outcomes if outcome.code in LEAVING}
+        if left < set(self._ranks) and not self._elsewhere:
+            line = f"the launcher that hosts the rendezvous, {address}, is gone"
+            self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
+
+    # ---- the launcher's last words
+
+    def conclude(self, exit_codes: Mapping[int, int], stopped_by: signal.Signals | None = None) -> int:
+        """The launcher's exit code; prints the cause, once, and tells the other machines.
+
+        exit_codes: of ranks that torchrun found ended, negative where a signal killed them. stopped_by: the
+        signal that the launcher received and passed on.
+        """
+        self.stop()
+        self._meet_ranks()
+        outcomes = [outcome for outcome in read_outcomes(self._folder) if outcome.code != 0]
+        words = []
+        if stopped_by is not None:
+            words.append((128 + stopped_by, f"stopped by {stopped_by.name}"))
+        else:
+            known = {outcome.rank for outcome in outcomes} | self._killed
+            silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
+            words += [_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
+        here = outcomes + [
+            Outcome(-1, code, time.time_ns(), socket.gethostname(), line) for code, line in words
+        ]
+        self._tell(here)
+        cause = min([*here, *self._elsewhere], key=lambda outcome: outcome.precedence, default=None)
+        if cause is None:
+            return 1
+        same = [outcome for outcome in outcomes if outcome.line and outcome.code == cause.code]
+        if cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
+            pass  # the ranks here have left by themselves
+        elif same:  # most mistakes are every rank's: quote the first one
+            _print_own(min(same, key=lambda outcome: outcome.rank))
+        elif cause in here:
+            _print_own(cause)
+        else:
+            _print_other(cause)
+        sys.stderr.flush()
+        if self._exchange is not None:
+            self._exchange.linger()
+        return cause.code
+
+    def _tell(self, here: list[Outcome]) -> None:
+        """Publishes the launcher's own words too, and reads the others' for the last time."""
+        if not self._connect(here):
+            return
+        assert self._exchange is not None
+        try:
+            for outcome in here:
+                if outcome.rank == -1:
+                    self._exchange.publish(outcome)
+        except RuntimeError:
+            self._exchange, self._cut_off = None, True
+            return
+        self._exchange.ask_now()
+        self._talk(here)
+
+
+def _silent(rank: int, exit_code: int) -> tuple[int, str]:
+    """Exit code and words for a rank that could not write an outcome."""
+    if exit_code < 0:
+        return 128 - exit_code, f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
+    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and said nothing"
+
+
+def _print_own(cause: Outcome) -> None:
+    if cause.traceback:
+        print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
+        if cause.lost_peer:
+            print(
+                f"rank {cause.rank} lost a peer that left no word: was a machine or a launcher killed?",
+                file=sys.stderr,
+            )
+    elif cause.code not in LEAVING:
+        who = f"rank {cause.rank}: " if cause.rank > 0 else ""
+        print(f"error: {who}{cause.line or f'ended with exit code {cause.code}'}", file=sys.stderr)
+
+
+def _print_other(cause: Outcome) -> None:
+    where = f"on {cause.host}: " if cause.host else ""
+    who = f"rank {cause.rank} " if cause.rank >= 0 else ""
+    what = cause.line
+    if cause.traceback:
+        what = f"{cause.traceback.strip().splitlines()[-1]} (the traceback stands in the output there)"
+    print(f"error: {who}{where}{what or f'exit code {cause.code}'}", file=sys.stderr)
+
+
+class _Exchange:
+    """What the launchers of several machines tell one another, in the store that torchrun made for them.
+
+    Its host is one of the launchers. Every method may raise what torch raises for a lost store: RuntimeError.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        import torch.distributed as dist
+
+        host, _, port = rank.store.rpartition(":")
+        self.address = rank.store
+        self._node, self._num_nodes = rank.node, rank.num_nodes
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(f"lptune/{rank.run_id}", store)  # type: ignore[attr-defined]
+        self._num_read = 0
+        self._ask_every_s = _ASK_S
+        self._next_ask_s = self._next_beat_s = 0.0
+        self._beats = dict.fromkeys(range(rank.num_nodes), ("", time.monotonic()))
+
+    def publish(self, outcome: Outcome) -> None:
+        """Tells the others."""
+        number = self._store.add("outcomes", 1)
+        self._store.set(f"outcome/{number}", json.dumps([self._node, outcome._asdict()]))
+
+    def news(self) -> list[Outcome]:
+        """What others have told since the last call; asks the store twice a second, not more."""
+        now_s = time.monotonic()
+        if now_s < self._next_ask_s:
+            return []
+        self._next_ask_s = now_s + self._ask_every_s
+        self._beat(now_s)
+        new = []
+        for number in range(self._num_read + 1, self._store.add("outcomes", 0) + 1):
+            node, values = json.loads(self._store.get(f"outcome/{number}"))
+            if node != self._node:
+                new.append(Outcome(**values))
+            self._num_read = number
+        return new
+
+    def ask_now(self) -> None:
+        """Lets the next `news` ask at once."""
+        self._next_ask_s = 0.0
+
+    def ask_rarely(self) -> None:
+        """From now on as often as there are signs of life."""
+        if self._ask_every_s != _BEAT_S:
+            self._ask_every_s = _BEAT_S
+            self._next_ask_s = time.monotonic() + _BEAT_S
+
+    def linger(self) -> None:
+        """Waits, not long, until every launcher has come here, the store's host until they have left, too.
+
+        A store that ends with its host makes torch complain on all other machines.
+        """
+        deadline_s = time.monotonic() + _LINGER_S
+        with contextlib.suppress(RuntimeError):
+            self._store.add("here", 1)
+            self._wait_for("here", self._num_nodes, deadline_s)
+            self._store.add("left", 1)
+            if self._node == 0:
+                self._wait_for("left", self._num_nodes, deadline_s)
+
+    def _wait_for(self, key: str, count: int, deadline_s: float) -> None:
+        while self._store.add(key, 0) < count and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _beat(self, now_s: float) -> None:
+        """Gives a sign of life; the first machine looks for those of the others."""
+        if now_s < self._next_beat_s:
+            return
+        self._next_beat_s = now_s + _BEAT_S
+        self._store.set(f"beat/{self._node}", str(now_s))
+        if self._node != 0:
+            return
+        for node, (last, since_s) in list(self._beats.items()):
+            key = f"beat/{node}"
+            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            if beat != last:
+                self._beats[node] = (beat, now_s)
+            elif now_s - since_s > _SILENCE_S:
+                line = f"machine {node} of {self._num_nodes} gave no sign of life for {_SILENCE_S:.0f} s"
+                self._beats[node] = ("", math.inf)  # once
+                self._node = -1  # what this launcher says now is news for itself
+                self.publish(Outcome(-1, 1, time.time_ns(), "", line))
+                self._node = 0

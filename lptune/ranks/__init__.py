@@ -1,0 +1,34 @@
+"""What one process of several owes its launcher: how it ended, and what it printed. Imports no torch."""
+
+from lptune.ranks.log import LOGS, keep_log, move_logs, redirect_output
+from lptune.ranks.outcome import (
+    LAUNCHER,
+    LEAVING,
+    OUTCOMES,
+    Outcome,
+    Rank,
+    announce,
+    hold,
+    outcome_of,
+    read_outcomes,
+    read_ranks,
+    write_outcome,
+)
+
+__all__ = [
+    "LAUNCHER",
+    "LEAVING",
+    "LOGS",
+    "OUTCOMES",
+    "Outcome",
+    "Rank",
+    "announce",
+    "hold",
+    "keep_log",
+    "move_logs",
+    "outcome_of",
+    "read_outcomes",
+    "read_ranks",
+    "redirect_output",
+    "write_outcome",
+]

@@ -1,0 +1,76 @@
+"""Logs: rank 0 prints to the console, every other rank to a file of its own, OUTPUT_DIR/logs/rank-N.log.
+
+The redirection is that of the file descriptors, so that what NCCL, gloo or an aborting C++ runtime write is
+caught as well. It begins before the recipe is imported, when nobody knows yet whether the run's folder may be
+made. Until then the file lies in the launcher's temporary folder; `keep_log`, called when the run's folder
+exists, moves it there under the feet of the open descriptors, and `move_logs` is the launcher's care for
+recipes that never call it. A file grows from run to run; a header says where each begins.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+LOGS = "LPTUNE_LOGS"  # folder of logs before the run's own exists; unset: the streams stay what they are
+
+
+def redirect_output() -> None:
+    """Sends stdout and stderr of this rank to its log, unless it is rank 0 or has no log."""
+    folder, rank = os.environ.get(LOGS), os.environ["RANK"]
+    if folder is None or rank == "0":
+        return
+    path = Path(folder, f"rank-{rank}.log")
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    header = (
+        f"--- {now} rank {rank} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}, pid {os.getpid()}\n"
+    )
+    path.write_text(header, encoding="utf-8")
+    _point_streams_to(path)
+
+
+def keep_log(folder: Path) -> None:
+    """Moves this rank's log, if it has one, to `folder`, where it goes on; if it can."""
+    temporary = Path(os.environ.get(LOGS, os.devnull), f"rank-{os.environ.get('RANK')}.log")
+    if not temporary.is_file():
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("rb") as before, (folder / temporary.name).open("ab") as after:
+            shutil.copyfileobj(before, after)
+            after.flush()
+            _point_streams_to(folder / temporary.name)
+            shutil.copyfileobj(before, after)  # what another thread wrote in between
+        temporary.unlink()
+
+
+def move_logs(folder: Path, to: Path | None) -> Path | None:
+    """Appends the logs that hold more than their header to those in `to`; returns where they are.
+
+    Where that cannot be (no `to`, or not writable), they stay where they are.
+    """
+    logs = [log for log in sorted(folder.glob("rank-*.log")) if _says_something(log)]
+    if not logs or to is None:
+        return folder if logs else None
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for log in logs:
+            with log.open("rb") as before, (to / log.name).open("ab") as after:
+                shutil.copyfileobj(before, after)
+    except OSError:
+        return folder
+    return to
+
+
+def _says_something(log: Path) -> bool:
+    with log.open("rb") as lines:
+        return len([line for line, _ in zip(lines, range(2), strict=False)]) > 1
+
+
+def _point_streams_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)

@@ -1,0 +1,317 @@
+"""Tensor and sequence parallelism compute what one rank computes."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lptune import checkpoint, distributed, linear, models, training
+from lptune.config import (
+    PRECISION_KINDS,
+    DataConfig,
+    FinetuneConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    UserError,
+)
+from lptune.distributed.tensor_parallel import cut_decoder
+from lptune.linear.row_tensor import HEADER_BYTES
+from tests.launch import run_ranks
+
+SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2
+LOW_TOKENS = ("int8_rowcol", "float8_rowwise", "int8_tensorwise", "float8_tensorwise")
+FOLDED = ("int8_rowcol", "float8_rowwise")
+
+
+def _config(kind: str = "none", *, tokens: str = "auto", **parallel: Any) -> FinetuneConfig:
+    folded = {"grad_weight": "folded"} if tokens != "auto" and kind in FOLDED else {}
+    precision = PrecisionConfig(
+        kind=kind, emulate=not kind.startswith("int8"), tp_all_gather=tokens, **folded
+    )
+    return FinetuneConfig(
+        model=ModelConfig(path="unused"),
+        data=DataConfig(source="unused", seq_len=SEQ_LEN),
+        precision=precision,
+        parallel=ParallelConfig(**parallel),
+        compute_dtype="float32",
+        compile="none",
+        activation_checkpointing="none",
+    )
+
+
+def _decoder_config(preset: str, **content: Any) -> models.DecoderConfig:
+    return models.config_from_dict(copy.deepcopy(models.PRESETS[preset]["tiny"]) | content, preset)
+
+
+def _build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderConfig) -> models.Decoder:
+    """A parallelized decoder with the initial values of seed 0, on any mesh."""
+    model = models.build_on_meta(config)
+    linear.convert(model, cfg.precision, device=world.device)
+    distributed.parallelize(model, world, cfg)
+    distributed.materialize(model, world, cfg)
+    whole, fused = models.build_on_meta(config), distributed.fused_rows(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = whole.initial_value(name, 0)
+            value = value + torch.linspace(-0.1, 0.1, len(value)) if name.endswith("bias") else value
+            for piece in distributed.local_pieces(parameter, fused.get(name, ())):
+                size = piece.values.shape
+                region = (slice(piece.row, piece.row + size[0]), slice(piece.column, piece.column + size[-1]))
+                piece.values.copy_(value[region[: value.dim()]])
+    return model
+
+
+def _step(world: distributed.World, model: models.Decoder) -> dict[str, Tensor]:
+    """Loss, logits and whole gradients of one step's micro-batches, which are cut over the data ranks."""
+    generator = torch.Generator().manual_seed(0)
+    size = (NUM_MICRO_BATCHES, ROWS, SEQ_LEN + 1)
+    tokens = torch.randint(0, model.config.vocab_size, size, generator=generator)
+    with torch.no_grad():
+        results = {"logits": model(tokens[0, :, :-1])}
+    mine = tokens.chunk(world.data_size)[world.data_rank]
+    total = torch.zeros(())
+    for number, batch in enumerate(mine, start=1):
+        distributed.sync_gradients(model, number == len(mine))
+        labels = batch[:, 1:].clone()
+        labels[0, :3] = -100
+        loss = model(batch[:, :-1], None, labels)
+        (loss * (world.data_size / tokens.numel())).backward()
+        total += loss.detach()
+    results["loss"] = torch.tensor(world.sum(total))
+    fused = distributed.fused_rows(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        results[name] = distributed.full_tensor(parameter.grad, fused.get(name, ())).contiguous()
+    results["grad_norm"] = training.clip_grad_norm(model, 0.0)
+    return results
+
+
+class _TokenGathers(TorchDispatchMode):
+    """(dtype, bytes) of each gather over the axis `tensor`, as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.found.append((result.dtype, result.numel() * result.element_size()))
+        return result
+
+
+FAMILIES = {
+    "llama3_2": {"vocab_size": 131},
+    "llama3_1": {"attention_bias": True, "mlp_bias": True},
+    "qwen2_5": {},
+    "qwen3": {"tie_word_embeddings": False},
+    "mistral": {},
+    "gemma2": {},
+    "gemma3": {},
+    "phi4": {"num_key_value_heads": 2},
+    "olmo2": {},
+    "smollm3": {},
+    "granite3": {},
+}
+"""Every family; with a vocabulary that does not divide, with biases, tied and not, fused (phi4)."""
+
+
+def _all_families(rank: int, num_ranks: int, folder: str) -> None:
+    with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
+        for sequence, (preset, content) in itertools.product((True, False), FAMILIES.items()):
+            if not sequence and preset not in ("llama3_1", "olmo2", "qwen3"):
+                continue
+            cfg = _config(tensor=num_ranks, sequence=sequence)
+            results = _step(world, _build(world, cfg, _decoder_config(preset, **content)))
+            if rank == 0:
+                save_file(results, Path(folder) / f"{preset}-{sequence}.safetensors")
+
+
+def test_every_family_has_the_loss_logits_and_gradients_of_one_rank(tmp_path: Path) -> None:
+    assert FAMILIES.keys() == models.PRESETS.keys()
+    run_ranks(2, _all_families, str(tmp_path))
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    assert len(paths) == len(FAMILIES) + 3
+    for path in paths:
+        preset = path.stem.partition("-")[0]
+        with distributed.session("cpu") as world:
+            expected = _step(world, _build(world, _config(), _decoder_config(preset, **FAMILIES[preset])))
+        actual = load_file(path)
+        for name, tensor in expected.items():
+            # Sums of up to 256 float32 terms in another order, through two blocks there and back.
+            error = (actual[name] - tensor).norm() / tensor.norm()
+            assert error < 1e-5, f"{path.stem}: {name} differs by {error:.1e}"
+
+
+def _every_kind(rank: int, num_ranks: int, folder: str) -> None:
+    cases = [(kind, "auto") for kind in PRECISION_KINDS]
+    cases += itertools.product(LOW_TOKENS, ("low", "high"))
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        for kind, tokens in cases:
+            cfg = _config(kind, tokens=tokens, tensor=2)
+            model = _build(world, cfg, _decoder_config("llama3_2"))
+            with _TokenGathers() as gathers:
+                results = _step(world, model)
+            low = [size for dtype, size in gathers.found if dtype == torch.uint8]
+            results["low_gathers"] = torch.tensor(low)
+            if rank == 0:
+                save_file(results, Path(folder) / f"{kind}-{tokens}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def on_a_mesh_of_2_x_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of every kind, by fsdp x tensor ranks."""
+    folder = tmp_path_factory.mktemp("kinds")
+    run_ranks(4, _every_kind, str(folder))
+    return folder
+
+
+def _gradients(results: dict[str, Tensor]) -> Tensor:
+    return torch.cat([results[name].flatten() for name in sorted(results) if name.startswith("model.layers")])
+
+
+def test_every_kind_under_fsdp_and_tensor_parallelism_is_as_exact_as_on_one_rank(
+    on_a_mesh_of_2_x_2: Path,
+) -> None:
+    found = {}
+    for kind in PRECISION_KINDS:
+        with distributed.session("cpu") as world:
+            found[kind] = _step(world, _build(world, _config(kind), _decoder_config("llama3_2")))
+    truth = _gradients(found["none"])
+    for kind, alone in found.items():
+        results = load_file(on_a_mesh_of_2_x_2 / f"{kind}-auto.safetensors")
+        if kind == "none":
+            assert (_gradients(results) - truth).norm() < 1e-5 * truth.norm()
+            continue
+        # A part of a row or tensor has a scale of its own, never larger than the whole's: the noise is no
+        # larger in expectation. Two draws of a norm over 1e4 to 1e5 elements, whose noise is correlated along
+        # tokens and layers, differ by some percent.
+        for what, of in (("gradients", _gradients), ("logits", lambda r: r["logits"])):
+            noise_alone, noise = ((of(r) - of(found["none"])).norm() for r in (alone, results))
+            assert 0.3 * noise_alone < noise < 1.1 * noise_alone, (
+                f"{kind}: {what} {noise:.4f}, {noise_alone:.4f}"
+            )
+        # To first order the loss of a token changes by <p - onehot, change of its logits>, |p - onehot| is at
+        # most the root of 2, and the logits are those of one of two micro-batches; a few ulps of the sum.
+        change = (results["logits"] - alone["logits"]).norm() * 2 + alone["loss"] * 2**-21
+        assert (results["loss"] - alone["loss"]).abs() < change, kind
+
+
+@pytest.mark.parametrize("kind", LOW_TOKENS)
+def test_gathering_tokens_in_8_bits_changes_no_bit_and_moves_what_the_closed_form_says(
+    on_a_mesh_of_2_x_2: Path, kind: str
+) -> None:
+    low = load_file(on_a_mesh_of_2_x_2 / f"{kind}-low.safetensors")
+    high = load_file(on_a_mesh_of_2_x_2 / f"{kind}-high.safetensors")
+    gathered = low.pop("low_gathers").tolist()
+    assert high.pop("low_gathers").tolist() == []
+    for name, tensor in high.items():
+        assert torch.equal(low[name], tensor), name
+    config = _decoder_config("llama3_2")
+    tokens, hidden = ROWS * SEQ_LEN, config.hidden_size
+    bytes_of_one = tokens * (hidden + (HEADER_BYTES if kind in FOLDED else 0))
+    # One for q, k and v and one for gate and up, in each block: for the logits, and for this rank's
+    # micro-batch.
+    assert gathered == [bytes_of_one] * (2 * config.num_layers * 2)
+
+
+def _save_or_load(rank: int, num_ranks: int, folder: str, kind: str, parallel: dict[str, int]) -> None:
+    """A step, saved under 0; or what was saved there, loaded and saved again under 1."""
+    cfg, path = _config(kind, **parallel), Path(folder)
+    with distributed.session("cpu", cfg.parallel) as world:
+        model = _build(world, cfg, _decoder_config("phi4", num_key_value_heads=2))
+        optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
+        if (path / "0").exists():
+            checkpoint.load_state(checkpoint.verify(path / "0" / "step-00000001"), model, optimizer)
+            path = path / "1"
+        else:
+            _step(world, model)
+            optimizer.step()
+            path = path / "0"
+        checkpoint.save_state(path, 1, model, optimizer, {}, world, 9)
+
+
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
+def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path, kind: str) -> None:
+    run_ranks(4, _save_or_load, str(tmp_path), kind, {"tensor": 2})
+    run_ranks(2, _save_or_load, str(tmp_path), kind, {"tensor": 2})
+    config = _decoder_config("phi4", num_key_value_heads=2)
+    states = []
+    for number in range(2):
+        with distributed.session("cpu") as world:
+            cfg = _config(kind)
+            model = _build(world, cfg, config)
+            optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
+            checkpoint.load_state(
+                checkpoint.verify(tmp_path / str(number) / "step-00000001"), model, optimizer
+            )
+            state = {
+                name: distributed.full_tensor(linear.dequantized(p)) for name, p in model.named_parameters()
+            }
+            moments = {
+                name: distributed.full_tensor(optimizer.state[p]["exp_avg"])
+                for name, p in model.named_parameters()
+            }
+            states.append((state, moments))
+    (first, first_moments), (second, second_moments) = states
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+        assert torch.equal(first_moments[name], second_moments[name]), name
+    # The rows of q, k and v are where one rank has them: one step of AdamW moves each by its learning rate.
+    with distributed.session("cpu") as world:
+        cfg = _config(kind)
+        before = {
+            n: distributed.full_tensor(linear.dequantized(p))
+            for n, p in _build(world, cfg, config).named_parameters()
+        }
+    for name, tensor in first.items():
+        moved = (tensor - before[name]).abs().max()
+        assert 0 < moved < 0.05, (name, moved)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"num_key_value_heads": 1}, r"2 ranks do not divide num_key_value_heads=1; .* that do: 1"),
+        ({"intermediate_size": 48, "hidden_size": 64}, r"2 ranks leave 24 x 64 of a layer of 48 x 64"),
+    ],
+)
+def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], message: str) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+        model = models.build_on_meta(_decoder_config("llama3_2", **content))
+        linear.convert(model, _config("int8_rowcol").precision, device=torch.device("cpu"))
+        with pytest.raises(UserError, match=message):
+            cut_decoder(model, mesh, True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_rows_that_do_not_divide_are_one_line() -> None:
+    with pytest.raises(UserError, match=r"data\.seq_len: 16 tokens do not divide among 3 ranks"):
+        _config(tensor=3)
+    _config(tensor=3, sequence=False)
+
+
+def test_a_gather_of_tokens_that_its_gemms_do_not_allow_is_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"tp_all_gather: low is not there for precision\.kind: mxfp8; int8_row"
+    ):
+        PrecisionConfig(kind="mxfp8", tp_all_gather="low")
+    with pytest.raises(UserError, match=r"it needs output=low and grad_weight=folded"):
+        PrecisionConfig(kind="int8_rowcol", tp_all_gather="low")
+    assert PrecisionConfig(kind="float8_tensorwise").gathers_tokens_low
+    assert not PrecisionConfig(kind="float8_tensorwise", grad_weight="high").gathers_tokens_low
