@@ -5,7 +5,7 @@ A custom op is opaque to torch.compile: what it does at run time really happened
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 
-from lptune.kernels.backend import choose_backend, k_major, requested_backend
+from lptune.kernels.backend import choose_backend, k_major, planned_for, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
 from lptune.kernels.delayed import OPERANDS, LayerAmaxes, forget_amaxes, quantize_delayed, set_layer_amaxes
 from lptune.kernels.quantize import (
@@ -65,6 +65,7 @@ __all__ = [
     "k_major",
     "layer_handle",
     "note_gather",
+    "planned_for",
     "quantize_blocks",
     "quantize_columns",
     "quantize_columns_stochastic",
@@ -81,5 +82,6 @@ __all__ = [
     "requested_backend",
     "scaled_mm",
     "set_layer_amaxes",
+    "type_of",
     "weight_only_mm",
 ]

@@ -156,7 +156,8 @@ class GatheredByRows(RowTensor):
             return weight, ()
         out = out.to_local() if isinstance(out, DTensor) else out  # as tensor parallelism left it
         assert isinstance(out, type(weight))
-        assert out.parts()[0].data_ptr() == rows.q_MK.data_ptr()
+        # Asked of the storage, since the fake tensors of a dry run have no address.
+        assert out.parts()[0].untyped_storage()._cdata == rows.q_MK.untyped_storage()._cdata
         return None
 
 
