@@ -68,7 +68,7 @@ def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command)
         ),
         (["--config", "llama3_2/1b", "evaluate"], "evaluate"),
         (
-            ["--config", "llama3_2/1b", "--world-size", "8", "parallel.tensor=3"],
+            ["--config", "llama3_2/1b", "--world-size", "8", "parallel.replicate=3"],
             "a multiple of 3 ranks, found 8",
         ),
         (["--config", "mine.yaml"], "model.path: here is not there, .* name the model with --preset"),
