@@ -1,11 +1,12 @@
 """Everything that wants a GPU, a part at a time, each in one command of at most nine minutes.
 
-    python benchmarks/gpu_suite.py --part tests|kernels|linear|crossover|1b|3b [--out FOLDER] [--small]
+    python benchmarks/gpu_suite.py --part tests|kernels|linear|crossover|fsdp|1b|3b [--out FOLDER] [--small]
 
     tests      pytest -m gpu
     kernels    GEMMs against the peak, quantizers against a copy           benchmarks/kernels.py
     linear     forward and backward of a layer, every kind, torchao        benchmarks/linear.py
     crossover  from which sizes on a kind is faster than bf16              benchmarks/crossover.py
+    fsdp       one rank with FSDP2 against none, the gather's kernels      benchmarks/fsdp.py
     1b, 3b     training steps of Llama 3.2's shapes through the recipe     benchmarks/steps.py
 
 Needs no network, no checkpoint and no data. Writes FOLDER/PART.json and FOLDER/PART.txt, the output. What
@@ -49,6 +50,9 @@ def command(part: str, small: bool, out: Path) -> list[str]:
     if part == "crossover":
         options = ["--sizes", "64", "128", "--kind", "int8_rowcol", "--dry-run"] if small else []
         return [sys.executable, str(HERE / "crossover.py"), *options]
+    if part == "fsdp":
+        options = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
+        return [sys.executable, str(HERE / "fsdp.py"), "--profile", *(options if small else []), *json_file]
     preset = "llama3_2/tiny" if small else f"llama3_2/{part}"
     options = ["--preset", preset, "--work", str(out / "work"), "--minutes", "8.5"]
     if small:
@@ -59,7 +63,7 @@ def command(part: str, small: bool, out: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ["tests", "kernels", "linear", "crossover", "1b", "3b"]
+    parts = ["tests", "kernels", "linear", "crossover", "fsdp", "1b", "3b"]
     parser.add_argument("--part", choices=parts, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_suite"))
     parser.add_argument("--wheels", type=Path, help="install these wheels first")

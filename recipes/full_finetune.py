@@ -10,6 +10,7 @@ when.
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,7 +77,8 @@ def main(cfg: FinetuneConfig) -> None:
         if world.is_main:
             run.write_config(cfg)
             run.write_plan(plan.to_json())
-        attention = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
+        compute_dtype = getattr(torch, cfg.compute_dtype)
+        attention = model.attention_backend(world.device, compute_dtype)
         world.print("\n".join([*rows.report, plan.table()]))
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(
@@ -98,7 +100,10 @@ def main(cfg: FinetuneConfig) -> None:
         ) as metrics:
             if step == 0 and held_out is not None and cfg.eval_every_steps:
                 metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
-            first_step = linear.FirstStep(model, plan, enabled=cfg.precision.verify, report=metrics.say)
+            watch = partial(distributed.verify_collectives, model, world.mesh, compute_dtype, metrics.say)
+            first_step = linear.FirstStep(
+                model, plan, enabled=cfg.precision.verify, report=metrics.say, watch=watch
+            )
             while step < num_steps:
                 started = time.perf_counter()
                 batches = loader.micro_batches(step)

@@ -20,9 +20,9 @@ ALLOWED = {
     "data": {"config"},
     "distributed": {"config", "numerics", "kernels", "linear", "models", "ranks"},
     "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed", "ranks"},
-    "training": {"config", "numerics", "kernels", "linear", "distributed"},
+    "training": {"config", "numerics", "kernels", "linear", "models", "distributed"},
     "report": {"config"},
-    "cli": {"config", "models", "data", "checkpoint", "ranks"},
+    "cli": {"config", "models", "data", "checkpoint", "training", "ranks"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

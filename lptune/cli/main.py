@@ -24,6 +24,7 @@ from lptune.cli.cp import cp
 from lptune.cli.download import download
 from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
+from lptune.cli.plan import plan
 from lptune.cli.run import run
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
@@ -39,7 +40,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, ls, cat, cp, validate, download, new_checkpoint, verify):
+for command in (run, ls, cat, cp, validate, plan, download, new_checkpoint, verify):
     cli.add_command(command)
 
 

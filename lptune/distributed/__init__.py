@@ -1,5 +1,12 @@
 """Ranks, meshes, and how a model is spread over them."""
 
+from lptune.distributed.collectives import (
+    Collective,
+    Collectives,
+    axis_names,
+    describe_collective,
+    record_collectives,
+)
 from lptune.distributed.parallelize import (
     Execution,
     Settings,
@@ -11,7 +18,7 @@ from lptune.distributed.parallelize import (
     reshard,
     sync_gradients,
 )
-from lptune.distributed.session import World, session
+from lptune.distributed.session import World, mesh_axes, session
 from lptune.distributed.shards import (
     Piece,
     first_column,
@@ -31,8 +38,11 @@ from lptune.distributed.styles import (
     VocabParallelHead,
 )
 from lptune.distributed.tensor_parallel import fused_rows
+from lptune.distributed.verify import planned_gathers, verify_collectives
 
 __all__ = [
+    "Collective",
+    "Collectives",
     "ColumnParallel",
     "Execution",
     "FeatureParallelNorm",
@@ -45,9 +55,11 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "World",
+    "axis_names",
     "check_compiler",
     "checkpoint_activations",
     "compile_forward",
+    "describe_collective",
     "first_column",
     "full_tensor",
     "fused_rows",
@@ -55,8 +67,12 @@ __all__ = [
     "local_pieces",
     "local_rows",
     "materialize",
+    "mesh_axes",
     "parallelize",
+    "planned_gathers",
+    "record_collectives",
     "reshard",
     "session",
     "sync_gradients",
+    "verify_collectives",
 ]

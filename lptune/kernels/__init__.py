@@ -5,7 +5,7 @@ A custom op is opaque to torch.compile: what it does at run time really happened
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 
-from lptune.kernels.backend import choose_backend, k_major, requested_backend
+from lptune.kernels.backend import choose_backend, k_major, planned_for, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
 from lptune.kernels.delayed import (
     OPERANDS,
@@ -74,6 +74,7 @@ __all__ = [
     "k_major",
     "layer_handle",
     "note_gather",
+    "planned_for",
     "quantize_blocks",
     "quantize_by_amax",
     "quantize_columns",
@@ -91,5 +92,6 @@ __all__ = [
     "requested_backend",
     "scaled_mm",
     "set_layer_amaxes",
+    "type_of",
     "weight_only_mm",
 ]

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -62,9 +64,27 @@ def triton_kernels() -> ModuleType:
     return triton
 
 
+_planned_for: list[str] = []
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Within the block tensors count as being on `device_type`: a dry run's are on no device at all."""
+    _planned_for.append(device_type)
+    try:
+        yield
+    finally:
+        _planned_for.pop()
+
+
+def type_of(device: torch.device) -> str:
+    """`device.type`, or what is planned for: where memory depends on it."""
+    return _planned_for[-1] if _planned_for else device.type
+
+
 def k_major(device: torch.device) -> bool:
     """Whether 8-bit GEMMs on `device` want both operands contiguous along the contraction."""
-    return device.type == "cuda"
+    return type_of(device) == "cuda"
 
 
 def _works(backend: str, operation: str, device_type: str) -> bool:
@@ -77,9 +97,11 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     # Not an import: that is for where it runs (triton_kernels), and not every platform has it.
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return False
+    # Without a GPU nobody asks but a dry run, which plans for Hopper.
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     if operation in _FLOAT8_GEMMS:
-        return torch.cuda.get_device_capability() >= (8, 9)  # Ada and Hopper
-    return backend != "triton" or torch.cuda.get_device_capability() >= (8, 0)
+        return capability >= (8, 9)  # Ada and Hopper
+    return backend != "triton" or capability >= (8, 0)
 
 
 @functools.cache

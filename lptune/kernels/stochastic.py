@@ -50,11 +50,21 @@ def quantize_tensor_stochastic(
 def quantize_weight_rows(w_MK: Tensor, key: int, first: int) -> QuantizedRows:
     """`quantize_rows(w)` in INT8, rounded stochastically: how a weight that is stored in INT8 is updated.
 
-    key: numerics.random_key. first: index of w's first element in the whole, unsharded weight. No op, as
-    optimizers are not compiled.
+    key: numerics.random_key. first: index of w's first element in the whole, unsharded weight.
     """
     scale, inverse = numerics.find_scale(w_MK, 1, FORMATS["int8"], False)
-    return QuantizedRows(_round(w_MK, inverse, "int8", key, first), scale)
+    return QuantizedRows(_round_weight(w_MK, inverse, key, first), scale)
+
+
+# Optimizers are not compiled: it is an op for fake tensors, which have no address to hand to C++.
+@torch.library.custom_op("lptune::round_weight", mutates_args=())
+def _round_weight(w_MK: Tensor, inverse_M1: Tensor, key: int, first: int) -> Tensor:
+    return _round(w_MK, inverse_M1, "int8", key, first)
+
+
+@_round_weight.register_fake
+def _(w_MK: Tensor, inverse_M1: Tensor, key: int, first: int) -> Tensor:
+    return w_MK.new_empty(w_MK.shape, dtype=torch.int8)
 
 
 @torch.library.custom_op("lptune::quantize_stochastic", mutates_args=())

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import OPERANDS, WEIGHT, LayerAmaxes, set_layer_amaxes
@@ -81,7 +82,10 @@ class DelayedScaling:
         self._past_L3.copy_(self._history_LH3.amax(dim=1))
         if any(layer.spec and layer.spec.gathers_low for layer in self._layers):
             # The one wait for the device, at the ends of a step, where a loop waits for its loss anyway.
-            self._has_past = (self._past_L3[:, WEIGHT] > 0).tolist()
+            has_past_L = self._past_L3[:, WEIGHT] > 0
+            # A dry run has no values; it stands for a step that has a history.
+            is_fake = isinstance(has_past_L, FakeTensor)
+            self._has_past = [True] * len(self._layers) if is_fake else has_past_L.tolist()
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
         """See AmaxSource: the history's, as for a weight that is not sharded; a collective only without one.

@@ -183,7 +183,8 @@ class GatheredByRows(RowTensor):
             return weight, ()
         out = out.to_local() if isinstance(out, DTensor) else out  # as tensor parallelism left it
         assert isinstance(out, type(weight))
-        assert out.parts()[0].data_ptr() == quantized.q_NK.data_ptr()
+        # Asked of the storage, since the fake tensors of a dry run have no address.
+        assert out.parts()[0].untyped_storage()._cdata == quantized.q_NK.untyped_storage()._cdata
         if metadata is not None:
             # The tensor that the first gather made serves all later ones. Its scale is filled again, as FSDP
             # does with q: `out` may be an alias, and so may what autograd has saved.

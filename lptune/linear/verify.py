@@ -18,7 +18,7 @@ the same in each pass is checked.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
@@ -90,9 +90,17 @@ class FirstStep:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, *, enabled: bool, report: Callable[[str], None] = print
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        enabled: bool,
+        report: Callable[[str], None] = print,
+        watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """watch: entered around the first step as well, for what else is to be checked of it."""
         self._model, self._plan, self._enabled, self._report = model, plan, enabled, report
+        self._watch = watch
         self.verified = Verified()
 
     @contextmanager
@@ -102,7 +110,8 @@ class FirstStep:
             yield
             return
         self._enabled = False
-        with verify_step(self._model, self._plan, num_passes) as self.verified:
+        # Inside `watch`: where both find a fault, the one that names the layer is raised.
+        with self._watch(), verify_step(self._model, self._plan, num_passes) as self.verified:
             yield
         if self.verified.num_gemms:
             gemms = f"{self.verified.num_gemms} {self._plan.gemm_name}"

@@ -17,6 +17,8 @@ Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +38,22 @@ _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _VARLEN_MAX_HEAD_DIM = 256
 
 
+_planned_for: list[str] = []
+
+
+@contextmanager
+def planned_for(device_type: str) -> Iterator[None]:
+    """Within the block tensors count as being on `device_type`: a dry run's are on no device at all."""
+    _planned_for.append(device_type)
+    try:
+        yield
+    finally:
+        _planned_for.pop()
+
+
 def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments alone."""
-    is_cuda = device.type == "cuda"
+    is_cuda = (_planned_for[-1] if _planned_for else device.type) == "cuda"
     if config.attention_softcap is not None:
         return "flex" if is_cuda else "explicit"
     has_flash = (
@@ -54,7 +69,10 @@ def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dty
 # Constant, so that compiling a whole model need not trace the CUDA driver.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _compute_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    # Without a GPU nobody asks but a dry run, which plans for Hopper.
+    if not torch.cuda.is_available():
+        return (9, 0)
+    return torch.cuda.get_device_capability(device if device.type == "cuda" else None)
 
 
 def make_visibility(
@@ -68,7 +86,7 @@ def make_visibility(
     """What a layer with this window needs, in the backend's form. `documents` None: a row is a document."""
     if window is not None and window >= seq_len:
         window = None  # it never ends before the row does
-    if backend == "varlen":
+    if backend == "varlen" or (backend == "flex" and _planned_for):
         offsets = documents.offsets if documents else Documents.single(batch, seq_len, device).offsets
         return Visibility(offsets=offsets)
     if backend == "flex":
@@ -108,7 +126,8 @@ def attend(
     `visible` comes from `make_visibility` for the same window. A soft-cap needs a backend that can do it.
     """
     if visible.offsets is not None:
-        assert softcap is None, "varlen attention cannot soft-cap"
+        # flex keeps what varlen keeps, and does not run on what a dry run has for tensors.
+        assert softcap is None or _planned_for, "varlen attention cannot soft-cap"
         return _varlen(q_BSND, k_BSMD, v_BSMD, visible.offsets, scale, window)
     q_BNSD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in (q_BSND, k_BSMD, v_BSMD))
     if visible.blocks is not None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.distributed import local_rows
-from lptune.kernels import quantize_weight_rows
+from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import QuantizedRows, dequantize, random_key
 
@@ -69,8 +69,9 @@ class Int8AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["num_updates"] = 0
         if "num_updates" not in state:
-            # Once after a start or resume; from there on counted here, as reading it waits for the device.
+            # Once after a resume; from there on counted here, as reading it waits for the device.
             state["num_updates"] = int(state["step"])
         state["num_updates"] += 1
         state["step"] += 1
@@ -81,7 +82,7 @@ class Int8AdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         tensors = [_local(t) for t in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         num_rows, k = weight.shape
-        chunk = max(1, (_CPU_CHUNK if weight.device.type == "cpu" else _GPU_CHUNK) // k)
+        chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
         for start in range(0, num_rows, chunk):
             rows = slice(start, min(start + chunk, num_rows))
             w_NK = dequantize(QuantizedRows(weight.q_NK[rows], weight.scale_N1[rows]))

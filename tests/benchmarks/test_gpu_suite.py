@@ -12,7 +12,7 @@ SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["kernels", "linear", "crossover", "1b"])
+@pytest.mark.parametrize("part", ["kernels", "linear", "crossover", "fsdp", "1b"])
 def test_a_part_runs_on_a_cpu_and_leaves_its_figures(part: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SUITE), "--part", part, "--small", "--out", str(tmp_path)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -126,7 +126,7 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "seed=1"], ["new-checkpoint", "--help"]],
+    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"]],
     ids=" ".join,
 )  # fmt: skip
 def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -116,7 +117,11 @@ def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None
 def test_an_8_bit_gather_does_not_change_a_bit(run_recipe: Run, tmp_path: Path, ranks: int) -> None:
     for gather in ("low", "high"):
         keys = ("precision.kind=int8_rowcol", f"precision.all_gather={gather}", "compute_dtype=bfloat16")
-        run_recipe(*keys, "num_steps=4", f"output_dir={tmp_path / gather}", ranks=ranks)
+        done = run_recipe(*keys, "num_steps=4", f"output_dir={tmp_path / gather}", ranks=ranks)
+        executed = re.search(r"^collectives: (.*)$", done.stdout, flags=re.MULTILINE)
+        assert executed is not None
+        # On one rank FSDP2 exchanges nothing, and says so.
+        assert ("all_gather uint8" in executed[1]) == (gather == "low" and ranks == 2), executed[1]
         plan = json.loads((tmp_path / gather / "precision_plan.json").read_text(encoding="utf-8"))
         gathers = {layer["all_gather"] for layer in plan["layers"] if layer["reason"] is None}
         assert gathers == {"int8 rows" if gather == "low" else "high"}

@@ -1,0 +1,131 @@
+"""What sharding costs where there is nothing to shard: training steps on one rank, with and without FSDP2.
+
+    python benchmarks/fsdp.py [--preset llama3_2/1b] [--kind none --kind int8_rowcol] [--steps 20] [--profile]
+
+The same model, data and compiled blocks. `sharded` is what the recipes run, FSDP2 over a mesh of one rank with
+gathers in 8 bits where the kind has them; `plain` is the converted model under autocast. The two take turns
+within one process, step by step, so that what else the machine does meets both. --profile prints the operators
+of one sharded step that the plain one does not have: the gather's path.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from comm import build  # benchmarks/comm.py
+from torch.profiler import ProfilerActivity, profile
+
+from lptune import distributed, linear, models, training
+from lptune.config import OptimizerConfig, PrecisionConfig
+
+WARM_UP = 3
+
+
+def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, args: Any) -> Callable[[], None]:
+    """A training step of a model of its own."""
+    model = build(preset)
+    assert isinstance(model, models.Decoder)
+    precision = PrecisionConfig(kind=kind, emulate=args.emulate)
+    linear.convert(model, precision, device=world.device)
+    execution = distributed.Execution(compile=args.compile, activation_checkpointing="selective")
+    if sharded:
+        distributed.parallelize(model, world, execution)
+    else:
+        blocks = list(model.model.layers)
+        distributed.checkpoint_activations(blocks, execution.activation_checkpointing)
+        distributed.compile_forward(blocks, execution.compile, fullgraph=True)
+    distributed.materialize(model, world, execution)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            linear.dequantized(parameter).normal_(0.0, 0.02)
+    optimizer = training.build_optimizer(model, OptimizerConfig())
+    words = model.config.vocab_size
+    tokens_BS = torch.randint(0, words, (args.batch, args.seq_len + 1), device=world.device)
+    autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=not sharded)
+
+    def step() -> None:
+        with autocast:
+            loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
+        (loss / tokens_BS.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def operators(step: Callable[[], None], device: torch.device) -> dict[str, tuple[int, float]]:
+    """Operator or kernel -> (calls, its own milliseconds) of one step."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
+        timed(step, device)
+    return {
+        each.key: (
+            each.count,
+            (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3,
+        )
+        for each in recorded.key_averages()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="llama3_2/1b")
+    parser.add_argument("--kind", action="append")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--compile", default="block", choices=["block", "none"])
+    parser.add_argument("--emulate", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    args = parser.parse_args()
+    rows = []
+    with distributed.session() as world:
+        on_gpu = world.device.type == "cuda"
+        device = torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores"
+        print(f"{args.preset}, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}, {device}")
+        print(f"{'':<28}{'plain ms':>10}{'sharded ms':>12}{'sharded / plain':>17}")
+        for kind in args.kind or ["none", "int8_rowcol"]:
+            steps = {
+                way: step_of(world, args.preset, kind, way == "sharded", args) for way in ("plain", "sharded")
+            }
+            seconds: dict[str, list[float]] = {way: [] for way in steps}
+            for number in range(WARM_UP + args.steps):
+                for way, step in steps.items():
+                    took = timed(step, world.device)
+                    if number >= WARM_UP:
+                        seconds[way].append(took)
+            medians = {way: statistics.median(found) * 1e3 for way, found in seconds.items()}
+            ratio = medians["sharded"] / medians["plain"]
+            rows.append({"kind": kind, **medians, "ratio": ratio})
+            print(f"{kind:<28}{medians['plain']:>10.2f}{medians['sharded']:>12.2f}{ratio:>17.4f}", flush=True)
+            if args.profile:
+                plain, sharded = (operators(steps[way], world.device) for way in ("plain", "sharded"))
+                extra = {name: found for name, found in sharded.items() if name not in plain and found[1] > 0}
+                for name, (calls, ms) in sorted(extra.items(), key=lambda item: -item[1][1])[:15]:
+                    print(f"    {name[:70]:<72}{calls:>6} x{ms:>9.3f} ms")
+            del steps
+    if args.json:
+        facts = {"preset": args.preset, "torch": torch.__version__, "device": device}
+        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

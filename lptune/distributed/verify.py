@@ -1,0 +1,113 @@
+"""Did the first step's gathers move what was planned?
+
+FSDP2 gathers a block's parameters in one all-gather: the 8-bit rows of the weights that `gather_in_8_bits`
+chose, and the others, a norm or a bias, in the compute dtype. Its size follows from the shapes,
+
+    sum over 8-bit weights of R * ceil(N / R) * (16 + K)
+    + sum over the other parameters of R * ceil(N / R) * (numbers per row) * (bytes of the compute dtype)
+
+for R ranks on the axis. Where one weight of a block comes in high precision, or in rows that are longer than
+they should be, the gather of that block is of a size that no block has in the plan. Which weight it is,
+lptune.linear's own verification says.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lptune.distributed.collectives import Collectives, record_collectives
+from lptune.distributed.parallelize import reshard
+from lptune.kernels import NUMBER, gathered_bytes
+from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError
+from lptune.linear.master_weight import planned_bytes
+
+FSDP_AXIS = "fsdp"
+
+
+@contextmanager
+def verify_collectives(
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Records the collectives of the forward and backward passes within, reports them in one line and holds
+    FSDP's gathers against `planned_gathers`.
+
+    Raises PrecisionNotAppliedError for a gather that is in no block's plan, where some are planned in 8 bits.
+    """
+    with record_collectives(mesh) as executed:
+        yield
+    report(f"collectives: {executed}")
+    _check(executed, planned_gathers(model, compute_dtype))
+
+
+def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """For each FSDP module of `model`: (bytes of its all-gather, those of them for 8-bit weights)."""
+    reshard(model)  # or parameters that FSDP left gathered, frozen ones, would not be found
+    in_8_bits = {
+        id(layer.weight): layer.spec
+        for layer in model.modules()
+        if isinstance(layer, LowPrecisionLinear) and _gathers_low(layer)
+    }
+    planned, seen = dict[str, tuple[int, int]](), set[int]()
+    for name, module in reversed(list(model.named_modules())):  # children first, and keep what is theirs
+        is_group = isinstance(module, FSDPModule)  # apart: it would make mypy forget the nn.Module
+        if not is_group:
+            continue
+        low = other = 0
+        for parameter in module.parameters():
+            if id(parameter) in seen or not isinstance(parameter, DTensor):
+                continue
+            seen.add(id(parameter))
+            if id(parameter) in in_8_bits:
+                low += planned_bytes(parameter, in_8_bits[id(parameter)])
+            else:
+                other += _padded_numel(parameter) * compute_dtype.itemsize
+        if low + other:
+            planned[name] = (low + other, low)
+    return planned
+
+
+def _gathers_low(layer: LowPrecisionLinear) -> bool:
+    """Asked of the plan, not of the weight: a weight that lost its way of being gathered is to be found."""
+    return layer.spec.scaling == "weight_only" or gathered_bytes(int(layer.handle[NUMBER])) is not None
+
+
+def _padded_numel(parameter: DTensor) -> int:
+    """Numbers that a gather over FSDP's axis brings, every rank's rows padded to the first's."""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or (FSDP_AXIS,)
+    num_ranks = mesh.size(names.index(FSDP_AXIS))
+    placements = [
+        Replicate() if name == FSDP_AXIS else each
+        for name, each in zip(names, parameter.placements, strict=True)
+    ]
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return -(-shape[0] // num_ranks) * num_ranks * torch.Size(shape[1:]).numel()
+
+
+def _check(executed: Collectives, planned: dict[str, tuple[int, int]]) -> None:
+    if not any(low for _, low in planned.values()):
+        return
+    groups = Counter(size for size, _ in planned.values())
+    calls = Counter[int]()
+    others = list[str]()
+    for each, count in executed.items():
+        if each.operation == "all_gather" and each.axis == FSDP_AXIS:
+            calls[each.num_bytes] += count
+            if each.num_bytes not in groups:
+                others.append(f"{each.dtype}, {each.num_bytes:,} bytes, {count} times")
+    if others:
+        wanted = "; ".join(
+            f"{count} modules of {size:,} bytes, of which {calls[size]} gathers ran"
+            for size, count in sorted(groups.items())
+        )
+        raise PrecisionNotAppliedError(
+            f"the step did not gather as planned: no module's weights take an all-gather in "
+            f"{'; or in '.join(others[:5])}; planned: {wanted}"
+        )

@@ -1,0 +1,252 @@
+"""One training step of any number of ranks, on one machine, without weights, data or a GPU.
+
+    found = dry_run(cfg, model_config, world_size=512)
+    print(found.report())
+
+It is the code of training: the model is built on meta, converted, parallelized and sharded over a mesh of the
+ranks of a process group, takes its optimizer, and goes forward and backward. Only there is nothing behind it:
+the process group is torch's fake one, in which this process is rank 0 and collectives return at once, and
+tensors are fake, with a shape, a dtype and a storage of a size, and no values. What is counted on the way is
+therefore what a rank would hold and exchange: every storage (memory.py) and every collective.
+
+What it cannot know: torch.compile, whose fused blocks keep less than the eager ones that run here; what an
+allocator adds, and NCCL, CUDA's context and kernels' workspaces; time.
+
+Micro-batches are alike, so no more than three of them run: the first, one from between and the last, which
+reduces the gradients. Collectives of the one between count for all that it stands for.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+from lptune import distributed, kernels, linear, models
+from lptune.config import FinetuneConfig, ParallelConfig, UserError
+from lptune.distributed import Collectives, World
+from lptune.distributed.collectives import size_text
+from lptune.models import attention
+from lptune.training import memory
+from lptune.training.optimizer import build_optimizer, clip_grad_norm
+
+GPU_BYTES = 80e9
+"""Of the GPUs for which a plan that does not fit is warned of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a step takes on each rank."""
+
+    plan: linear.Plan
+    mesh: dict[str, int]
+    """Axes and their sizes, outermost first."""
+    device_type: str
+    attention: str
+    num_parameters: int
+    num_micro_batches: int
+    """Per rank and step."""
+    tokens_per_step: int
+    """Over all ranks."""
+    compiles: bool
+    """What the config says; the dry run does not."""
+    remedies: tuple[str, ...]
+    """What of the config could be changed so that it takes less memory."""
+    peaks: dict[str, Counter[str]]
+    """Of each phase of the step: bytes by category at its peak."""
+    resting: Counter[str]
+    """Bytes by category after forward and backward and the update, with gradients still there."""
+    collectives: Collectives
+    """Of forward and backward of all micro-batches."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank holds."""
+        return max(found.total() for found in self.peaks.values())
+
+    def report(self) -> str:
+        """Tables for a terminal."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        ranks = torch.Size(self.mesh.values()).numel()
+        flops = self.plan.flops_per_token
+        lines = [
+            self.plan.table(),
+            "",
+            f"{ranks} x {self.device_type}, mesh {axes}; "
+            f"{self.num_parameters / 1e9:,.2f} billion parameters; "
+            f"attention by {self.attention}",
+            f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches}, "
+            f"{flops / 1e9:,.1f} GFLOP a token in linear layers (recomputation apart)",
+            "",
+            *self._memory_table(),
+            "",
+            *self._collectives_table(),
+        ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _memory_table(self) -> list[str]:
+        columns = {**self.peaks, "after the step": self.resting}
+        names = [name for name in memory.CATEGORIES if any(found[name] for found in columns.values())]
+        rows = [[name, *(f"{found[name] / 2**30:,.2f}" for found in columns.values())] for name in names]
+        rows.append(["sum", *(f"{found.total() / 2**30:,.2f}" for found in columns.values())])
+        return _table(
+            ["memory of a rank, GiB", *(f"peak of {n}" for n in self.peaks), "after the step"], rows
+        )
+
+    def _collectives_table(self) -> list[str]:
+        sizes = {**self.mesh, "all": torch.Size(self.mesh.values()).numel()}
+        rows = [
+            [operation, dtype, f"{axis} ({sizes.get(axis, '?')})", f"{calls:,}", size_text(num_bytes)]
+            for operation, dtype, axis, calls, num_bytes in self.collectives.rows()
+        ]
+        header = ["collectives of a step", "dtype", "axis (ranks)", "calls", "bytes"]
+        return _table(header, rows) if rows else ["collectives of a step: none"]
+
+    def _notes(self) -> list[str]:
+        found = [
+            "",
+            "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up",
+        ]
+        if self.compiles:
+            found.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
+        if self.device_type == "cuda":
+            found.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
+            if self.peak_bytes > GPU_BYTES:
+                found.append(
+                    f"warning: the peak of {self.peak_bytes / 1e9:,.1f} GB does not fit a GPU of 80 GB; "
+                    f"{', '.join(self.remedies)} would need less"
+                )
+        return found
+
+
+def dry_run(cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int) -> DryRun:
+    """What one step of `cfg` takes on each of `world_size` ranks; cfg.device: `auto` stands for cuda.
+
+    Reads nothing: neither cfg.model.path nor the data; rows are full, each one document. Needs a process
+    without a process group. Raises UserError as a run would, for the mesh and for the precision.
+    """
+    if cfg.parallel.cpu_offload:
+        raise UserError("parallel.cpu_offload: a dry run does not tell host from GPU memory; set it to false")
+    device_type = "cpu" if cfg.device == "cpu" else "cuda"
+    eager = dataclasses.replace(cfg, compile="none")
+    with _fake_world(cfg.parallel, world_size) as world:
+        num_tokens = cfg.micro_batch_size * cfg.data.seq_len
+        model = models.build_on_meta(model_config)
+        num_parameters = models.num_parameters(model)
+        plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
+        distributed.parallelize(model, world, eager)
+        num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
+        with ExitStack() as stack:
+            stack.enter_context(kernels.planned_for(device_type))
+            stack.enter_context(attention.planned_for(device_type))
+            # Layers' handles are real tensors, which name a layer by their values.
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
+            backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
+            collectives, resting = run_step(model, plan, world, eager, num_micro_batches, log)
+            return DryRun(
+                plan=plan,
+                mesh=distributed.mesh_axes(cfg.parallel, world_size),
+                device_type=device_type,
+                attention=backend,
+                num_parameters=num_parameters,
+                num_micro_batches=num_micro_batches,
+                tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
+                compiles=cfg.compile != "none",
+                remedies=_remedies(cfg, num_micro_batches),
+                peaks=_in_later_steps(log.peaks(), resting),
+                resting=resting,
+                collectives=collectives,
+            )
+
+
+def run_step(
+    model: models.Decoder,
+    plan: linear.Plan,
+    world: World,
+    cfg: FinetuneConfig,
+    num_micro_batches: int,
+    log: memory.MemoryLog,
+) -> tuple[Collectives, Counter[str]]:
+    """Storage for `model`, parallelized on meta, and its first step, in the order of a recipe; `log` is on.
+
+    Returns the collectives of all `num_micro_batches`, and bytes by category at the end, gradients included.
+    """
+    log.phase("start")
+    distributed.materialize(model, world, cfg)
+    log.label(memory.PARAMETERS, model.parameters())
+    optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
+    linear.PrecomputedScales(model, optimizer)
+    scaling = linear.DelayedScaling(plan, world.device, world.max_)
+    tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
+    documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
+
+    total, num_run = Collectives(), min(3, num_micro_batches)
+    with scaling.step():
+        for number in range(num_run):
+            is_last = number == num_run - 1
+            distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
+            log.collectives.clear()
+            log.phase("forward")
+            loss = model(tokens_BS, documents, tokens_BS)
+            log.phase("backward")
+            loss.backward()
+            stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
+            total.update({each: count * stands_for for each, count in log.collectives.items()})
+        log.collectives.clear()
+    total.update(log.collectives)
+    log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+    log.phase("update")
+    clip_grad_norm(model, cfg.max_grad_norm)
+    optimizer.step()
+    log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
+    return total, log.at_end()
+
+
+@contextmanager
+def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
+    """This process as rank 0 of `world_size`, of which there are no others. On the CPU, so that it runs on a
+    torch without CUDA; what would run on a GPU is decided by `planned_for`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    assert not dist.is_initialized()
+    axes = distributed.mesh_axes(parallel, world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _remedies(cfg: FinetuneConfig, num_micro_batches: int) -> tuple[str, ...]:
+    possible = {
+        "a smaller micro_batch_size": cfg.micro_batch_size > 1,
+        "activation_checkpointing=full": cfg.activation_checkpointing != "full",
+        "parallel.reshard_after_forward=true": not cfg.parallel.reshard_after_forward,
+        "parallel.reduce_every_micro_batch=true": (
+            num_micro_batches > 1 and not cfg.parallel.reduce_every_micro_batch
+        ),
+        "parallel.replicate=1": cfg.parallel.replicate > 1,
+    }
+    return ("more ranks", *(remedy for remedy, helps in possible.items() if helps))
+
+
+def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:
+    """The optimizer makes its state in the first update; from then on it is always there."""
+    state = Counter({memory.OPTIMIZER: resting[memory.OPTIMIZER]})
+    return {name: peaks[name] | state for name in ("forward", "backward", "update")}
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in (header, *rows)
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

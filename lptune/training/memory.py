@@ -1,0 +1,171 @@
+"""A log of every storage that comes and goes, and what it was for.
+
+`MemoryLog` is a TorchDispatchMode: it sees the result of every operator, fake tensors' as well as real ones',
+and takes note of each new storage, of its death and of its resizing (FSDP2 frees a gathered weight by
+resizing it to nothing). What a storage was for is often known only later: a buffer that a reduce-scatter
+filled is a gradient once a parameter has it. So the log is written first, labels are given at any time, and
+sums by label are made at the end by going through the log again.
+
+It counts what tensors ask for. An allocator rounds up and fragments, and a kernel's own workspace, inside an
+operator, is no tensor's.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lptune.distributed import Collectives, describe_collective
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered weights"
+UNREDUCED = "gradients not yet reduced"
+ACTIVATIONS = "activations and temporaries"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, ACTIVATIONS)
+
+
+class MemoryLog(TorchDispatchMode):
+    """Around a step, or a few. Also counts the collectives that it sees (see lptune.distributed).
+
+    axes: names of process groups, as `distributed.axis_names` makes them.
+    """
+
+    def __init__(self, axes: dict[str, str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.collectives = Collectives()
+        self._axes = axes or {}
+        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes more or less)
+        self._phases: list[tuple[int, str]] = []  # (index of its first event, name)
+        self._labels: dict[int, str] = {}  # number -> category
+        self._sizes: dict[int, int] = {}
+        self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a living storage -> number
+
+    def __enter__(self) -> "MemoryLog":
+        self._resize = torch.UntypedStorage.resize_
+        log, resize = self, self._resize
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            number = log._number(storage)
+            result = resize(storage, size)
+            log._labels[number] = GATHERED  # nothing but FSDP's gathered weights is resized in a step
+            log._note(number, storage.nbytes() - log._sizes[number])
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # A DTensor finds the layout of its result with fake tensors of the whole size, which are nobody's
+        # memory: it is left alone, and what comes out is looked at. Other subclasses act on their parts,
+        # which come by here.
+        is_dtensor = any(issubclass(each, DTensor) for each in types)
+        if not is_dtensor and any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for part in [result] if isinstance(result, Tensor) and not is_dtensor else _parts(result):
+            self._number(part.untyped_storage())
+        name = func._schema.name
+        if "c10d" in name:
+            found = describe_collective(func, args, result, self._axes)
+            if found is not None:
+                self.collectives[found] += 1
+                if found.axis == "fsdp":
+                    self.label(GATHERED if found.operation == "all_gather" else UNREDUCED, args)
+        elif name == "fsdp::chunk_cat":
+            self.label(UNREDUCED, args)
+        return result
+
+    def phase(self, name: str) -> None:
+        """What comes from here on is called so."""
+        self._phases.append((len(self._events), name))
+
+    def label(self, category: str, tensors: Any) -> None:
+        """Says what the storages of `tensors` (any nest of them) are for. Labels of what stays (parameters,
+        gradients, optimizer state) win over those of what passes.
+        """
+        for part in _parts(tensors):
+            number = self._number(part.untyped_storage())
+            if category in (PARAMETERS, GRADIENTS, OPTIMIZER) or number not in self._labels:
+                self._labels[number] = category
+
+    def at_end(self) -> Counter[str]:
+        """Bytes by category after the last event."""
+        total: Counter[str] = Counter()
+        for number, delta in self._events:
+            total[self._labels.get(number, ACTIVATIONS)] += delta
+        return total
+
+    def peaks(self) -> dict[str, Counter[str]]:
+        """Of each phase: bytes by category where their sum was largest; phases of one name are one."""
+        found: dict[str, Counter[str]] = {}
+        now: Counter[str] = Counter()
+        starts = dict(self._phases)
+        phase = "before"
+        for index, (number, delta) in enumerate(self._events):
+            phase = starts.get(index, phase)
+            now[self._labels.get(number, ACTIVATIONS)] += delta
+            if phase not in found or now.total() > found[phase].total():
+                found[phase] = Counter(now)
+        return found
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        known = self._numbers.get(address)
+        if known is not None:
+            return known[0]
+        number = len(self._sizes)
+
+        def freed(_: Any) -> None:
+            del self._numbers[address]
+            self._note(number, -self._sizes[number])
+
+        self._numbers[address] = (number, weakref.ref(storage, freed))
+        self._sizes[number] = 0
+        self._note(number, storage.nbytes())
+        return number
+
+    def _note(self, number: int, delta: int) -> None:
+        if delta:
+            self._sizes[number] += delta
+            self._events.append((number, delta))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """What the storages of `tensors` take on this rank, shared ones counted once."""
+    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in _parts(tensors)}
+    return sum(storages.values())
+
+
+def _parts(tensors: Any) -> list[Tensor]:
+    """The plain tensors inside DTensors and tensor subclasses."""
+    parts: list[Tensor] = []
+    for tensor in tree_leaves(list(tensors) if isinstance(tensors, Iterator) else tensors):
+        if isinstance(tensor, DTensor):
+            parts += _parts(tensor._local_tensor)
+        elif isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            parts += _parts(tuple(getattr(tensor, name) for name in names))
+        elif isinstance(tensor, Tensor):
+            parts.append(tensor)
+    return parts

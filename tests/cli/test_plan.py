@@ -1,0 +1,85 @@
+"""`lptune plan`: a run that nobody here could start, told beforehand."""
+
+import re
+import time
+
+import pytest
+
+from tests.cli.conftest import Command
+
+LARGE = (
+    "--config",
+    "llama3_1/70b",
+    "--world-size",
+    "512",
+    "global_batch_size=512",
+    "precision.kind=int8_rowcol",
+)
+
+
+def _megabytes(number: str, unit: str) -> float:
+    return float(number.replace(",", "")) * {"B": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}[unit]
+
+
+def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command) -> None:
+    started = time.process_time()
+    code, out, err = command("plan", *LARGE)
+    assert (code, err) == (0, "")
+    assert time.process_time() - started < 120  # of one core, whatever else runs on it
+    assert "512 x cuda, mesh fsdp 512; 70.55 billion parameters; attention by varlen" in out
+    found = {
+        (operation, dtype): (int(calls), _megabytes(number, unit))
+        for operation, dtype, calls, number, unit in re.findall(
+            r"^(\w+) +(\w+) +fsdp \(512\) +(\d+) +([\d.,]+) (\w+)$", out, flags=re.MULTILINE
+        )
+    }
+    hidden, mlp, kv = 8192, 28672, 1024
+    # 80 blocks, gathered for forward and for backward; sizes are multiples of 512, so no row is padded.
+    rows = {hidden: hidden + kv + kv + hidden + mlp + mlp, mlp: hidden}  # q, k, v, o, gate, up; down
+    low = sum(n * (16 + k) for k, n in rows.items()) + 2 * 2 * hidden  # and two norms in bfloat16
+    numbers = sum(n * k for k, n in rows.items()) + 2 * hidden
+    root_numbers = 2 * 251 * 512 * hidden + hidden  # embedding and head: 128,256 words are 250.5 a rank
+    expected = {
+        ("all_gather", "uint8"): (160, 160 * low / 1e6),
+        ("all_gather", "bfloat16"): (1, 2 * root_numbers / 1e6),
+        ("reduce_scatter", "float32"): (81, 4 * (80 * numbers + root_numbers) / 1e6),
+    }
+    assert found.keys() == expected.keys()
+    for key, (calls, megabytes) in expected.items():
+        assert found[key][0] == calls
+        assert found[key][1] == pytest.approx(megabytes, abs=51), key  # printed as tenths of a gigabyte
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--config", "llama3_1/70b", "--world-size", "512"],
+            "global_batch_size: 64 rows .* 512 data ranks; .* 64",
+        ),
+        (["--config", "llama3_2/1b", "--world-size", "0"], "--world-size"),
+        (
+            ["--config", "llama3_2/1b", "--preset", "llama3_2/2b"],
+            "--preset: no such family and size: llama3_2/2b",
+        ),
+        (
+            ["--config", "llama3_2/1b", "parallel.cpu_offload=true"],
+            "parallel.cpu_offload: .* set it to false",
+        ),
+        (["--config", "llama3_2/1b", "evaluate"], "evaluate"),
+        (
+            ["--config", "llama3_2/1b", "--world-size", "8", "parallel.replicate=3"],
+            "a multiple of 3 ranks, found 8",
+        ),
+        (["--config", "mine.yaml"], "model.path: here is not there, .* name the model with --preset"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(
+    command: Command, arguments: list[str], words: str
+) -> None:
+    with open("mine.yaml", "w", encoding="utf-8") as file:
+        file.write("model: {path: here}\ndata: {source: rows.jsonl}\nglobal_batch_size: 4\n")
+    code, out, err = command("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert re.search(words, err)
+    assert err.count("\n") == 1

@@ -1,0 +1,125 @@
+"""A dry run of some ranks says what as many real ones do, hold and exchange."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lptune import distributed, linear, models, training
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from lptune.distributed import record_collectives
+from lptune.training import memory
+from lptune.training.dry_run import dry_run
+from tests.launch import run_ranks
+
+NUM_MICRO_BATCHES = 4
+"""More than the three that a dry run goes through."""
+
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+CASES: dict[int, list[Case]] = {
+    2: [({"kind": "int8_weight_only"}, {"reshard_after_forward": False})],
+    4: [
+        ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}),
+        ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}),
+    ],
+}
+"""Number of ranks -> keys of precision and of parallel. The last one gathers tokens in 8 bits, too."""
+
+
+def _config(num_data_ranks: int, precision: dict[str, Any], parallel: dict[str, Any]) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=ModelConfig(path="unused"),
+        data=DataConfig(source="unused", seq_len=32),
+        precision=PrecisionConfig(**precision),
+        parallel=ParallelConfig(**parallel),
+        device="cpu",
+        activation_checkpointing="selective",
+        compile="none",
+        micro_batch_size=2,
+        global_batch_size=2 * NUM_MICRO_BATCHES * num_data_ranks,
+    )
+
+
+def _model_config() -> models.DecoderConfig:
+    content = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
+    # 131 rows divide by no number of ranks, so that something is padded.
+    return models.config_from_dict(content | {"vocab_size": 131}, "test")
+
+
+def _steps(rank: int, num_ranks: int, folder: str, cases: list[Case]) -> None:
+    with distributed.session("cpu") as every:
+        for number, (precision, parallel) in enumerate(cases):
+            axes = distributed.mesh_axes(ParallelConfig(**parallel), num_ranks)
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            took = _step(dataclasses.replace(every, mesh=mesh), precision, parallel)
+            (Path(folder) / f"{number}-{rank}.json").write_text(json.dumps(took))
+
+
+def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    """The step of a recipe with values in it; what it took."""
+    cfg = _config(world.data_size, precision, parallel)
+    model = models.build_on_meta(_model_config())
+    plan = linear.convert(model, cfg.precision, device=world.device)
+    distributed.parallelize(model, world, cfg)
+    with memory.MemoryLog() as log:
+        distributed.materialize(model, world, cfg)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
+        optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        scaling = linear.DelayedScaling(plan, world.device, world.max_)
+        rounding = linear.StochasticRounding(model, plan, cfg.seed)
+        tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
+        documents = models.Documents.single(*tokens_BS.shape)
+        with record_collectives(world.mesh) as counted, scaling.step():
+            for number in range(NUM_MICRO_BATCHES):
+                rounding.start(0, number)
+                is_last = number == NUM_MICRO_BATCHES - 1
+                distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                log.phase("forward")
+                loss = model(tokens_BS, documents, tokens_BS)
+                log.phase("backward")
+                loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        log.phase("update")
+        training.clip_grad_norm(model, cfg.max_grad_norm)
+        optimizer.step()
+    assert all(torch.isfinite(state["exp_avg"].to_local()).all() for state in optimizer.state.values())
+    return {
+        "collectives": sorted([*each, count] for each, count in counted.items()),
+        memory.PARAMETERS: memory.storage_bytes(model.parameters()),
+        memory.GRADIENTS: memory.storage_bytes(gradients),
+        memory.OPTIMIZER: memory.storage_bytes(
+            value for state in optimizer.state.values() for value in state.values()
+        ),
+        "peaks": {name: found.total() for name, found in log.peaks().items()},
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(num_ranks, _steps, str(tmp_path), CASES[num_ranks])
+    for number, (precision, parallel) in enumerate(CASES[num_ranks]):
+        data_size = num_ranks // parallel.get("tensor", 1)
+        found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
+        expected = sorted([*each, count] for each, count in found.collectives.items())
+        assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
+        for rank in range(num_ranks):
+            took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
+            assert took["collectives"] == expected, (precision, parallel)
+            if rank > 0:
+                continue  # the dry run's rank is 0; others may have fewer rows
+            for category in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER):
+                assert took[category] == found.resting[category] > 0, (category, precision, parallel)
+            # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
+            # exchanged, its two threads let go of a moment later than the fake group does.
+            late = 2 * max(each.num_bytes for each in found.collectives)
+            for phase in ("forward", "backward"):
+                peak = found.peaks[phase].total() - found.resting[memory.OPTIMIZER]
+                assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
