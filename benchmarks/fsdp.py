@@ -2,10 +2,10 @@
 
     python benchmarks/fsdp.py [--preset llama3_2/1b] [--kind none --kind int8_rowcol] [--steps 20] [--profile]
 
-The same model, data and compiled blocks. `sharded` is what the recipes run, FSDP2 over a mesh of one rank with
-gathers in 8 bits where the kind has them; `plain` is the converted model under autocast. The two take turns
-within one process, step by step, so that what else the machine does meets both. --profile prints the operators
-of one sharded step that the plain one does not have: the gather's path.
+The same model, data and compiled blocks. `sharded` is what the recipes run, FSDP2 over a mesh of one rank
+with gathers in 8 bits where the kind has them; `plain` is the converted model under autocast. The two take
+turns within one process, step by step, so that what else the machine does meets both. --profile prints the
+operators of one sharded step that the plain one does not have: the gather's path.
 """
 
 import argparse
