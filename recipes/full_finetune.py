@@ -87,7 +87,7 @@ def main(cfg: FinetuneConfig) -> None:
             )
         world.print(
             f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
-            f"{world.size} x {world.device.type}, attention by {attention}"
+            f"{distributed.describe_mesh(model, world)}, attention by {attention}"
             + (f", 8-bit GEMMs by {backend}" if (backend := plan.backend(world.device.type)) else "")
             + (f", continuing {saved.folder}" if saved else "")
         )

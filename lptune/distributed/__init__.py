@@ -37,7 +37,7 @@ from lptune.distributed.styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from lptune.distributed.tensor_parallel import fused_rows
+from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
 from lptune.distributed.verify import planned_gathers, verify_collectives
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "checkpoint_activations",
     "compile_forward",
     "describe_collective",
+    "describe_mesh",
     "first_column",
     "full_tensor",
     "fused_rows",

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.config import UserError
-from lptune.kernels import quantize_rows, quantize_tensor_by_amax
+from lptune.kernels import quantize_by_amax, quantize_rows
 from lptune.linear import LinearSpec, QuantizedTokens, pack_rows, unpack_rows
 from lptune.numerics import FORMATS
 
@@ -201,8 +201,10 @@ class _GatherTokensLow(torch.autograd.Function):
             packed_BSR = _all_gather(packed_tR.view(batch, num_tokens, -1), _TOKENS, group)
             q, scale = unpack_rows(packed_BSR.flatten(0, 1), batch * num_tokens * group.size, dtype)
         else:
-            amax = all_reduce(x_tK.abs().amax().float(), "max", group)
-            mine, scale = quantize_tensor_by_amax(x_tK, amax, spec.fmt, power_of_two=spec.power_of_two)
+            amax_11 = x_tK.abs().amax().float().view(1, 1)
+            # NaN has no order that every backend agrees on; inf does, and gives the same scale.
+            amax_11 = all_reduce(torch.where(amax_11.isnan(), torch.inf, amax_11), "max", group)
+            mine, scale = quantize_by_amax(x_tK, amax_11, spec.fmt, power_of_two=spec.power_of_two)
             bytes_BsK = mine.view(torch.uint8).view(batch, num_tokens, k)
             q = _all_gather(bytes_BsK, _TOKENS, group).flatten(0, 1).view(dtype)
         ctx.mark_non_differentiable(q, scale)

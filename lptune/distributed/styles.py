@@ -110,8 +110,18 @@ class GatheredInput(_Style):
         columns = [each for each in module.modules() if _is_column(each)]
         assert columns, "GatheredInput comes after the ColumnParallel layers inside the module"
         specs = {each.spec if isinstance(each, LowPrecisionLinear) else None for each in columns}
-        spec = specs.pop() if len(specs) == 1 else None
-        low = spec if spec is not None and spec.gathers_tokens_low else None
+        spec = next(iter(specs)) if len(specs) == 1 else None
+        low = spec if self.sequence and spec is not None and spec.token_gather != "high" else None
+        if low is None and any(each is not None and each.token_gather == "low" for each in specs):
+            why = (
+                "layers that share an input differ"
+                if self.sequence
+                else "parallel.sequence=false gathers none"
+            )
+            raise UserError(
+                f"precision.tp_all_gather: low is not possible, {why}; set it to auto or change precision.skip"
+            )
+        module.token_gather = low.described_tokens if low else "high" if self.sequence else "none"
         module.__class__ = _gathered_input(module.__class__, self.sequence, group, low)
 
 
@@ -213,7 +223,7 @@ def _row_parallel(cls: Any, sequence: bool, group: Group) -> type[nn.Module]:
 @functools.cache
 def _gathered_input(cls: Any, sequence: bool, group: Group, low: LinearSpec | None) -> type[nn.Module]:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if low is not None and sequence:
+        if low is not None:
             return cls.forward(self, gather_tokens_low(x, low, group), *args, **kwargs)
         gathered = gather_tokens(x, group) if sequence else copy_tokens(x, group)
         return cls.forward(self, gathered, *args, **kwargs)

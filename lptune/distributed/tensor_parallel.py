@@ -10,6 +10,7 @@ How one module is cut stands in styles.py. A model of your own takes a plan like
 """
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lptune.config import UserError
 from lptune.distributed.activations import Group, vocab_parallel_cross_entropy
+from lptune.distributed.session import World
 from lptune.distributed.styles import (
     ColumnParallel,
     FeatureParallelNorm,
@@ -112,6 +114,20 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UserError(f"parallel.tensor: the plan has no style for {name}; each parameter needs one")
+
+
+def describe_mesh(model: nn.Module, world: World) -> str:
+    """`8 x cuda`; beyond FSDP the axes, and what activations are gathered in: never silently high."""
+    names = world.mesh.mesh_dim_names or ()
+    text = f"{world.size} x {world.device.type}"
+    if len(names) > 1:
+        text += f" ({' x '.join(f'{name} {world.mesh.size(i)}' for i, name in enumerate(names))})"
+    gathers = Counter(getattr(module, "token_gather", "none") for module in model.modules())
+    del gathers["none"]
+    if gathers:
+        shown = ", ".join(f"{how} before {count} modules" for how, count in sorted(gathers.items()))
+        text += f", activations gathered {shown}"
+    return text
 
 
 def fused_rows(model: nn.Module) -> dict[str, Sequence[int]]:

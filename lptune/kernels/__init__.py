@@ -23,7 +23,6 @@ from lptune.kernels.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
     quantize_tensor,
-    quantize_tensor_by_amax,
 )
 from lptune.kernels.record import (
     GEMMS,
@@ -85,7 +84,6 @@ __all__ = [
     "quantize_rows_stochastic",
     "quantize_rows_and_columns",
     "quantize_tensor",
-    "quantize_tensor_by_amax",
     "quantize_tensor_stochastic",
     "quantize_weight_rows",
     "record_gemms",

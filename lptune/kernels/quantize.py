@@ -82,15 +82,6 @@ def quantize_tensor(x_MK: Tensor, fmt: str, *, power_of_two: bool = False) -> Qu
     return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two))
 
 
-def quantize_tensor_by_amax(
-    x_MK: Tensor, amax: Tensor, fmt: str, *, power_of_two: bool = False
-) -> QuantizedTensor:
-    """`quantize_tensor` of a larger tensor, of which x_MK is a part and `amax` (0-dimensional, float32) the
-    largest absolute value.
-    """
-    return QuantizedTensor(*quantize_by_amax(x_MK, amax.reshape(1, 1), fmt, power_of_two=power_of_two))
-
-
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool = False
 ) -> QuantizedBlocks:

@@ -53,7 +53,7 @@ def low_precision_linear(
     x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it.
     For `weight_only` an Int8Weight, as it is.
     layer: `layer_handle` under which the executed GEMMs are counted. quantized_x: q and scale of x, where it
-    was gathered so (spec.gathers_tokens_low); x then only carries the gradient. Returns (T, N) in x's dtype.
+    was gathered so (spec.token_gather); x then only carries the gradient. Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _LowPrecisionLinear.apply(  # type: ignore[no-untyped-call]

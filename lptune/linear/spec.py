@@ -35,7 +35,7 @@ class LinearSpec(NamedTuple):
     emulate: bool
     stochastic: bool  # g is rounded stochastically
     gathers_low: bool  # FSDP gathers the weight in 8 bits
-    gathers_tokens_low: bool  # tensor parallelism gathers x in 8 bits, where it is cut by tokens
+    token_gather: str  # of x, where it is cut by tokens: high | auto (low if all that share x can) | low
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -53,7 +53,7 @@ class LinearSpec(NamedTuple):
             emulate=precision.emulate,
             stochastic=precision.stochastic_rounding,
             gathers_low=precision.gathers_low,
-            gathers_tokens_low=precision.gathers_tokens_low,
+            token_gather=precision.tp_all_gather if precision.gathers_tokens_low else "high",
         )
 
     def is_low(self, gemm: str) -> bool:
@@ -71,6 +71,11 @@ class LinearSpec(NamedTuple):
         backward then sees what forward saw, and a gathered weight is what an ungathered one is.
         """
         return self.output == "low" or self.gathers_low
+
+    @property
+    def described_tokens(self) -> str:
+        """What is said of an 8-bit gather of x."""
+        return f"{self.fmt} rows" if self.scaling == "rowwise" else f"{self.fmt} tensor"
 
     @property
     def operations(self) -> tuple[str, ...]:

@@ -1,7 +1,10 @@
 """Tensor and sequence parallelism compute what one rank computes."""
 
+import contextlib
 import copy
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import checkpoint, distributed, linear, models, training
@@ -287,17 +291,35 @@ def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path,
     ],
 )
 def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], message: str) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    with _two_fake_ranks() as mesh:
         model = models.build_on_meta(_decoder_config("llama3_2", **content))
         linear.convert(model, _config("int8_rowcol").precision, device=torch.device("cpu"))
         with pytest.raises(UserError, match=message):
             cut_decoder(model, mesh, True)
+
+
+@contextlib.contextmanager
+def _two_fake_ranks() -> Iterator[DeviceMesh]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    try:
+        yield torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_8_bit_gather_that_was_asked_for_and_cannot_be_is_one_line() -> None:
+    precision = PrecisionConfig(kind="int8_tensorwise", tp_all_gather="low", skip=("lm_head", "k_proj"))
+    with _two_fake_ranks() as mesh:
+        for keys, sequence, why in (
+            ({}, True, "layers that share an input differ"),
+            ({"skip": ("lm_head",)}, False, "gathers none"),
+        ):
+            model = models.build_on_meta(_decoder_config("llama3_2"))
+            linear.convert(model, dataclasses.replace(precision, **keys), device=torch.device("cpu"))
+            with pytest.raises(UserError, match=f"tp_all_gather: low is not possible, .*{why}"):
+                cut_decoder(model, mesh, sequence)
 
 
 def test_rows_that_do_not_divide_are_one_line() -> None:
