@@ -119,7 +119,7 @@ class GatheredInput(_Style):
                 else "parallel.sequence=false gathers none"
             )
             raise UserError(
-                f"precision.tp_all_gather: low is not possible, {why}; set it to auto or change precision.skip"
+                f"precision.tp_all_gather: low is not possible, {why}; set it to auto, or mend that"
             )
         module.token_gather = low.described_tokens if low else "high" if self.sequence else "none"
         module.__class__ = _gathered_input(module.__class__, self.sequence, group, low)
