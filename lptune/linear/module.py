@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
-from lptune.kernels import NUMBER, expect_gather, forget_amaxes, forget_gather, layer_handle
+from lptune.kernels import expect_gather, forget_amaxes, forget_gather, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
@@ -37,6 +37,8 @@ class LowPrecisionLinear(nn.Linear):
     state dict.
     """
 
+    number: int
+    """The same name for whoever is not compiled, nor can read a tensor's values (a dry run)."""
     part: int = 0
     """Which of the parts that tensor parallelism cut the output features into; rounds by random bits of its
     own.
@@ -52,7 +54,7 @@ class LowPrecisionLinear(nn.Linear):
         number = next(_numbers)
         linear.__class__ = Int8WeightLinear if spec.scaling == "weight_only" else LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
-        linear.spec, linear.handle = spec, layer_handle(number)
+        linear.spec, linear.number, linear.handle = spec, number, layer_handle(number)
         linear._adopt_weight()
         return number
 
@@ -66,11 +68,9 @@ class LowPrecisionLinear(nn.Linear):
         if is_master(self.weight):
             plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, plain)
-        number = layer_number(self)
-        forget_amaxes(number)
-        forget_amax_source(number)
-        forget_gather(number)
-        del self.spec, self.handle
+        for forget in (forget_amaxes, forget_amax_source, forget_gather):
+            forget(self.number)
+        del self.spec, self.number, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -83,7 +83,7 @@ class LowPrecisionLinear(nn.Linear):
         if w_NK is not None and is_master(self.weight) and not is_master(w_NK):
             # Under assign=True it takes the parameter's place: it must be one that is gathered in 8 bits.
             state_dict[f"{prefix}weight"] = master_like(w_NK, self.weight)
-        weight_changed(layer_number(self))
+        weight_changed(self.number)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor | QuantizedTokens) -> Tensor:
@@ -161,15 +161,9 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     layers = [each for each in model.modules() if isinstance(each, LowPrecisionLinear)]
     chosen = [each for each in layers if each.spec.gathers_low and not is_master(each.weight)]
     for layer in chosen:
-        number = layer_number(layer)
-        expect_gather(number)
-        make_master(layer, number, layer.spec, compute_dtype)
+        expect_gather(layer.number)
+        make_master(layer, layer.number, layer.spec, compute_dtype)
     return len(chosen)
-
-
-def layer_number(layer: LowPrecisionLinear) -> int:
-    """What the kernels know the layer by."""
-    return int(layer.handle[NUMBER])
 
 
 def weights_changed(model: nn.Module) -> None:
@@ -178,4 +172,4 @@ def weights_changed(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
-            weight_changed(layer_number(module))
+            weight_changed(module.number)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
 from lptune.linear.master_weight import MasterWeight, is_master
-from lptune.linear.module import LowPrecisionLinear, layer_number
+from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes
 
 _SCALINGS = ("tensorwise", "blockwise")
@@ -55,9 +55,8 @@ class PrecomputedScales:
                 raise UserError(
                     f"PrecomputedScales comes after fully_shard; {name or 'model'} is not sharded"
                 )
-            number = layer_number(module)
-            self._weights[number] = _Weight(name, module)
-            set_amax_source(number, self)
+            self._weights[module.number] = _Weight(name, module)
+            set_amax_source(module.number, self)
         if self._weights:
             for optimizer in optimizers:
                 # Before, so that a step that fails half way has announced its changes; after, for what a step

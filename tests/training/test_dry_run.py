@@ -23,7 +23,10 @@ NUM_MICRO_BATCHES = 4
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
-    2: [({"kind": "int8_weight_only"}, {"reshard_after_forward": False})],
+    2: [
+        ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}),
+        ({"kind": "int8_tensorwise"}, {}),
+    ],
     4: [
         ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}),
         ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}),
@@ -73,6 +76,7 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
             for parameter in model.parameters():
                 distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        linear.PrecomputedScales(model, optimizer)
         scaling = linear.DelayedScaling(plan, world.device, world.max_)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
