@@ -20,8 +20,8 @@ def test_a_run_goes_on_under_tensor_parallelism_and_ends_on_one_rank(run_recipe:
         for i, (ranks, keys) in enumerate(meshes)
     ]
     assert "4 x cpu (fsdp 2 x tensor 2), activations gathered int8 rows before 4 modules" in outputs[1]
-    # One for q, k, v and one for gate, up, in each of two blocks, for each of the two micro-batches that a data
-    # rank has; 2 x 128 tokens of 16 + 64 bytes.
+    # One for q, k, v and one for gate, up, in each of two blocks, for each of a data rank's two batches of
+    # 2 x 128 tokens of 16 + 64 bytes.
     assert f"all_gather over tensor uint8 8 x, {8 * 2 * 128 * (16 + 64) / 1e3:.1f} kB" in outputs[1]
     actual, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
     assert actual[:3] == expected[:3]
