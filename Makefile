@@ -11,7 +11,7 @@ help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
-	@echo "make matrix       every kind x compilation x checkpointing (docs/matrix.md)"
+	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make docs         check the links of the documentation"
@@ -38,10 +38,11 @@ test: .venv/.installed
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
 
-# All cells; the suite runs a pairwise subset of them.
+# All cells; the suite runs pairwise subsets of them.
 matrix: export OMP_NUM_THREADS := 1
 matrix: .venv/.installed
 	$(BIN)/python -m tests.matrix --write docs/matrix.md
+	$(BIN)/python -m tests.rank_matrix --write docs/rank_matrix.md
 
 check: .venv/.installed
 	$(BIN)/ruff check

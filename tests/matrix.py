@@ -27,10 +27,10 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo
@@ -93,23 +93,37 @@ def cells() -> list[Cell]:
 
 
 def pairwise() -> list[Cell]:
-    """A small set of cells in which any two values of different factors meet (greedy, always the same).
+    """A small set of cells in which any two values of different factors meet.
 
     Without `whole`, which no config asks for. Among equally good cells one that differs from a chosen one in
     its kind alone: what the compiler makes of it is found in its cache.
     """
-    candidates = [cell for cell in cells() if cell.compile != "whole"]
+    return covering(
+        [cell for cell in cells() if cell.compile != "whole"],
+        lambda cell, chosen: any(cell[1:] == other[1:] for other in chosen),
+    )
+
+
+_AnyCell = TypeVar("_AnyCell", bound=tuple[Any, ...])
+
+
+def covering(
+    candidates: Sequence[_AnyCell], prefer: Callable[[_AnyCell, Sequence[_AnyCell]], bool]
+) -> list[_AnyCell]:
+    """Some of `candidates`, in which all pairs of values meet that meet in any (greedy, always the same).
+
+    prefer: which of equally good ones, given the ones chosen before.
+    """
     rest = {pair for cell in candidates for pair in _pairs(cell)}
-    chosen: list[Cell] = []
+    chosen: list[_AnyCell] = []
     while rest:
-        known = {cell[1:] for cell in chosen}
-        best = max(candidates, key=lambda cell: (len(_pairs(cell) & rest), cell[1:] in known))
+        best = max(candidates, key=lambda cell: (len(_pairs(cell) & rest), prefer(cell, chosen)))
         chosen.append(best)
         rest -= _pairs(best)
     return chosen
 
 
-def _pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
+def _pairs(cell: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
     return set(itertools.combinations(enumerate(cell), 2))
 
 

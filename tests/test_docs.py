@@ -80,6 +80,13 @@ def test_the_matrix_names_every_kind_and_has_no_hole() -> None:
     assert all(re.fullmatch(r"\d+( \(\d+\))?", cell) for cell in cells), cells
 
 
+def test_the_matrix_of_ranks_names_every_kind_and_has_no_hole() -> None:
+    rows = table("rank_matrix.md", "kind | 8-bit")
+    assert [row[0].strip("| `") for row in rows] == list(PRECISION_KINDS)
+    cells = [cell.strip("| ") for row in rows for cell in row[2:]]
+    assert all(re.fullmatch(r"\d+ / \d+ / \d+", cell) for cell in cells), cells
+
+
 def test_the_example_of_the_linear_layer_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself

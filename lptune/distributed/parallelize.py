@@ -92,7 +92,12 @@ def parallelize(
         else:
             cut(model, world.tensor_mesh, plan)
     each: list[Any] = list(model.model.layers if isinstance(model, Decoder) else blocks or ())
-    checkpoint_activations(each, cfg.activation_checkpointing)
+    mode = cfg.activation_checkpointing
+    if mode == "full" and cfg.compile != "none" and world.tensor_mesh is not None:
+        # torch 2.13 misplaces the random state of attention that is recomputed, whether it draws anything or
+        # not, beside the mesh of a DTensor among the values that a compiled graph saves for backward.
+        mode = "full but attention"
+    checkpoint_activations(each, mode)
     # FSDP's hooks on the blocks break the graph of a whole model.
     whole_graph = cfg.compile == "block"
     compile_forward(each if whole_graph else [model], cfg.compile, fullgraph=whole_graph)
@@ -152,14 +157,15 @@ def reshard(model: nn.Module) -> None:
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """Makes backward recompute what `blocks` compute in forward, in place; before `compile_forward`.
 
-    mode: `full` recomputes all of it, `selective` all but GEMMs and attention, `none` nothing.
+    mode: `full` recomputes all of it, `full but attention` what its name says, `selective` all but GEMMs and
+    attention, `none` nothing.
     """
     if mode == "none":
         return
     for block in blocks:
         cls: Any = block.__class__
         block.__class__ = _checkpointed(cls, mode)
-    if mode == "selective":
+    if mode != "full":
         # "Make sure the checkpointed region does not contain in-place ops": it does not, and users cannot act
         # on it.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -184,35 +190,40 @@ def _checkpointed(cls: Any, mode: str) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if mode == "selective":
-            options["context_fn"] = _selective_contexts
+        if mode in ("selective", "full but attention"):
+            keep = _attention_ops() if mode == "full but attention" else _expensive_ops()
+            options["context_fn"] = functools.partial(_selective_contexts, keep)
         return checkpoint(functools.partial(cls.forward, self), *args, **options, **kwargs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_expensive)
+def _selective_contexts(keep: frozenset[Any]) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep, keep))
 
 
 @functools.cache
 def _expensive_ops() -> frozenset[Any]:
-    """What selective checkpointing keeps: outputs of GEMMs and of attention, and sums over ranks."""
+    """What selective checkpointing keeps: outputs of GEMMs and of attention."""
+    aten = torch.ops.aten
+    return _attention_ops() | {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        torch.ops.lptune.scaled_mm.default,
+        torch.ops.lptune.block_scaled_mm.default,
+        torch.ops.lptune.weight_only_mm.default,
+    }
+
+
+@functools.cache
+def _attention_ops() -> frozenset[Any]:
     aten = torch.ops.aten
     return frozenset(
         {
-            aten.mm.default,
-            aten.addmm.default,
-            aten.bmm.default,
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
-            torch.ops.lptune.scaled_mm.default,
-            torch.ops.lptune.block_scaled_mm.default,
-            torch.ops.lptune.weight_only_mm.default,
-            # Reduced once; what was gathered is gathered again, or sequence parallelism would save nothing.
-            torch.ops._c10d_functional.reduce_scatter_tensor.default,
-            torch.ops._c10d_functional.all_reduce.default,
             *_varlen_ops(),
         }
     )
@@ -227,9 +238,8 @@ def _varlen_ops() -> list[Any]:
         return []
 
 
-def _keep_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = op in _expensive_ops()
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def check_compiler(mode: str) -> None:
