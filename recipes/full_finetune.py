@@ -67,7 +67,7 @@ def main(cfg: FinetuneConfig) -> None:
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         linear.PrecomputedScales(model, optimizer)
-        scaling = linear.DelayedScaling(plan, world.device, world.max_)
+        scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
             checkpoint.load_hf(model, source)

@@ -111,7 +111,7 @@ class TinyRun:
         distributed.materialize(self.model, world, cfg)
         self.optimizer = training.build_optimizer(self.model, cfg.optimizer, cfg.seed)
         linear.PrecomputedScales(self.model, self.optimizer)
-        self.scaling = linear.DelayedScaling(self.plan, world.device, world.max_)
+        self.scaling = linear.DelayedScaling(self.plan, world.device, world.max_, world.data_size)
         self.rounding = linear.StochasticRounding(self.model, self.plan, cfg.seed)
         self.fill({name: self.model.initial_value(name, seed) for name, _ in self.model.named_parameters()})
 

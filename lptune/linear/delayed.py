@@ -37,14 +37,23 @@ class DelayedScaling:
     """Histories of all layers of `plan` that scale with delay; nothing, at no cost, for other kinds."""
 
     def __init__(
-        self, plan: Plan, device: torch.device, all_reduce_max: Callable[[Tensor], None] | None = None
+        self,
+        plan: Plan,
+        device: torch.device,
+        all_reduce_max: Callable[[Tensor], None] | None = None,
+        gradient_factor: float = 1.0,
     ) -> None:
-        """all_reduce_max: takes a tensor's elementwise maximum over all ranks, in place."""
+        """all_reduce_max: takes a tensor's elementwise maximum over all ranks, in place. gradient_factor: by
+        which a loop multiplies its loss since FSDP averages gradients, the number of data ranks; the history
+        is kept without it, so that a run may go on with another number.
+        """
         self._layers = [layer for layer in plan.converted if layer.spec and layer.spec.scaling == "delayed"]
         self._all_reduce_max = all_reduce_max
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        factors = [gradient_factor if operand == "g" else 1.0 for operand in OPERANDS]
+        self._factor_3 = torch.tensor(factors, device=device)
         self._index: dict[int, int] = {}
         # Of the weights of which layers there is a history; read by the host at a gather, on all ranks alike.
         self._has_past = [False] * len(self._layers)
@@ -74,12 +83,12 @@ class DelayedScaling:
         if self._all_reduce_max is not None:
             self._all_reduce_max(amaxes)
         # A step that is not finite must not spoil the next 16, where a loop goes on after one.
-        amaxes = torch.where(amaxes.isinf(), 0.0, amaxes)
+        amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
         self._look_back()
 
     def _look_back(self) -> None:
-        self._past_L3.copy_(self._history_LH3.amax(dim=1))
+        self._past_L3.copy_(self._history_LH3.amax(dim=1) * self._factor_3)
         if any(layer.spec and layer.spec.gathers_low for layer in self._layers):
             # The one wait for the device, at the ends of a step, where a loop waits for its loss anyway.
             has_past_L = self._past_L3[:, WEIGHT] > 0

@@ -181,7 +181,7 @@ def run_step(
     log.label(memory.PARAMETERS, model.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     linear.PrecomputedScales(model, optimizer)
-    scaling = linear.DelayedScaling(plan, world.device, world.max_)
+    scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 

@@ -91,6 +91,25 @@ def test_the_maximum_is_taken_over_the_micro_batches_of_a_step_and_over_ranks() 
     assert float(history[-1, 2]) == max(float(g.abs().amax()) for _, g in batches)
 
 
+def test_a_run_goes_on_with_another_number_of_data_ranks_by_the_same_scales() -> None:
+    """FSDP averages, so with four data ranks a loop multiplies its loss, and each gradient, by four."""
+    model, plan = _model(DELAYED)
+    x, g = _batch()
+    alone = linear.DelayedScaling(plan, CPU)
+    with alone.step():
+        _gradients(model, x, g)
+    _, *expected = _gradients(model, x, g)
+    of_four = linear.DelayedScaling(plan, CPU, gradient_factor=4)
+    for name, history in of_four.state().items():
+        history.copy_(alone.state()[name])
+    with of_four.step():
+        _, *actual = _gradients(model, x, 4 * g)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, 4 * theirs)
+    ours, theirs = (next(iter(scaling.state().values())) for scaling in (of_four, alone))
+    assert torch.equal(ours[-1, 2], theirs[-1, 2])
+
+
 def test_an_outlier_is_forgotten_after_its_history() -> None:
     model, plan = _model(DELAYED)
     scaling = linear.DelayedScaling(plan, CPU)

@@ -77,7 +77,7 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
                 distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         linear.PrecomputedScales(model, optimizer)
-        scaling = linear.DelayedScaling(plan, world.device, world.max_)
+        scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
         documents = models.Documents.single(*tokens_BS.shape)
