@@ -32,7 +32,7 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     model = build(preset)
     assert isinstance(model, models.Decoder)
     precision = PrecisionConfig(kind=kind, emulate=args.emulate)
-    linear.convert(model, precision, device=world.device)
+    plan = linear.convert(model, precision, device=world.device)
     execution = distributed.Execution(compile=args.compile, activation_checkpointing="selective")
     if sharded:
         distributed.parallelize(model, world, execution)
@@ -43,16 +43,20 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     distributed.materialize(model, world, execution)
     with torch.no_grad():
         for parameter in model.parameters():
-            linear.dequantized(parameter).normal_(0.0, 0.02)
+            # An INT8 weight is filled, any other written in place.
+            (parameter if linear.int8_rows(parameter) else linear.plain_rows(parameter)).normal_(0.0, 0.02)
     optimizer = training.build_optimizer(model, OptimizerConfig())
+    scaling = linear.DelayedScaling(plan, world.device, world.max_)
+    linear.PrecomputedScales(model, optimizer)
     words = model.config.vocab_size
     tokens_BS = torch.randint(0, words, (args.batch, args.seq_len + 1), device=world.device)
     autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=not sharded)
 
     def step() -> None:
-        with autocast:
-            loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
-        (loss / tokens_BS.numel()).backward()
+        with scaling.step():
+            with autocast:
+                loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
+            (loss / tokens_BS.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()
 

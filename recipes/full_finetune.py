@@ -188,7 +188,7 @@ def forward_backward(
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1
         rounding.start(step, world.data_rank * len(batches) + number)  # counted as the loader deals them out
-        distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
+        distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.
         (loss * (world.data_size / num_targets)).backward()

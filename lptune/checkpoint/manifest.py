@@ -31,10 +31,10 @@ class Shard:
     file: str
     start: int
     rows: int
-    column: int = 0
-    columns: int = 1
+    column: int
+    columns: int
     """1 for what has fewer than two dimensions."""
-    at: int = 0
+    at: int
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,12 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
     if not path.is_file():
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
-        raise UserError(f"{path}: is not a manifest of version {_VERSION}")
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != _VERSION:
+        raise UserError(
+            f"{path}: is not a manifest of version {_VERSION} (found {version!r}); another version of lptune "
+            "wrote it"
+        )
     digest = content.pop("digest", None)
     if digest != _digest(content):
         raise UserError(f"{path}: its own digest does not match; the file was changed")

@@ -137,10 +137,13 @@ def materialize(model: Decoder, world: World, cfg: Settings) -> None:
     model.reset_buffers(world.device)
 
 
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over ranks; off while micro-batches accumulate."""
+def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> None:
+    """Whether the next backward reduces gradients over ranks: in the last micro-batch, or in each; over
+    replicas (HSDP), the farthest apart, in the last alone.
+    """
     assert isinstance(model, FSDPModule), "parallelize() comes first"
-    model.set_requires_gradient_sync(enabled)
+    model.set_requires_gradient_sync(is_last or each)
+    model.set_requires_all_reduce(is_last)
 
 
 def reshard(model: nn.Module) -> None:
@@ -204,9 +207,12 @@ def _selective_contexts(keep: frozenset[Any]) -> Any:
 
 @functools.cache
 def _expensive_ops() -> frozenset[Any]:
-    """What selective checkpointing keeps: outputs of GEMMs and of attention."""
-    aten = torch.ops.aten
+    """What selective checkpointing keeps: outputs of GEMMs and of attention, and sums over ranks."""
+    aten, functional = torch.ops.aten, torch.ops._c10d_functional
     return _attention_ops() | {
+        # Reduced once; what was gathered is gathered again, or sequence parallelism would save nothing.
+        functional.reduce_scatter_tensor.default,
+        functional.all_reduce.default,
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -224,6 +230,7 @@ def _attention_ops() -> frozenset[Any]:
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
             *_varlen_ops(),
         }
     )

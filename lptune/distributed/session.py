@@ -158,6 +158,8 @@ def session(
         if seed is not None:
             world.seed(seed)
         yield world
+    except GeneratorExit:  # a session that was never closed, collected as garbage
+        raise
     except BaseException as error:
         # Before the connections close, and peers fail that would be taken for the cause. With NCCL, closing
         # would wait for peers that wait for this rank.

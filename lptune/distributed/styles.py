@@ -60,6 +60,8 @@ class ColumnParallel(_Style):
     """A linear layer cut by output features: all tokens in, this rank's features out.
 
     fused_rows: output features of the layers that this one fuses (q, k, v), each of which is cut by itself.
+    The rows of such a parameter are in the order of the mesh, for tools of torch, too; checkpoints of this
+    library and `distributed.full_tensor` put them back.
     """
 
     def __init__(self, fused_rows: Sequence[int] = ()) -> None:
@@ -68,6 +70,12 @@ class ColumnParallel(_Style):
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
         _check_linear(module)
+        uneven = any(rows % group.size for rows in self.fused_rows)
+        if self.fused_rows and (uneven or sum(self.fused_rows) != module.out_features):
+            raise UserError(
+                f"parallel.tensor: fused_rows={self.fused_rows} must add up to {module.out_features} output "
+                f"features and each divide among {group.size} ranks"
+            )
         _cut(module, "weight", mesh, Shard(0), self.fused_rows)
         _cut(module, "bias", mesh, Shard(0), self.fused_rows)
         if self.fused_rows:
@@ -108,7 +116,11 @@ class GatheredInput(_Style):
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
         columns = [each for each in module.modules() if _is_column(each)]
-        assert columns, "GatheredInput comes after the ColumnParallel layers inside the module"
+        if not columns:
+            raise UserError(
+                f"parallel.tensor: {type(module).__name__} has no column-parallel layer yet; GatheredInput "
+                "comes after them in a plan"
+            )
         specs = {each.spec if isinstance(each, LowPrecisionLinear) else None for each in columns}
         spec = next(iter(specs)) if len(specs) == 1 else None
         low = spec if self.sequence and spec is not None and spec.token_gather != "high" else None
@@ -133,6 +145,7 @@ class GatheredOutput(_Style):
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
+        module.token_gather = "high" if self.sequence else "none"
         module.__class__ = _gathered_output(module.__class__, self.sequence, group)
 
 
@@ -172,6 +185,14 @@ class VocabParallelEmbedding(_Style):
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
+        if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
+            raise UserError(
+                "parallel.tensor: an embedding with padding_idx, max_norm or scale_grad_by_freq cannot be cut"
+            )
+        if first_word(module.num_embeddings, group._replace(rank=group.size - 1)) >= module.num_embeddings:
+            raise UserError(
+                f"parallel.tensor: {module.num_embeddings} words leave some of {group.size} ranks without any"
+            )
         _cut(module, "weight", mesh, Shard(0))
         module.__class__ = _vocab_parallel(first_word(module.num_embeddings, group), self.sequence, group)
 
@@ -186,6 +207,7 @@ class VocabParallelHead(ColumnParallel):
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         """See the class."""
         super().apply(module, mesh, group)
+        module.token_gather = "high" if self.sequence else "none"
         logits: Any = gathered_logits(module.__class__, group, module.out_features)
         module.__class__ = _gathered_input(logits, self.sequence, group, None)
 
@@ -194,8 +216,7 @@ class _LocalLinear(nn.Linear):
     """A linear layer in compute dtype, with its part of a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.multiply(x)
-        return out if self.bias is None else out + local_part(self.bias)
+        return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
 
     def multiply(self, x: Tensor) -> Tensor:
         """`forward` without the bias."""

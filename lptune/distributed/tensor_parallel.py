@@ -125,8 +125,8 @@ def describe_mesh(model: nn.Module, world: World) -> str:
     gathers = Counter(getattr(module, "token_gather", "none") for module in model.modules())
     del gathers["none"]
     if gathers:
-        shown = ", ".join(f"{how} before {count} modules" for how, count in sorted(gathers.items()))
-        text += f", activations gathered {shown}"
+        shown = ", ".join(f"{count} x {how}" for how, count in sorted(gathers.items()))
+        text += f", activations gathered: {shown}"
     return text
 
 

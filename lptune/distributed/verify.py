@@ -40,10 +40,13 @@ def verify_collectives(
 
     Raises PrecisionNotAppliedError for a gather that is in no block's plan, where some are planned in 8 bits.
     """
+    # What an evaluation left gathered would not be gathered again, and could not be checked.
+    reshard(model)
     with record_collectives(mesh) as executed:
         yield
     report(f"collectives: {executed}")
-    _check(executed, planned_gathers(model, compute_dtype))
+    _check(executed, planned_gathers(model, compute_dtype), mesh)
+    _check_tokens(model, executed)
 
 
 def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, tuple[int, int]]:
@@ -91,7 +94,23 @@ def _padded_numel(parameter: DTensor) -> int:
     return -(-shape[0] // num_ranks) * num_ranks * torch.Size(shape[1:]).numel()
 
 
-def _check(executed: Collectives, planned: dict[str, tuple[int, int]]) -> None:
+def _check_tokens(model: nn.Module, executed: Collectives) -> None:
+    """Each module whose input was to be gathered in 8 bits took as many such gathers as the others."""
+    hows = {name: getattr(module, "token_gather", "none") for name, module in model.named_modules()}
+    modules = [name for name, how in hows.items() if how not in ("none", "high")]
+    gathers = sum(
+        count
+        for each, count in executed.items()
+        if (each.operation, each.axis, each.dtype) == ("all_gather", "tensor", "uint8")
+    )
+    if modules and (gathers == 0 or gathers % len(modules)):
+        raise PrecisionNotAppliedError(
+            f"the step gathered activations in 8 bits {gathers} times, where {len(modules)} modules were to "
+            f"gather theirs equally often ({modules[0]}, …)"
+        )
+
+
+def _check(executed: Collectives, planned: dict[str, tuple[int, int]], mesh: DeviceMesh) -> None:
     if not any(low for _, low in planned.values()):
         return
     groups = Counter(size for size, _ in planned.values())
@@ -110,4 +129,12 @@ def _check(executed: Collectives, planned: dict[str, tuple[int, int]]) -> None:
         raise PrecisionNotAppliedError(
             f"the step did not gather as planned: no module's weights take an all-gather in "
             f"{'; or in '.join(others[:5])}; planned: {wanted}"
+        )
+    # On one rank FSDP gathers without a collective.
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    missing = [name for name, (size, low) in planned.items() if low and not calls[size]]
+    if missing and sizes.get(FSDP_AXIS, 1) > 1:
+        raise PrecisionNotAppliedError(
+            "the step did not gather as planned: no all-gather ran of the size of "
+            f"{missing[0] or 'the model'}"
         )

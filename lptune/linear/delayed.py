@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,12 +44,14 @@ class DelayedScaling:
         all_reduce_max: Callable[[Tensor], None] | None = None,
         gradient_factor: float = 1.0,
     ) -> None:
-        """all_reduce_max: takes a tensor's elementwise maximum over all ranks, in place. gradient_factor: by
+        """all_reduce_max: takes a tensor's elementwise maximum over all ranks, in place; None: over the
+        process group, if there is one. (A rank that went by a history of its own would quantize its rows of a
+        weight by another scale than the others read them by.) gradient_factor: by
         which a loop multiplies its loss since FSDP averages gradients, the number of data ranks; the history
         is kept without it, so that a run may go on with another number.
         """
         self._layers = [layer for layer in plan.converted if layer.spec and layer.spec.scaling == "delayed"]
-        self._all_reduce_max = all_reduce_max
+        self._all_reduce_max = all_reduce_max or _max_over_process_group
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
@@ -80,8 +83,7 @@ class DelayedScaling:
         yield
         # NaN has no order that every backend agrees on; inf does.
         amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
-        if self._all_reduce_max is not None:
-            self._all_reduce_max(amaxes)
+        self._all_reduce_max(amaxes)
         # A step that is not finite must not spoil the next 16, where a loop goes on after one.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
@@ -115,3 +117,8 @@ class DelayedScaling:
         The live tensors: to be saved, or filled in place before the next step.
         """
         return {f"amax_history/{layer.name}": self._history_LH3[i] for i, layer in enumerate(self._layers)}
+
+
+def _max_over_process_group(amaxes: Tensor) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)

@@ -129,15 +129,17 @@ def dequantized(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantized(tensor: Tensor, scale_N1: Tensor | None = None) -> Tensor:
+def quantized(tensor: Tensor, scale_N1: Tensor | None = None, like: Tensor | None = None) -> Tensor:
     """`tensor`, plain or a DTensor of rows, as an Int8Weight in the same sharding; the opposite of
-    `dequantized`. scale_N1: see `Int8Weight.from_float`.
+    `dequantized`. scale_N1: see `Int8Weight.from_float`. like: the parameter that it takes the place of, of
+    which tensor parallelism may have left less than all rows.
     """
     if not isinstance(tensor, DTensor):
         return Int8Weight.from_float(tensor, scale_N1)
     scale_N1 = scale_N1.to_local() if isinstance(scale_N1, DTensor) else scale_N1
     weight = Int8Weight.from_float(tensor.to_local(), scale_N1)
-    weight.full_rows = tensor.shape[0]
+    replaced = None if like is None else int8_rows(like)
+    weight.full_rows = tensor.shape[0] if replaced is None else replaced.full_rows
     return as_sharded(tensor, weight)
 
 

@@ -148,7 +148,7 @@ class Int8WeightLinear(LowPrecisionLinear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         scale_N1, w_NK = state_dict.pop(prefix + self._SCALE, None), state_dict.get(f"{prefix}weight")
         if w_NK is not None and w_NK.shape == self.weight.shape:
-            state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1)
+            state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1, self.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

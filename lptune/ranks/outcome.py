@@ -87,15 +87,22 @@ def outcome_of(error: BaseException | None) -> Outcome:
     )
 
 
+_held = False
+
+
 def hold(error: BaseException) -> bool:
     """Reports a failure of this rank and waits for the launcher to end it, connections open.
 
     Returns where there is nothing to wait for: no launcher of ours, or no failure (`LEAVING`). True where the
     launcher has the outcome.
     """
+    global _held
     outcome = outcome_of(error)
     if outcome.code in LEAVING or not write_outcome(outcome):
         return False
+    if _held:  # in the session already
+        return True
+    _held = True
     if outcome.rank != 0 and LOGS in os.environ:  # into this rank's log; the launcher prints only the cause
         print(outcome.traceback or outcome.line, file=sys.stderr, flush=True)
     time.sleep(_HOLD_S)

@@ -189,7 +189,7 @@ def run_step(
     with scaling.step():
         for number in range(num_run):
             is_last = number == num_run - 1
-            distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
+            distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
             log.collectives.clear()
             log.phase("forward")
             loss = model(tokens_BS, documents, tokens_BS)

@@ -7,6 +7,7 @@ length costs, times its tokens. Right for twenty short prompts between training 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -40,6 +41,9 @@ def greedy(
     for offset in range(max_new_tokens):
         logits_BSV: Tensor = model(tokens_BS)
         next_B = logits_BSV[rows, lengths + offset - 1].argmax(dim=-1)
+        if dist.is_initialized():
+            # Ranks that add in another order may see a tie another way, and would part here.
+            dist.broadcast(next_B, 0)
         tokens_BS[rows, lengths + offset] = next_B
         done |= torch.isin(next_B, stops)
         if done.all():

@@ -11,7 +11,8 @@ the updated one, and small updates add up over many elements and steps.
     q = floor(w / s + u)              u uniform in [0, 1), but compared and not added, which would round
 
 u is a function of (seed, step, parameter's name, index of the element in the whole weight), so that a run
-that was resumed, or that is sharded over another number of ranks, draws the same.
+that was resumed, or that is sharded by FSDP over another number of ranks, draws the same. Tensor parallelism,
+which also cuts rows and reorders those of fused layers, draws other numbers, equally independent.
 
 An optimizer class and not hooks around torch's: a hook sees the weight before and after a step, and the step
 itself would need a float32 weight to act on. Plain parameters are left to torch's fused AdamW, which shares
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lptune.distributed import local_rows
+from lptune.distributed import first_column, local_rows
 from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import QuantizedRows, dequantize, random_key
@@ -75,7 +76,10 @@ class Int8AdamW(torch.optim.Optimizer):
             state["num_updates"] = int(state["step"])
         state["num_updates"] += 1
         state["step"] += 1
-        key = random_key(self._seed, state["num_updates"], self._names[parameter])
+        # A part of each row: numbered by itself, under a key of its own.
+        column = first_column(parameter)
+        name = self._names[parameter] + (f"/{column}" if column else "")
+        key = random_key(self._seed, state["num_updates"], name)
 
         weight, first_row = local_rows(parameter)
         assert isinstance(weight, Int8Weight)

@@ -166,7 +166,7 @@ def test_verify_checks_a_checkpoint_against_its_manifest(command: Command) -> No
     folder.mkdir()
     save_file({"a": torch.zeros(4)}, folder / "model.safetensors")
     (folder / "state.json").write_text("{}\n")
-    shard = manifest.Shard(file="model.safetensors", start=0, rows=4)
+    shard = manifest.Shard(file="model.safetensors", start=0, rows=4, column=0, columns=1, at=0)
     files = {path.name: manifest.describe_file(path) for path in folder.iterdir()}
     manifest.write_manifest(folder, step=3, world_size=1, files=files, shards={"a": [shard]})
     assert command("verify", str(folder)) == (

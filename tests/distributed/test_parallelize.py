@@ -54,11 +54,12 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
             local, start = local_rows(parameter)
             local.copy_(model.initial_value(name, 0)[start : start + local.shape[0]])
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 131, (4, 2, 16), generator=generator)
+    tokens = torch.randint(0, 131, (8, 2, 16), generator=generator)
     mine = tokens.chunk(world.data_size)[world.data_rank]
     total = torch.zeros(())
     for number, batch_BS in enumerate(mine, start=1):
-        distributed.sync_gradients(model, number == len(mine))
+        each = cfg.parallel.reduce_every_micro_batch
+        distributed.sync_gradients(model, number == len(mine), each=each)
         loss = model(batch_BS[:, :-1], None, batch_BS[:, 1:])
         (loss * (world.data_size / tokens.numel())).backward()
         total += loss.detach()
@@ -87,6 +88,7 @@ def _save_gradients(
         (2, True, "int8_rowcol", {}),
         (4, False, "none", {"reshard_after_forward": False, "prefetch_blocks": 1}),
         (4, True, "int8_rowcol", {"replicate": 2, "prefetch_blocks": 2}),
+        (4, False, "none", {"replicate": 2, "reduce_every_micro_batch": True}),
     ],
     ids=str,
 )
@@ -99,7 +101,7 @@ def test_ranks_with_uneven_rows_and_tied_heads_give_the_gradients_of_one(
     run_ranks(num_ranks, _save_gradients, str(path), tied, kind, parallel)
     actual = load_file(path)
     for name, tensor in expected.items():
-        # One backward sums 4 micro-batches, in another order: a few float32 ulps of the largest terms.
+        # One backward sums 8 micro-batches, in another order: a few float32 ulps of the largest terms.
         assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
 
 
@@ -125,7 +127,7 @@ def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outp
         counts[mode] = [
             sum(count for (_, what), count in executed.items() if what == gemm) for gemm in (0, RECOMPUTED)
         ]
-    assert counts == {"none": [4 * 14, 0], "selective": [4 * 14, 0], "full": [4 * 14, 4 * 14]}
+    assert counts == {"none": [8 * 14, 0], "selective": [8 * 14, 0], "full": [8 * 14, 8 * 14]}
 
 
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])

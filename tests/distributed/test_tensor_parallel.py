@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import checkpoint, distributed, linear, models, training
@@ -26,7 +27,7 @@ from lptune.config import (
     PrecisionConfig,
     UserError,
 )
-from lptune.distributed.tensor_parallel import cut_decoder
+from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear.row_tensor import HEADER_BYTES
 from tests.launch import run_ranks
 
@@ -243,6 +244,10 @@ def _save_or_load(rank: int, num_ranks: int, folder: str, kind: str, parallel: d
             optimizer.step()
             path = path / "0"
         checkpoint.save_state(path, 1, model, optimizer, {}, world, 9)
+        # torch's own way to load keeps the parts that tensor parallelism cut.
+        model.load_state_dict(model.state_dict(), assign=True)
+        with torch.no_grad():
+            assert model(torch.zeros(1, SEQ_LEN, dtype=torch.int64)).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
@@ -320,6 +325,34 @@ def test_an_8_bit_gather_that_was_asked_for_and_cannot_be_is_one_line() -> None:
             linear.convert(model, dataclasses.replace(precision, **keys), device=torch.device("cpu"))
             with pytest.raises(UserError, match=f"tp_all_gather: low is not possible, .*{why}"):
                 cut_decoder(model, mesh, sequence)
+
+
+@pytest.mark.parametrize(
+    ("module", "style", "message"),
+    [
+        (
+            nn.Linear(16, 48),
+            distributed.ColumnParallel((16, 17, 15)),
+            r"fused_rows=\(16, 17, 15\) must add up",
+        ),
+        (nn.Linear(16, 48), distributed.ColumnParallel((16, 16)), r"must add up to 48 output features"),
+        (nn.Embedding(8, 16, padding_idx=0), distributed.VocabParallelEmbedding(), "padding_idx"),
+        (nn.Embedding(1, 16), distributed.VocabParallelEmbedding(), "1 words leave some of 2 ranks without"),
+        (nn.BatchNorm1d(16), distributed.Replicated(), "BatchNorm1d is no RMSNorm or LayerNorm"),
+        (nn.Sequential(nn.Linear(16, 16)), distributed.GatheredInput(), "no column-parallel layer yet"),
+        (nn.Bilinear(16, 16, 16), distributed.RowParallel(), "Bilinear is no nn.Linear"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_style_cannot_cut_right_is_one_line(module: nn.Module, style: Any, message: str) -> None:
+    with _two_fake_ranks() as mesh, pytest.raises(UserError, match=message):
+        parallelize_module(module, mesh, style)
+
+
+def test_a_parameter_that_no_style_takes_is_named() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    with _two_fake_ranks() as mesh, pytest.raises(UserError, match=r"the plan has no style for 1\.weight"):
+        cut(model, mesh, {"0": distributed.ColumnParallel()})
 
 
 def test_rows_that_do_not_divide_are_one_line() -> None:

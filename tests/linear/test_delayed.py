@@ -110,6 +110,19 @@ def test_a_run_goes_on_with_another_number_of_data_ranks_by_the_same_scales() ->
     assert torch.equal(ours[-1, 2], theirs[-1, 2])
 
 
+def test_without_a_reduction_of_its_own_it_takes_the_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that went by different histories would quantize one weight by different scales."""
+    reduced: list[Tensor] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda amaxes, op: reduced.append(amaxes))
+    model, plan = _model(DELAYED)
+    with linear.DelayedScaling(plan, CPU).step():
+        _gradients(model, *_batch())
+    (amaxes,) = reduced
+    assert (amaxes > 0).all()
+
+
 def test_an_outlier_is_forgotten_after_its_history() -> None:
     model, plan = _model(DELAYED)
     scaling = linear.DelayedScaling(plan, CPU)

@@ -19,7 +19,7 @@ def test_a_run_goes_on_under_tensor_parallelism_and_ends_on_one_rank(run_recipe:
         run_recipe(*INT8, *keys, f"num_steps={3 * (i + 1)}", "schedule.kind=constant", ranks=ranks).stdout
         for i, (ranks, keys) in enumerate(meshes)
     ]
-    assert "4 x cpu (fsdp 2 x tensor 2), activations gathered int8 rows before 4 modules" in outputs[1]
+    assert "4 x cpu (fsdp 2 x tensor 2), activations gathered: 1 x high, 4 x int8 rows" in outputs[1]
     # One for q, k, v and one for gate, up, in each of two blocks, for each of a data rank's two batches of
     # 2 x 128 tokens of 16 + 64 bytes.
     assert f"all_gather over tensor uint8 8 x, {8 * 2 * 128 * (16 + 64) / 1e3:.1f} kB" in outputs[1]

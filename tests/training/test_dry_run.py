@@ -85,7 +85,7 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
             for number in range(NUM_MICRO_BATCHES):
                 rounding.start(0, number)
                 is_last = number == NUM_MICRO_BATCHES - 1
-                distributed.sync_gradients(model, is_last or cfg.parallel.reduce_every_micro_batch)
+                distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
                 log.phase("forward")
                 loss = model(tokens_BS, documents, tokens_BS)
                 log.phase("backward")
