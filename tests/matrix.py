@@ -275,8 +275,10 @@ def _tapped() -> Iterator[Taps]:
         linear_module.low_precision_linear = low_precision_linear
 
 
-def _tapped_linear(x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: linear.LinearSpec) -> Tensor:
-    out_TN = low_precision_linear(_tap(x_TK, layer, "x", "grad_input"), w_NK, layer, spec)
+def _tapped_linear(
+    x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: linear.LinearSpec, quantized_x: None
+) -> Tensor:
+    out_TN = low_precision_linear(_tap(x_TK, layer, "x", "grad_input"), w_NK, layer, spec, quantized_x)
     return _tap(out_TN, layer, "output", "g")  # type: ignore[no-any-return]
 
 

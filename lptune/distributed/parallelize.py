@@ -191,18 +191,23 @@ def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool)
 def _checkpointed(cls: Any, mode: str) -> type[nn.Module]:
     """A subclass of `cls` whose forward is checkpointed: no wrapper module, so parameter names stay."""
 
+    contexts = {"selective": _selective_contexts, "full but attention": _attention_contexts}.get(mode)
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        if mode in ("selective", "full but attention"):
-            keep = _attention_ops() if mode == "full but attention" else _expensive_ops()
-            options["context_fn"] = functools.partial(_selective_contexts, keep)
+        if contexts is not None:
+            options["context_fn"] = contexts
         return checkpoint(functools.partial(cls.forward, self), *args, **options, **kwargs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _selective_contexts(keep: frozenset[Any]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_keep, keep))
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep, _expensive_ops()))
+
+
+def _attention_contexts() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep, _attention_ops()))
 
 
 @functools.cache

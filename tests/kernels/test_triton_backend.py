@@ -34,6 +34,7 @@ def test_each_operation_runs_on_the_fastest_that_the_gpu_can_run(
     operation: str, on_ampere: str, on_hopper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for capability, expected in ((AMPERE, on_ampere), (ADA, on_hopper), (HOPPER, on_hopper)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         choose_backend.cache_clear()
         assert choose_backend(operation, "cuda") == expected
@@ -41,6 +42,7 @@ def test_each_operation_runs_on_the_fastest_that_the_gpu_can_run(
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
 def test_the_environment_can_take_triton_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setenv("LPTUNE_KERNELS", name)
     assert choose_backend("int8_gemm", "cuda") == name
@@ -48,10 +50,12 @@ def test_the_environment_can_take_triton_away(name: str, monkeypatch: pytest.Mon
 
 
 def test_before_ampere_and_without_triton_torch_runs_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert choose_backend("int8_gemm", "cuda") == "torch"
     assert choose_backend("quantize", "cuda") == "reference"
     choose_backend.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
