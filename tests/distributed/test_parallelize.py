@@ -1,12 +1,14 @@
 """Sharding, checkpointing and compilation change where and when things are computed, not what."""
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
@@ -196,3 +198,22 @@ def _sum(rank: int, num_ranks: int, path: str) -> None:
 def test_sums_over_ranks_are_float64(tmp_path: Path) -> None:
     run_ranks(2, _sum, str(tmp_path / "sum"))
     assert float((tmp_path / "sum").read_text(encoding="utf-8")) == 2**53 - 1
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_weight_only"])
+def test_offloaded_weights_are_gathered_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is to see of it without a GPU: the paths of offloading, with memory that is not pinned."""
+    module = importlib.import_module("lptune.distributed.parallelize")
+    monkeypatch.setattr(module, "CPUOffloadPolicy", lambda: CPUOffloadPolicy(pin_memory=False))
+    results = []
+    for offload in (False, True):
+        cfg = _config(
+            precision=PrecisionConfig(kind=kind),
+            parallel=ParallelConfig(cpu_offload=offload, reduce_every_micro_batch=offload),
+        )
+        with distributed.session("cpu") as world:
+            results.append(_gradients(world, cfg, tied=False))
+    expected, actual = results
+    for name, tensor in expected.items():
+        # Offloaded gradients are reduced and added micro-batch by micro-batch: another order.
+        assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
