@@ -7,6 +7,7 @@ plain PyTorch. On a CPU float8 is emulated. docs/distributed.md explains the pla
 """
 
 import sys
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -49,16 +50,16 @@ class Block(nn.Module):
 
 
 PLAN = {
-    "0": distributed.VocabParallelEmbedding(),
-    "*.attention.qkv": ColumnParallel((HIDDEN, HIDDEN, HIDDEN)),
-    "*.attention.out": RowParallel(),
-    "*.mlp.0": ColumnParallel(),
-    "*.mlp.2": RowParallel(),
-    "*.attention": GatheredInput(),
-    "*.mlp": GatheredInput(),
-    "*.norm?": Replicated(),
-    f"{NUM_BLOCKS + 1}": Replicated(),
-    f"{NUM_BLOCKS + 2}": distributed.VocabParallelHead(),
+    "embedding": distributed.VocabParallelEmbedding(),
+    "blocks.*.attention.qkv": ColumnParallel((HIDDEN, HIDDEN, HIDDEN)),
+    "blocks.*.attention.out": RowParallel(),
+    "blocks.*.mlp.0": ColumnParallel(),
+    "blocks.*.mlp.2": RowParallel(),
+    "blocks.*.attention": GatheredInput(),
+    "blocks.*.mlp": GatheredInput(),
+    "blocks.*.norm?": Replicated(),
+    "norm": Replicated(),
+    "head": distributed.VocabParallelHead(),
 }
 
 
@@ -68,7 +69,9 @@ def main(kind: str, num_tensor_ranks: int) -> None:
         torch.manual_seed(0)  # the same weights on every rank
         blocks = [Block() for _ in range(NUM_BLOCKS)]
         embedding, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        model = nn.Sequential(embedding, *blocks, nn.LayerNorm(HIDDEN), head).to(world.device)
+        parts = {"embedding": embedding, "blocks": nn.Sequential(*blocks)}
+        parts |= {"norm": nn.LayerNorm(HIDDEN), "head": head}
+        model = nn.Sequential(OrderedDict(parts)).to(world.device)
         emulate = world.device.type == "cpu" and not kind.startswith("int8")
         plan = linear.convert(model, PrecisionConfig(kind=kind, emulate=emulate))
         execution = distributed.Execution(parallel=parallel, compile="block")

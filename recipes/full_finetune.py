@@ -57,7 +57,7 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.check_fingerprint(saved, facts)
             if step >= num_steps and run.exported_step() == step:
                 world.print(
-                    f"already finished: {saved.folder} is step {step} of {num_steps} and exported; "
+                    f"already finished: {saved.folder} is step {step} (num_steps: {num_steps}) and exported; "
                     "raise num_steps to go on, or choose another output_dir for another run"
                 )
                 return

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def plan(config_name: str, world_size: int, preset: str | None, arguments: tuple[str, ...]) -> None:
     """Plan one training step of CONFIG on so many ranks: precision, memory, collectives.
 
-    Takes the command line of `lptune run`. `device=cpu` plans for CPUs, anything else for GPUs.
+    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags.
+    `device=cpu` plans for CPUs, anything else for GPUs.
     """
     named = bool(arguments) and "=" not in arguments[0]
     recipe_path = catalog.find_recipe(arguments[0] if named else "full_finetune")
@@ -39,8 +40,8 @@ def plan(config_name: str, world_size: int, preset: str | None, arguments: tuple
 
     from lptune.data import check_batches
 
-    data_size = world_size // cfg.parallel.tensor or 1
-    check_batches(cfg.global_batch_size, cfg.micro_batch_size, data_size)
+    if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run says so
+        check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
     model_config, source = _model(cfg, path, preset)
     from lptune.training.dry_run import dry_run
 

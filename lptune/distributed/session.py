@@ -185,7 +185,7 @@ def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
     if num_ranks % fixed:
         raise UserError(
             f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor} needs a multiple of "
-            f"{fixed} ranks, found {num_ranks}; change them or --nproc-per-node"
+            f"{fixed} ranks, found {num_ranks}; change them or the number of ranks"
         )
     sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
     return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}

@@ -77,7 +77,7 @@ class DryRun:
             self.plan.table(),
             "",
             f"{ranks} x {self.device_type}, mesh {axes}; "
-            f"{self.num_parameters / 1e9:,.2f} billion parameters; "
+            f"{_count_text(self.num_parameters)} parameters; "
             f"attention by {self.attention}",
             f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches}, "
             f"{flops / 1e9:,.1f} GFLOP a token in linear layers (recomputation apart)",
@@ -90,11 +90,12 @@ class DryRun:
 
     def _memory_table(self) -> list[str]:
         columns = {**self.peaks, "after the step": self.resting}
+        unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
         names = [name for name in memory.CATEGORIES if any(found[name] for found in columns.values())]
-        rows = [[name, *(f"{found[name] / 2**30:,.2f}" for found in columns.values())] for name in names]
-        rows.append(["sum", *(f"{found.total() / 2**30:,.2f}" for found in columns.values())])
+        rows = [[name, *(f"{found[name] / size:,.2f}" for found in columns.values())] for name in names]
+        rows.append(["sum", *(f"{found.total() / size:,.2f}" for found in columns.values())])
         return _table(
-            ["memory of a rank, GiB", *(f"peak of {n}" for n in self.peaks), "after the step"], rows
+            [f"memory of a rank, {unit}", *(f"peak of {n}" for n in self.peaks), "after the step"], rows
         )
 
     def _collectives_table(self) -> list[str]:
@@ -241,6 +242,10 @@ def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> di
     """The optimizer makes its state in the first update; from then on it is always there."""
     state = Counter({memory.OPTIMIZER: resting[memory.OPTIMIZER]})
     return {name: peaks[name] | state for name in ("forward", "backward", "update")}
+
+
+def _count_text(count: int) -> str:
+    return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.2f} million"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:

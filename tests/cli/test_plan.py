@@ -58,6 +58,11 @@ def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command)
             "global_batch_size: 64 rows .* 512 data ranks; .* 64",
         ),
         (["--config", "llama3_2/1b", "--world-size", "0"], "--world-size"),
+        # Not the global batch: 7 ranks, two to a matrix, have no number of data ranks.
+        (
+            ["--config", "llama3_2/1b", "--world-size", "7", "parallel.tensor=2"],
+            "parallel: .*tensor=2 needs a multiple of 2",
+        ),
         (
             ["--config", "llama3_2/1b", "--preset", "llama3_2/2b"],
             "--preset: no such family and size: llama3_2/2b",
