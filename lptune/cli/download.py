@@ -19,7 +19,7 @@ IGNORED = (
 )  # other formats' folders, and the second copy of the weights that some repositories hold
 
 
-@click.command()
+@click.command(short_help="Download a checkpoint from the Hugging Face hub.")
 @click.argument("repo")
 @click.option("--revision", default="main", show_default=True, help="Branch, tag or commit.")
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Folder.  [default: checkpoints/<name>]")

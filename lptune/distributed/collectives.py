@@ -81,11 +81,11 @@ class Collectives(Counter[Collective]):
         return found
 
     def __str__(self) -> str:
-        """`all_gather uint8 28 x, 12.3 MB; reduce_scatter float32 14 x, …`, with the axis where there are
-        several; `none`.
+        """`all_gather uint8 28 x, 12.3 MB; reduce_scatter float32 14 x, …`, with the axis where it is not
+        FSDP's alone; `none`.
         """
         rows = self.rows()
-        several = len({axis for _, _, axis, _, _ in rows}) > 1
+        several = {axis for _, _, axis, _, _ in rows} != {"fsdp"}
         parts = [
             f"{operation}{f' over {axis}' * several} {dtype} {calls} x, {size_text(num_bytes)}"
             for operation, dtype, axis, calls, num_bytes in rows

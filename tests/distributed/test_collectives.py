@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lptune import distributed, linear
 from lptune.config import PrecisionConfig
-from lptune.distributed.collectives import Collective, record_collectives
+from lptune.distributed.collectives import Collective, Collectives, record_collectives
+from lptune.distributed.verify import _check, _check_tokens
 from tests.launch import run_ranks
 
 SIZE = 32
@@ -147,3 +148,41 @@ def _planted(mesh: DeviceMesh) -> None:
 
 def test_four_ranks_count_what_an_eager_dispatch_mode_sees_and_the_same_compiled() -> None:
     run_ranks(4, _compare_on_a_rank)
+
+
+@pytest.mark.parametrize(("num_low", "holds"), [(4, True), (8, True), (0, False), (3, False)])
+def test_activations_that_were_not_gathered_in_8_bits_as_planned_end_the_step(
+    num_low: int, holds: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].token_gather = model[1].token_gather = "int8 rows"
+    model[2].token_gather = "high"
+    low = Collective("all_gather", "uint8", 640, "tensor")
+    executed = Collectives({low: num_low, Collective("all_gather", "bfloat16", 1024, "tensor"): 5})
+    expectation = (
+        nullcontext() if holds else pytest.raises(linear.PrecisionNotAppliedError, match="2 modules")
+    )
+    with expectation:
+        _check_tokens(model, executed)
+
+
+@pytest.mark.parametrize(("num_ranks", "holds"), [(1, True), (2, False)])
+def test_a_planned_gather_that_did_not_run_ends_the_step_where_there_are_ranks_to_gather_from(
+    num_ranks: int, holds: bool
+) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)  # type: ignore[no-untyped-call]
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("fsdp",))
+        executed = Collectives({Collective("all_gather", "uint8", 640, "fsdp"): 2})
+        planned = {"layers.0": (640, 600), "layers.1": (480, 400), "": (64, 0)}
+        expectation = (
+            nullcontext()
+            if holds
+            else pytest.raises(linear.PrecisionNotAppliedError, match=r"size of layers\.1")
+        )
+        with expectation:
+            _check(executed, planned, mesh)
+    finally:
+        torch.distributed.destroy_process_group()
