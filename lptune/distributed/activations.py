@@ -97,8 +97,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy(logits_tV, labels_t, reduction="sum"), the logits cut over ranks.
 
-    logits_tv: float32, this rank's words, `first_word` and on. Three numbers per token are exchanged: the
-    largest logit, the sum of exponentials, the label's logit. Returns a float32 scalar, equal on all ranks.
+    logits_tv: float32, this rank's words, `first_word` and on, at least one. Three numbers per token are
+    exchanged: the largest logit, the sum of exponentials, the label's logit. Returns a float32 scalar, equal
+    on all ranks.
     """
     loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_tv, labels_t, group, first_word, ignore_index
@@ -224,12 +225,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         num_words = logits_tv.shape[1]
         here_t = (labels_t >= first_word) & (labels_t < first_word + num_words)
         mine_t1 = torch.where(here_t, labels_t - first_word, 0)[:, None]
-        # A rank without words (a vocabulary smaller than chunks * ranks) has nothing to add.
-        if num_words:
-            largest_t, label_t = logits_tv.amax(dim=1), logits_tv.gather(1, mine_t1)[:, 0]
-        else:
-            largest_t, label_t = (logits_tv.new_full(labels_t.shape, value) for value in (-torch.inf, 0.0))
-        largest_t = all_reduce(largest_t, "max", group)
+        label_t = logits_tv.gather(1, mine_t1)[:, 0]
+        largest_t = all_reduce(logits_tv.amax(dim=1), "max", group)
         partial_2t = torch.stack(
             [(logits_tv - largest_t[:, None]).exp().sum(dim=1), torch.where(here_t, label_t, 0.0)]
         )
@@ -243,6 +240,5 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_tv, log_total_t, here_t, counted_t, mine_t1 = ctx.saved_tensors
         gradient_tv = (logits_tv - log_total_t[:, None]).exp() * counted_t[:, None]
-        if logits_tv.shape[1]:
-            gradient_tv = gradient_tv.scatter_add(1, mine_t1, -here_t[:, None].to(gradient_tv.dtype))
+        gradient_tv = gradient_tv.scatter_add(1, mine_t1, -here_t[:, None].to(gradient_tv.dtype))
         return gradient_tv * g, None, None, None, None
