@@ -16,13 +16,14 @@ any failure the processes are replaced by new ones.
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
+
+from tests.launch import free_port, rank_environment
 
 GRACE_S = 10.0
 """What ranks have to notice that another one failed."""
@@ -61,7 +62,7 @@ class Ranks:
         """
         assert 1 <= num_ranks <= self.num_ranks
         self._start(num_ranks)
-        port = _free_port()
+        port = free_port()
         for rank in range(num_ranks):
             self._pipes[rank].send((job, rank, num_ranks, port, arguments))
         results, errors = self._collect(num_ranks, time.monotonic() + timeout_s)
@@ -127,23 +128,9 @@ def _rank_loop(pipe: Connection) -> None:
             job, rank, num_ranks, port, arguments = pipe.recv()
         except EOFError:
             return
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        os.environ |= rank_environment(rank, num_ranks, port)
         try:
             answer = (False, job(rank, num_ranks, *arguments))
         except Exception:  # any; it is the parent that judges
             answer = (True, traceback.format_exc())
         pipe.send(answer)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -5,7 +5,7 @@ A custom op is opaque to torch.compile: what it does at run time really happened
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 
-from lptune.kernels.backend import choose_backend, k_major, planned_for, requested_backend, type_of
+from lptune.kernels.backend import choose_backend, k_major, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
 from lptune.kernels.delayed import (
     OPERANDS,
@@ -73,7 +73,6 @@ __all__ = [
     "k_major",
     "layer_handle",
     "note_gather",
-    "planned_for",
     "quantize_blocks",
     "quantize_by_amax",
     "quantize_columns",

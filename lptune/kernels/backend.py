@@ -4,14 +4,13 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 
 from lptune.config import UserError
 from lptune.kernels import native
+from lptune.planned import planned_device_type
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +63,9 @@ def triton_kernels() -> ModuleType:
     return triton
 
 
-_planned_for: list[str] = []
-
-
-@contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
-    """Within the block tensors count as being on `device_type`: a dry run's are on no device at all."""
-    _planned_for.append(device_type)
-    try:
-        yield
-    finally:
-        _planned_for.pop()
-
-
 def type_of(device: torch.device) -> str:
     """`device.type`, or what is planned for: where memory depends on it."""
-    return _planned_for[-1] if _planned_for else device.type
+    return planned_device_type() or device.type
 
 
 def k_major(device: torch.device) -> bool:

@@ -17,8 +17,6 @@ Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,31 +27,19 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
+from lptune.planned import planned_device_type
 
 BACKENDS = ("varlen", "flex", "sdpa", "explicit")
 
-# torch 2.11 has no enable_gqa: key heads are repeated there. TODO: drop when we require torch >= 2.13.
+# torch 2.11 has no enable_gqa: key heads are repeated there, until we require torch >= 2.13.
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # The flash kernels behind varlen end at this head size.
 _VARLEN_MAX_HEAD_DIM = 256
 
 
-_planned_for: list[str] = []
-
-
-@contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
-    """Within the block tensors count as being on `device_type`: a dry run's are on no device at all."""
-    _planned_for.append(device_type)
-    try:
-        yield
-    finally:
-        _planned_for.pop()
-
-
 def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments alone."""
-    is_cuda = (_planned_for[-1] if _planned_for else device.type) == "cuda"
+    is_cuda = (planned_device_type() or device.type) == "cuda"
     if config.attention_softcap is not None:
         return "flex" if is_cuda else "explicit"
     has_flash = (
@@ -86,7 +72,7 @@ def make_visibility(
     """What a layer with this window needs, in the backend's form. `documents` None: a row is a document."""
     if window is not None and window >= seq_len:
         window = None  # it never ends before the row does
-    if backend == "varlen" or (backend == "flex" and _planned_for):
+    if backend == "varlen" or (backend == "flex" and planned_device_type()):
         offsets = documents.offsets if documents else Documents.single(batch, seq_len, device).offsets
         return Visibility(offsets=offsets)
     if backend == "flex":
@@ -127,7 +113,7 @@ def attend(
     """
     if visible.offsets is not None:
         # flex keeps what varlen keeps, and does not run on what a dry run has for tensors.
-        assert softcap is None or _planned_for, "varlen attention cannot soft-cap"
+        assert softcap is None or planned_device_type(), "varlen attention cannot soft-cap"
         return _varlen(q_BSND, k_BSMD, v_BSMD, visible.offsets, scale, window)
     q_BNSD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in (q_BSND, k_BSMD, v_BSMD))
     if visible.blocks is not None:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from lptune import distributed, kernels, linear, models
+from lptune import distributed, linear, models
 from lptune.config import FinetuneConfig, ParallelConfig, UserError
 from lptune.distributed import Collectives, World
 from lptune.distributed.collectives import size_text
-from lptune.models import attention
+from lptune.planned import planned_for
 from lptune.training import memory
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
 
@@ -142,8 +142,7 @@ def dry_run(cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size:
         distributed.parallelize(model, world, eager)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
-            stack.enter_context(kernels.planned_for(device_type))
-            stack.enter_context(attention.planned_for(device_type))
+            stack.enter_context(planned_for(device_type))
             # Layers' handles are real tensors, which name a layer by their values.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
