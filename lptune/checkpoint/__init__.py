@@ -2,16 +2,11 @@
 
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
+from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, verify
+from lptune.checkpoint.resume import check_fingerprint, find_checkpoint, run_facts, started_on
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.state import (
-    check_fingerprint,
-    find_checkpoint,
-    load_state,
-    run_facts,
-    save_state,
-    started_on,
-)
+from lptune.checkpoint.save import save_state
 
 __all__ = [
     "HFIndex",

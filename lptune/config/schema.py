@@ -180,12 +180,21 @@ class CheckpointConfig:
 
     every_steps: int = 0
     """Save every so many steps; 0 saves at the end only."""
+    async_save: bool = True
+    """Write and hash in the background while training goes on, from a copy in host memory (of this rank's
+    part, 12 bytes per parameter)."""
     keep_last: int = 2
-    """How many checkpoints stay."""
+    """The newest checkpoints that stay."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this stay as well; 0: none."""
+    keep_best: int = 0
+    """The checkpoints with the lowest eval_loss that stay as well, of those whose step was evaluated."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every_steps", self.every_steps, 0)
         at_least("checkpoint.keep_last", self.keep_last, 1)
+        at_least("checkpoint.keep_every", self.keep_every, 0)
+        at_least("checkpoint.keep_best", self.keep_best, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
