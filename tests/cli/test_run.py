@@ -22,6 +22,7 @@ import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.ranks import preemption
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -55,12 +56,14 @@ def main(cfg: FinetuneConfig) -> None:
     if what == "killed" and RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "saves":
-        def save(number, _):
-            time.sleep(1.0)
-            say(f"rank {RANK} saved")
-            sys.exit(143)
-        signal.signal(signal.SIGTERM, save)
-    if what in ("killed", "saves", "sleep"):
+        preemption.requested()
+        say("waiting")
+        while not preemption.requested():
+            time.sleep(0.05)
+        time.sleep(1.0)
+        say(f"rank {RANK} saved")
+        sys.exit(143)
+    if what in ("killed", "sleep"):
         say("waiting")
         time.sleep(60)
 '''
@@ -206,14 +209,18 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
 
 
 @linux_only
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_reaches_the_ranks(
-    tmp_path: Path, toy: list[str], number: int, code: int
+@pytest.mark.parametrize(
+    ("to_launcher", "number"),
+    [(True, signal.SIGINT), (True, signal.SIGHUP), (False, signal.SIGTERM), (False, signal.SIGUSR1)],
+)
+def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_line(
+    tmp_path: Path, toy: list[str], to_launcher: bool, number: signal.Signals
 ) -> None:
     launcher, pids = start(tmp_path, toy, "sleep")
-    launcher.send_signal(number)
+    os.kill(launcher.pid if to_launcher else pids[0], number)
     _, stderr = launcher.communicate(timeout=30)
-    assert (launcher.returncode, stderr) == (code, "")
+    name = "SIGTERM" if number == signal.SIGHUP else number.name
+    assert (launcher.returncode, stderr.splitlines()[-1]) == (143, f"stopped by {name}: nothing to save yet")
     assert wait_until_gone(pids)
 
 
@@ -225,7 +232,7 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[
         time.sleep(0.1)
     stdout, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 143
-    assert stdout.endswith("\nrank 0 saved\n")
+    assert stdout.endswith("rank 0 saved\n")
     assert (tmp_path / "saves/logs/rank-1.log").read_text().endswith("\nrank 1 saved\n")
 
 
