@@ -128,7 +128,9 @@ class CheckpointWriter:
         """
         self.wait()
         reshard(self._model)
-        state = {"step": step, **facts} | ({} if eval_loss is None else {"eval_loss": eval_loss})
+        state = {"step": step, **facts}
+        if eval_loss is not None and math.isfinite(eval_loss):
+            state["eval_loss"] = eval_loss
         # They change within a step, not only at its end.
         replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
         job = _Job(step, state, self._contents(replicated))
