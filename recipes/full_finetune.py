@@ -95,9 +95,12 @@ def main(cfg: FinetuneConfig) -> None:
             show_samples(model, tokenizer, held_out, cfg, world, "before training")
 
         # --- Training.
-        with training.MetricsWriter(
-            run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
-        ) as metrics:
+        with (
+            checkpoint.CheckpointWriter(run.checkpoints, model, optimizer, world, cfg.checkpoint) as writer,
+            training.MetricsWriter(
+                run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
+            ) as metrics,
+        ):
             # Before the first step, and after one that was saved for a stop and left unevaluated.
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
@@ -152,11 +155,10 @@ def main(cfg: FinetuneConfig) -> None:
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
+                writer.check()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
-                    keep_last = cfg.checkpoint.keep_last
-                    checkpoint.save_state(
-                        run.checkpoints, step, model, optimizer, facts, world, keep_last, scaling.state()
-                    )
+                    eval_loss, at_end = record.get("eval_loss"), bool(stopped) or is_last
+                    writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:
                     metrics.say(f"stopped by {stopped.name} after step {step}, saved; run again to continue")
                     raise SystemExit(143)

@@ -6,9 +6,10 @@ from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.resume import check_fingerprint, find_checkpoint, run_facts, started_on
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.save import save_state
+from lptune.checkpoint.save import CheckpointWriter
 
 __all__ = [
+    "CheckpointWriter",
     "HFIndex",
     "Manifest",
     "RunFolder",
@@ -21,7 +22,6 @@ __all__ = [
     "open_run_folder",
     "read_index",
     "run_facts",
-    "save_state",
     "started_on",
     "verify",
 ]
