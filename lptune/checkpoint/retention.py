@@ -3,7 +3,6 @@
 A checkpoint that goes is renamed first: a kill in the middle of a removal must not leave half a `step-…`.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lptune.config import CheckpointConfig, UserError
 def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig) -> set[int]:
     """Of the steps with a checkpoint, those that stay.
 
-    eval_losses: step -> its eval_loss; None where that is not known or not finite.
+    eval_losses: step -> its eval_loss; None where there is none.
     """
     steps = sorted(eval_losses, reverse=True)
     keep = set(steps[: cfg.keep_last])
@@ -43,4 +42,4 @@ def _eval_loss(checkpoint: Path) -> float | None:
     except UserError:  # a damaged one: it is no candidate for the best
         return None
     loss = state.get("eval_loss") if isinstance(state, dict) else None
-    return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
+    return float(loss) if isinstance(loss, (int, float)) else None

@@ -20,6 +20,7 @@ that soon; files are written and hashed from the copy. That costs host memory, 1
 this rank. A failure surfaces at the next `check`, which the loop calls every step.
 """
 
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -128,7 +129,9 @@ class CheckpointWriter:
         """
         self.wait()
         reshard(self._model)
-        state = {"step": step, **facts} | ({} if eval_loss is None else {"eval_loss": eval_loss})
+        state = {"step": step, **facts}
+        if eval_loss is not None and math.isfinite(eval_loss):
+            state["eval_loss"] = eval_loss
         # They change within a step, not only at its end.
         replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
         job = _Job(step, state, self._contents(replicated))
