@@ -20,6 +20,7 @@ that soon; files are written and hashed from the copy. That costs host memory, 1
 this rank. A failure surfaces at the next `check`, which the loop calls every step.
 """
 
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
