@@ -63,7 +63,9 @@ def main(cfg: FinetuneConfig) -> None:
         time.sleep(1.0)
         say(f"rank {RANK} saved")
         sys.exit(143)
-    if what in ("killed", "sleep"):
+    if what == "stays":
+        preemption.requested()
+    if what in ("killed", "stays", "sleep"):
         say("waiting")
         time.sleep(60)
 '''
@@ -140,19 +142,20 @@ def test_plain_torchrun_runs_the_same_command_line(tmp_path: Path, toy: list[str
 
 
 def start(
-    tmp_path: Path, toy: list[str], what: str, ranks: int = 2
+    tmp_path: Path, toy: list[str], what: str, ranks: int = 2, command: list[str] | None = None
 ) -> "tuple[subprocess.Popen[str], list[int]]":
     """A launcher whose ranks are all waiting (each says so in a file), and their process ids."""
+    command = command or [
+        sys.executable,
+        "-m",
+        "lptune.cli.main",
+        "run",
+        f"--nproc-per-node={ranks}",
+        *toy,
+        f"output_dir={what}",
+    ]
     launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lptune.cli.main",
-            "run",
-            f"--nproc-per-node={ranks}",
-            *toy,
-            f"output_dir={what}",
-        ],
+        command,
         cwd=tmp_path,
         env=clean_environment() | {"TMPDIR": str(tmp_path)},  # a killed launcher leaves its folder
         stdout=subprocess.PIPE,
@@ -234,6 +237,21 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[
     assert launcher.returncode == 143
     assert stdout.endswith("rank 0 saved\n")
     assert (tmp_path / "saves/logs/rank-1.log").read_text().endswith("\nrank 1 saved\n")
+
+
+@linux_only
+def test_a_signal_after_the_grace_interval_ends_all_ranks_at_once(tmp_path: Path, toy: list[str]) -> None:
+    main = "from lptune.ranks import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
+    main += f"main(['run', '--nproc-per-node=2', *{toy}, 'output_dir=stays'])"
+    launcher, pids = start(tmp_path, toy, "stays", command=[sys.executable, "-c", main])
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    _, stderr = launcher.communicate(timeout=10)
+    assert (launcher.returncode, stderr.count("\n")) == (130, 1)
+    assert wait_until_gone(pids)
+    assert list(tmp_path.glob("lptune-*")) == []
 
 
 @pytest.mark.parametrize(
