@@ -95,9 +95,12 @@ def main(cfg: FinetuneConfig) -> None:
             show_samples(model, tokenizer, held_out, cfg, world, "before training")
 
         # --- Training.
-        with training.MetricsWriter(
-            run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
-        ) as metrics:
+        with (
+            checkpoint.CheckpointWriter(run.checkpoints, model, optimizer, world, cfg.checkpoint) as writer,
+            training.MetricsWriter(
+                run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
+            ) as metrics,
+        ):
             if step == 0 and held_out is not None and cfg.eval_every_steps:
                 metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
             watch = partial(distributed.verify_collectives, model, world.mesh, compute_dtype, metrics.say)
@@ -147,11 +150,10 @@ def main(cfg: FinetuneConfig) -> None:
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
                 stopped = world.stop_requested()
+                writer.check()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
-                    keep_last = cfg.checkpoint.keep_last
-                    last_saved = checkpoint.save_state(
-                        run.checkpoints, step, model, optimizer, facts, world, keep_last, scaling.state()
-                    )
+                    eval_loss, at_end = record.get("eval_loss"), stopped or is_last
+                    last_saved = writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped and not is_last:
                     metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
                     raise SystemExit(143)

@@ -7,10 +7,11 @@ from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import check_fingerprint, find_checkpoint, run_facts, started_on
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.save import save_state
+from lptune.checkpoint.save import CheckpointWriter
 
 __all__ = [
     "About",
+    "CheckpointWriter",
     "HFIndex",
     "Manifest",
     "RunFolder",
@@ -25,7 +26,6 @@ __all__ = [
     "read_about",
     "read_index",
     "run_facts",
-    "save_state",
     "started_on",
     "verify",
 ]

@@ -12,7 +12,7 @@ place and published by renaming it, when all ranks have succeeded.
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, HFIndex, match_tensors
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.config import ExportConfig, UserError
-from lptune.distributed import Piece, World
+from lptune.distributed import Piece, SideGroup, World, side_group
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -78,13 +78,21 @@ def export_hf(
     copied.
     world: all of its ranks call this; None: there is this process alone.
     replace: whether an earlier export at `folder` goes, once this one is there. An empty folder always does.
-    Raises UserError if the two do not belong together, if the place is too small and if writing fails;
-    RuntimeError if what was written does not read back equal. No rank returns then, `folder` is as before.
+    Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
+    writing fails and if what was written does not read back equal; `folder` is then as before.
     """
-    rank, num_ranks = (world.rank, world.size) if world is not None else (0, 1)
+    with side_group(world) if world is not None else nullcontext() as group:
+        _export(checkpoint, source, folder, cfg, group, replace)
+    return folder
+
+
+def _export(
+    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup | None, replace: bool
+) -> None:
+    rank, num_ranks = (group.rank, group.size) if group is not None else (0, 1)
     scratch = folder.with_name(f".tmp-{folder.name}")
     try:
-        with _on_all_ranks(world, checkpoint, folder):
+        with _together(group, checkpoint, folder):
             manifest = read_manifest(checkpoint)
             about = read_about(manifest)
             check_base(manifest, source.folder)
@@ -92,14 +100,14 @@ def export_hf(
             if rank == 0:
                 _check_space(folder, files)
                 fresh_folder(scratch)
-        with _on_all_ranks(world, checkpoint, folder):
+        with _together(group, checkpoint, folder):
             stored = StoredFiles(manifest)
             mine = deal_out(files, num_ranks)[rank]
             in_threads(
                 (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
                 _FILES_AT_ONCE,
             )
-        with _on_all_ranks(world, checkpoint, folder):
+        with _together(group, checkpoint, folder):
             if rank == 0:
                 _write_rest(scratch, source, files, cfg, about, manifest.step)
                 _publish(scratch, folder, replace)
@@ -107,7 +115,6 @@ def export_hf(
         # What a failure leaves; all ranks have stopped writing.
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
@@ -151,28 +158,23 @@ def deal_out(files: Files, num_ranks: int) -> list[list[str]]:
 
 
 @contextmanager
-def _on_all_ranks(world: World | None, checkpoint: Path, folder: Path) -> Iterator[None]:
-    """A part of the work after which either all ranks go on or all raise: the one that failed its own error,
-    the others one that does not pass for the cause (lptune/ranks/outcome.py).
-    """
-    error: Exception | None = None
+def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterator[None]:
+    """A part of the work after which all ranks go on, or all raise the UserError of the first that failed."""
+    line = None
     try:
         yield
-    except (OSError, SafetensorError) as raised:
-        reason = raised.strerror if isinstance(raised, OSError) and raised.strerror else str(raised)
-        error = UserError(
-            f"{folder}: the export cannot be written: {reason}; {checkpoint} is intact, and `lptune export` "
+    except UserError as error:
+        line = str(error)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = (
+            f"{folder}: the export cannot be written: {reason}; {checkpoint} is intact; `lptune export` "
             "writes it elsewhere, or here once the cause is gone"
         )
-    except Exception as raised:
-        error = raised
-    failed = torch.tensor(float(error is not None))  # on the CPU: gloo waits longer than NCCL
-    if world is not None:
-        world.max_(failed)
-    if error is not None:
-        raise error
-    if failed.item():
-        raise ConnectionAbortedError(f"{folder}: the export failed on another rank")
+    if group is not None:
+        line = group.first_line(line)
+    if line is not None:
+        raise UserError(line)
 
 
 def _check_space(folder: Path, files: Files) -> None:
@@ -196,7 +198,9 @@ def _write_and_compare(path: Path, targets: dict[str, Target], stored: StoredFil
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
             if not _same_bits(written.get_tensor(name), tensor):
-                raise RuntimeError(f"{path}: tensor {name!r} does not read back as it was written")
+                raise UserError(
+                    f"{path}: tensor {name!r} does not read back as written; disk or memory is at fault"
+                )
 
 
 def _assemble(stored: StoredFiles, target: Target) -> Tensor:

@@ -74,6 +74,19 @@ def publish_folder(partial: Path, final: Path) -> None:
     fsync_path(final.parent)
 
 
+def remove_folder(folder: Path) -> None:
+    """Removes a published folder, which is whole until it is gone."""
+    partial = folder.with_name(f".tmp-removed-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+def free_bytes(folder: Path) -> int:
+    """What may be written there."""
+    return shutil.disk_usage(folder).free
+
+
 def set_aside(folder: Path) -> Path:
     """Renames a folder out of the way, as `old-NAME-1`, -2, …; returns its new path. Nothing is deleted."""
     number = 1

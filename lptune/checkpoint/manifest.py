@@ -7,6 +7,8 @@ of itself.
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import lptune
 from lptune.checkpoint.files import read_json, sha256, write_json
 from lptune.config import UserError
+from lptune.distributed import SideGroup
 
 NAME = "manifest.json"
 _VERSION = 2
@@ -38,14 +41,25 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """A file's entry in the manifest."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """A verified checkpoint folder."""
+    """What a checkpoint folder says it holds."""
 
     folder: Path
     step: int
     world_size: int
     shards: dict[str, list[Shard]]
     """Tensor name -> where its parts are."""
+    files: dict[str, FileEntry]
+    """By name, all but the manifest itself."""
 
 
 def step_folder_name(step: int) -> str:
@@ -86,29 +100,68 @@ def write_manifest(
     write_json(folder / NAME, content | {"digest": _digest(content)})
 
 
-def verify(folder: Path) -> Manifest:
+def num_threads() -> int:
+    """Threads of this process for writing and hashing: its share of the machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
     """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first
     fault.
+
+    group: all its ranks call this, each hashes its share of the files, and all of them raise alike.
     """
-    manifest, files = _read(folder)
-    for name, expected in files.items():
-        file = folder / name
-        if not file.is_file():
-            raise UserError(f"{file}: is missing from the checkpoint")
-        size = file.stat().st_size
-        if size != expected["size"]:
-            raise UserError(f"{file}: has {size} bytes, the manifest says {expected['size']}")
-        if sha256(file) != expected["sha256"]:
-            raise UserError(f"{file}: its content does not match the manifest's sha256")
+    manifest = line = None
+    try:
+        manifest = read_manifest(folder)
+        mine = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
+        if group is not None:
+            mine = mine[group.rank :: group.size]
+        with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
+            list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
+    except UserError as error:
+        line = str(error)
+    if group is not None:
+        line = group.first_line(line)
+    if line is not None:
+        raise UserError(line)
+    assert manifest is not None
     return manifest
 
 
+def check_sizes(folder: Path) -> Manifest:
+    """`verify` without reading the files: that all are there, with as many bytes as the manifest says."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        _check_size(folder / name, entry)
+    return manifest
+
+
+def _check_file(file: Path, entry: FileEntry) -> None:
+    _check_size(file, entry)
+    try:
+        found = sha256(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    if found != entry.sha256:
+        raise UserError(f"{file}: its content does not match the manifest's sha256")
+
+
+def _check_size(file: Path, entry: FileEntry) -> None:
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing from the checkpoint")
+    size = file.stat().st_size
+    if size != entry.size:
+        raise UserError(f"{file}: has {size} bytes, the manifest says {entry.size}")
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder that another rank has verified."""
-    return _read(folder)[0]
+    """The manifest of a folder, whose files are not looked at."""
+    return _read(folder)
 
 
-def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
+def _read(folder: Path) -> Manifest:
     path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
@@ -129,7 +182,8 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
             f"{path}: is of step {content['step']}, the folder says {folder.name}; it was renamed or swapped"
         )
     shards = {name: [Shard(**shard) for shard in parts] for name, parts in content["shards"].items()}
-    return Manifest(folder, content["step"], content["world_size"], shards), content["files"]
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    return Manifest(folder, content["step"], content["world_size"], shards, files)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _check_hub(repo: str) -> None:
     """Before anything is written: a name that can be one, and a token."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
@@ -100,7 +100,7 @@ def _check_hub(repo: str) -> None:
 
 def _push(folder: Path, repo: str, private: bool, step: int) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()
     try:
