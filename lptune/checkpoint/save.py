@@ -121,8 +121,9 @@ class CheckpointWriter:
         *,
         eval_loss: float | None = None,
         wait: bool = False,
-    ) -> None:
+    ) -> Path:
         """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
+        Returns where the checkpoint is, or will be.
 
         replicated: further tensors, the same on every rank; the main rank writes them. eval_loss: of this
         step, for checkpoint.keep_best. wait: return when it is published, whatever cfg.async_save says.
@@ -136,9 +137,10 @@ class CheckpointWriter:
         # They change within a step, not only at its end.
         replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
         job = _Job(step, state, self._contents(replicated))
+        final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
-            return
+            return final
         on_cuda = self._world.device.type == "cuda"
         saved = torch.cuda.current_stream(self._world.device).record_event() if on_cuda else None
         self._copied.clear()
@@ -146,6 +148,7 @@ class CheckpointWriter:
             target=self._write_in_background, args=(job, saved), name="lptune-checkpoint", daemon=True
         )
         self._thread.start()
+        return final
 
     def check(self) -> None:
         """Raises what a save in the background failed with, if it has."""

@@ -35,7 +35,7 @@ def _read(path: Path) -> Tensor:
     [
         (lambda t: t.pop(NAME), "holds no readable tensor 'weight'"),
         (lambda t: t.update(weight=t[NAME].double()), r"as float64 \[5, 8\], its manifest needs float32 "),
-        (lambda t: t.update(weight=t[NAME][:4].clone()), r"float32 \[4, 8\], its manifest needs .* \[5, 8\]"),
+        (lambda t: t.update(weight=t[NAME][:4].clone()), r"\[4, 8\], its manifest needs float32 \[5, 8\]"),
         (lambda t: t.update(weight=t[NAME][:, 1:].clone()), r"as float32 \[5, 7\]"),
         (lambda t: t.update(weight=t[NAME].flatten()), r"as float32 \[40\]"),
     ],
