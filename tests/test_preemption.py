@@ -44,7 +44,7 @@ GROUP = """
     import subprocess, sys, time
     preemption.listen()
     preemption.requested()
-    late = "import sys, time; time.sleep(1); sys.exit(7)"
+    late = "import sys, time; time.sleep(0.5); sys.exit(7)"
     child = subprocess.Popen([sys.executable, "-c", late])
     print("ready", flush=True)
     while not preemption.requested():
@@ -69,7 +69,7 @@ BUSY = """
     preemption.listen()
     preemption.requested()
     print("ready", flush=True)
-    ctypes.CDLL(None).sleep(2)
+    ctypes.CDLL(None).sleep(1)
     print(preemption.requested().name)
 """
 
@@ -78,7 +78,7 @@ def test_a_repetition_within_the_grace_interval_changes_nothing() -> None:
     process = start(BUSY, "30")
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert process.communicate(timeout=10)[0] == "SIGTERM\n"
     assert process.returncode == 0
 

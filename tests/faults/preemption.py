@@ -287,9 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         end = run.finish()
     print(*end.complaints, sep="\n")
-    print(
-        f"\nExits with 143 of launches that were stopped, steps lost (seed {options.seed}):\n\n{table(results)}"
-    )
+    print(f"\nExits with 143, and steps lost (seed {options.seed}):\n\n{table(results)}")
     return int(any(result.complaints for _, result in results) or bool(end.complaints))
 
 

@@ -10,7 +10,6 @@ CASES = [
     Case("step", 1, "launcher", signal.SIGINT, is_repeated=True),
     Case("evaluation", 1, "all", signal.SIGUSR1, is_repeated=False),
     Case("save", 2, "all", signal.SIGTERM, is_repeated=True),
-    Case("start-up", 2, "rank 0", signal.SIGTERM, is_repeated=False),
 ]
 
 
