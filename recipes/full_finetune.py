@@ -111,6 +111,7 @@ def main(cfg: FinetuneConfig) -> None:
             )
             stopped = world.stop_requested()  # from here on a signal lets the step end and be saved
             if stopped:
+                metrics.say(f"stopped by {stopped.name}: nothing to save yet")
                 raise SystemExit(143)
             while step < num_steps:
                 started = time.perf_counter()

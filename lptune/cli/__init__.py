@@ -8,6 +8,8 @@ import sys
 
 from lptune.ranks import preemption
 
-# While Python looks for the module of `python -m lptune.cli.main`, its name is not yet in sys.argv.
-if sys.argv[1:2] == ["run"] and os.path.basename(sys.argv[0]) in ("-m", "lptune"):
+# While Python looks for the module of `python -m lptune.cli.main`, its name is not yet in sys.argv. A worker
+# that a run has spawned gets the same sys.argv, and must go on ignoring signals.
+is_run = sys.argv[1:2] == ["run"] and os.path.basename(sys.argv[0]) in ("-m", "lptune")
+if is_run and "multiprocessing.spawn" not in sys.modules:
     preemption.listen()
