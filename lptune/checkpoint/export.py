@@ -24,6 +24,7 @@ from torch import Tensor
 from lptune import models
 from lptune.checkpoint.about import About, check_base, model_card, read_about
 from lptune.checkpoint.files import (
+    free_bytes,
     fresh_folder,
     fsync_path,
     publish_folder,
@@ -180,7 +181,7 @@ def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterat
 def _check_space(folder: Path, files: Files) -> None:
     needed = _SMALL_FILES_BYTES + sum(_num_bytes(tensors) for tensors in files.values())
     nearest = next(part for part in folder.absolute().parents if part.exists())
-    free = shutil.disk_usage(nearest).free
+    free = free_bytes(nearest)
     if free < needed:
         raise UserError(
             f"{folder}: the export takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free there; "
