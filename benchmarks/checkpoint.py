@@ -4,9 +4,9 @@
 
 Save: a synchronous save (files, hashes, manifest, all of it flushed) against safetensors' `save_file` of the
 same tensors in one file and an fsync. Both keep what they wrote before until the new files are there, as a
-run does. Then for how long a save in the background holds training up: the call, and what the next optimizer step
-still has to wait after a forward and backward of --step-ms (here: a sleep, as on a GPU, and 0: the update
-comes at once). The first one touches its buffers for the first time and is shown by itself.
+run does. Then for how long a save in the background holds training up: the call, and what the next optimizer
+step still has to wait after a forward and backward of --step-ms (here: a sleep, as on a GPU, and 0: the
+update comes at once). The first one touches its buffers for the first time and is shown by itself.
 
 Load: `checkpoint.load_state` into a model and an optimizer, against `load_file` and a clone of every tensor,
 which is the least that gives the same bytes in memory of one's own. Then both with verification: every byte
