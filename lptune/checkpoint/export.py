@@ -24,6 +24,7 @@ from torch import Tensor
 from lptune import models
 from lptune.checkpoint.about import About, check_base, model_card, read_about
 from lptune.checkpoint.files import (
+    free_bytes,
     fresh_folder,
     fsync_path,
     publish_folder,
@@ -42,7 +43,7 @@ from lptune.distributed import Piece, SideGroup, World, side_group
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _FILES_AT_ONCE = 2  # on each rank: one is put together while the other reaches the disk
-_SMALL_FILES_BYTES = 64 << 20  # what config, tokenizer and index may take, generously
+_HEADERS_BYTES = 512  # of a tensor, in its file's header and in the index, generously
 
 
 class Target(NamedTuple):
@@ -98,7 +99,7 @@ def _export(
             check_base(manifest, source.folder)
             files = plan_files(source, cfg)
             if rank == 0:
-                _check_space(folder, files)
+                _check_space(folder, files, source)
                 fresh_folder(scratch)
         with _together(group, checkpoint, folder):
             stored = StoredFiles(manifest)
@@ -177,15 +178,21 @@ def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterat
         raise UserError(line)
 
 
-def _check_space(folder: Path, files: Files) -> None:
-    needed = _SMALL_FILES_BYTES + sum(_num_bytes(tensors) for tensors in files.values())
+def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
+    needed = sum(_num_bytes(tensors) + _HEADERS_BYTES * len(tensors) for tensors in files.values())
+    needed += sum(path.stat().st_size for path in _copied(source.folder))
     nearest = next(part for part in folder.absolute().parents if part.exists())
-    free = shutil.disk_usage(nearest).free
+    free = free_bytes(nearest)
     if free < needed:
         raise UserError(
             f"{folder}: the export takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free there; "
             "free some, or write it elsewhere with `lptune export`"
         )
+
+
+def _copied(folder: Path) -> list[Path]:
+    found = [path for pattern in _COPIED for path in folder.glob(pattern)]
+    return [path for path in found if path.is_file() and path.name != INDEX_NAME]
 
 
 def _num_bytes(tensors: dict[str, Target]) -> int:
@@ -223,10 +230,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _write_rest(
     scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, about: About, step: int
 ) -> None:
-    for pattern in _COPIED:
-        for path in source.folder.glob(pattern):
-            if path.is_file() and path.name != INDEX_NAME:
-                shutil.copyfile(path, scratch / path.name)
+    for path in _copied(source.folder):
+        shutil.copyfile(path, scratch / path.name)
     if cfg.dtype != "original":
         config = read_json(scratch / "config.json")
         # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.
