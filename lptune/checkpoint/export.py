@@ -11,19 +11,19 @@ place and published by renaming it, when all ranks have succeeded.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
 from lptune.checkpoint.about import About, check_base, model_card, read_about
 from lptune.checkpoint.files import (
+    WRITE_ERRORS,
     free_bytes,
     fresh_folder,
     fsync_path,
@@ -31,6 +31,7 @@ from lptune.checkpoint.files import (
     read_json,
     save_tensors,
     set_aside,
+    why,
     write_json,
     write_text,
 )
@@ -82,15 +83,14 @@ def export_hf(
     Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
     writing fails and if what was written does not read back equal; `folder` is then as before.
     """
-    with side_group(world) if world is not None else nullcontext() as group:
+    with side_group(world) as group:
         _export(checkpoint, source, folder, cfg, group, replace)
     return folder
 
 
 def _export(
-    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup | None, replace: bool
+    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup, replace: bool
 ) -> None:
-    rank, num_ranks = (group.rank, group.size) if group is not None else (0, 1)
     scratch = folder.with_name(f".tmp-{folder.name}")
     try:
         with _together(group, checkpoint, folder):
@@ -98,23 +98,23 @@ def _export(
             about = read_about(manifest)
             check_base(manifest, source.folder)
             files = plan_files(source, cfg)
-            if rank == 0:
+            if group.rank == 0:
                 _check_space(folder, files, source)
                 fresh_folder(scratch)
         with _together(group, checkpoint, folder):
             stored = StoredFiles(manifest)
-            mine = deal_out(files, num_ranks)[rank]
+            mine = deal_out(files, group.size)[group.rank]
             in_threads(
                 (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
                 _FILES_AT_ONCE,
             )
         with _together(group, checkpoint, folder):
-            if rank == 0:
+            if group.rank == 0:
                 _write_rest(scratch, source, files, cfg, about, manifest.step)
                 _publish(scratch, folder, replace)
     finally:
         # What a failure leaves; all ranks have stopped writing.
-        if rank == 0:
+        if group.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -158,24 +158,16 @@ def deal_out(files: Files, num_ranks: int) -> list[list[str]]:
     return shares
 
 
-@contextmanager
-def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterator[None]:
-    """A part of the work after which all ranks go on, or all raise the UserError of the first that failed."""
-    line = None
-    try:
-        yield
-    except UserError as error:
-        line = str(error)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        line = (
-            f"{folder}: the export cannot be written: {reason}; {checkpoint} is intact; `lptune export` "
+def _together(group: SideGroup, checkpoint: Path, folder: Path) -> AbstractContextManager[None]:
+    def line_of(error: Exception) -> str:
+        if isinstance(error, UserError):
+            return str(error)
+        return (
+            f"{folder}: the export cannot be written: {why(error)}; {checkpoint} is intact; `lptune export` "
             "writes it elsewhere, or here once the cause is gone"
         )
-    if group is not None:
-        line = group.first_line(line)
-    if line is not None:
-        raise UserError(line)
+
+    return group.together((*WRITE_ERRORS, UserError), line_of)
 
 
 def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
