@@ -23,7 +23,7 @@ import torch
 import lptune
 from lptune.checkpoint.files import read_bytes, sha256, write_text
 from lptune.checkpoint.hf import read_header
-from lptune.checkpoint.tiling import check_tiling, check_rows
+from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
 
 NAME = "manifest.json"
@@ -74,7 +74,9 @@ def step_of(folder: Path) -> int:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, newest first."""
     # [0-9] and not isdigit, which takes the ² of step-² for a digit and int() does not.
-    found = [path for path in folder.glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]) and path.is_dir()]
+    found = [
+        path for path in folder.glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]) and path.is_dir()
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -102,11 +102,15 @@ def _facts(manifest: Manifest) -> Facts:
     path = manifest.folder / "state.json"
     facts = read_json(path)
     if not isinstance(facts, dict) or facts.get("step") != manifest.step:
-        raise UserError(f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it")
+        raise UserError(
+            f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it"
+        )
     if not isinstance(facts.get("fingerprint"), dict):
         raise UserError(f"{path}: has no fingerprint; lptune did not write it")
     try:
         date.fromisoformat(facts.get("started_on", ""))
     except (TypeError, ValueError):
-        raise UserError(f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}") from None
+        raise UserError(
+            f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}"
+        ) from None
     return facts
