@@ -26,12 +26,11 @@ def fsync_path(path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, durably, with the permissions that the user's umask gives."""
+    """A safetensors file, durably, with the permissions of its folder."""
     save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes its file private (0600), and an export is there to be shared.
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
+    # safetensors makes its file private (0600), and an export is there to be shared. Its folder was made by
+    # the umask; asking for that itself means to change it, for every thread.
+    path.chmod(path.parent.stat().st_mode & 0o666)
     fsync_path(path)
 
 
@@ -88,6 +87,19 @@ def publish_folder(partial: Path, final: Path) -> None:
     fsync_path(partial)
     partial.rename(final)
     fsync_path(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a published folder, which is whole until it is gone."""
+    partial = folder.with_name(f".tmp-removed-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+def free_bytes(folder: Path) -> int:
+    """What may be written there."""
+    return shutil.disk_usage(folder).free
 
 
 def set_aside(folder: Path) -> Path:

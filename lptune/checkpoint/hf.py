@@ -283,8 +283,8 @@ def _check_header_size(path: Path) -> None:
     # Text or a pickle, too, begins with eight bytes that are a large number: `_why` knows these.
     if len(start) == 8 and start[4:] == bytes(4) and header_bytes > min(MAX_HEADER_BYTES, size - 8):
         raise UserError(
-            f"{path}: is no readable safetensors file: its header is said to have {header_bytes:,} bytes, the "
-            f"file has {size:,} (and {MAX_HEADER_BYTES:,} is the limit); download it again"
+            f"{path}: is no readable safetensors file: its header is said to have {header_bytes:,} bytes, "
+            f"the file has {size:,} (and {MAX_HEADER_BYTES:,} is the limit); download it again"
         )
 
 

@@ -12,8 +12,10 @@ stay inside the folder, rectangles that tile their tensor, and that the files ho
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from lptune.checkpoint.files import read_bytes, sha256, write_text
 from lptune.checkpoint.hf import read_header
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
+from lptune.distributed import SideGroup
 
 NAME = "manifest.json"
 _VERSION = 3
@@ -51,14 +54,25 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """A file's entry in the manifest."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """A verified checkpoint folder."""
+    """What a checkpoint folder says it holds."""
 
     folder: Path
     step: int
     world_size: int
     shards: dict[str, list[Shard]]
     """Tensor name -> where its parts are."""
+    files: dict[str, FileEntry]
+    """By name, all but the manifest itself."""
 
 
 def step_folder_name(step: int) -> str:
@@ -103,30 +117,65 @@ def write_manifest(
     write_text(folder / NAME, body + _seal(body.encode()))
 
 
-def verify(folder: Path) -> Manifest:
+def num_threads() -> int:
+    """Threads of this process for writing and hashing: its share of the machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
     """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first
     fault.
+
+    group: all its ranks call this, each hashes its share of the files, and all of them raise alike.
     """
-    manifest, files = _read(folder)
-    for name, expected in files.items():
-        file = folder / name
-        if not file.is_file():
-            raise UserError(f"{file}: is missing from the checkpoint")
-        size = file.stat().st_size
-        if size != expected["size"]:
-            raise UserError(f"{file}: has {size} bytes, the manifest says {expected['size']}")
-        if sha256(file) != expected["sha256"]:
-            raise UserError(f"{file}: its content does not match the manifest's sha256")
-    _check_stored(manifest, files)
+    manifest = line = None
+    try:
+        manifest = read_manifest(folder)
+        mine = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
+        if group is not None:
+            mine = mine[group.rank :: group.size]
+        with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
+            list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
+        _check_stored(manifest)
+    except UserError as error:
+        line = str(error)
+    if group is not None:
+        line = group.first_line(line)
+    if line is not None:
+        raise UserError(line)
+    assert manifest is not None
     return manifest
 
 
+def check_sizes(folder: Path) -> Manifest:
+    """`verify` without reading the files: that all are there, with as many bytes as the manifest says."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        _check_size(folder / name, entry)
+    return manifest
+
+
+def _check_file(file: Path, entry: FileEntry) -> None:
+    _check_size(file, entry)
+    try:
+        found = sha256(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+    if found != entry.sha256:
+        raise UserError(f"{file}: its content does not match the manifest's sha256")
+
+
+def _check_size(file: Path, entry: FileEntry) -> None:
+    if not file.is_file():
+        raise UserError(f"{file}: is missing from the checkpoint")
+    size = file.stat().st_size
+    if size != entry.size:
+        raise UserError(f"{file}: has {size} bytes, the manifest says {entry.size}")
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder that another rank has verified."""
-    return _read(folder)[0]
-
-
-def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
+    """The manifest of a folder, whose files are not read."""
     path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
@@ -154,19 +203,18 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, dict[str, Any]]]:
         raise UserError(
             f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped"
         )
-    files: dict[str, dict[str, Any]] = content["files"]
-    for name in files:
+    for name in manifest.files:
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name}: is a link; a checkpoint holds its files itself")
-    for unlisted in sorted({file.name for file in folder.glob("*.safetensors")} - set(files)):
+    for unlisted in sorted({file.name for file in folder.glob("*.safetensors")} - set(manifest.files)):
         raise UserError(f"{folder / unlisted}: is not in the manifest; it belongs to another checkpoint")
-    return manifest, files
+    return manifest
 
 
-def _check_stored(manifest: Manifest, files: Iterable[str]) -> None:
+def _check_stored(manifest: Manifest) -> None:
     """The files' headers against the shards: these tensors, in float32, every row of them in one shard."""
     expected: dict[str, dict[str, list[Shard]]] = {
-        file: {} for file in files if file.endswith(".safetensors")
+        file: {} for file in manifest.files if file.endswith(".safetensors")
     }
     for name, parts in manifest.shards.items():
         for part in parts:
@@ -216,7 +264,8 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         if unknown:
             raise ValueError(f"shards: {name!r}: lies in {unknown[0]!r}, which is no file of tensors here")
         check_tiling(name, [(part.start, part.rows, part.column, part.columns) for part in shards[name]])
-    return Manifest(folder, step, world_size, shards)
+    entries = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in files.items()}
+    return Manifest(folder, step, world_size, shards, entries)
 
 
 def _shard(part: Mapping[str, Any], name: str) -> Shard:

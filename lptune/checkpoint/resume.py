@@ -5,11 +5,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lptune.checkpoint.files import read_json, sha256
-from lptune.checkpoint.hf import weights_digest
-from lptune.checkpoint.manifest import Manifest, list_checkpoints, read_manifest, step_folder_name, verify
+from lptune.checkpoint.about import about_run, base_digests
+from lptune.checkpoint.files import read_json
+from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import FinetuneConfig, UserError
-from lptune.distributed import World
+from lptune.distributed import SideGroup, World, side_group
 
 Facts = Mapping[str, Any]
 _MEANING = {
@@ -25,60 +25,62 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
     """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that
     verifies.
 
-    All ranks call it; the main rank verifies, so that all continue from the same one. warn: called with a
-    line for each damaged checkpoint that is passed over. Damaged ones are never deleted. Raises UserError
-    when there are checkpoints and all are damaged.
+    All ranks call it, and share the hashing. warn: called with a line for each damaged checkpoint that is
+    passed over. Damaged ones are never deleted. Raises UserError when there are checkpoints and all are
+    damaged.
     """
-    found = _find_verified(folder, resume, warn) if world.is_main else None
-    step = int(world.sum(found.step if found else -1 if world.is_main else 0))
-    if world.is_main or step < 0:
-        return found
-    return read_manifest(folder / step_folder_name(step) if resume == "auto" else Path(resume).expanduser())
-
-
-def _find_verified(folder: Path, resume: str, warn: Callable[[str], None]) -> Manifest | None:
     if resume == "none":
         return None
-    if resume != "auto":
-        path = Path(resume).expanduser()
-        if (path / "checkpoints").is_dir():
-            raise UserError(f"resume: {path} is a run's folder; give one of its checkpoints/step-…")
-        try:
-            return verify(path)
-        except UserError as error:
-            raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
-    candidates = list_checkpoints(folder)
-    for candidate in candidates:
-        try:
-            return verify(candidate)
-        except UserError as error:
-            warn(f"warning: checkpoint passed over: {error}")
-    if candidates:
-        raise UserError(
-            f"{folder}: none of its {len(candidates)} checkpoints is intact; start anew in another output_dir"
-        )
+    with side_group(world) as group:
+        if resume != "auto":
+            return _given(Path(resume).expanduser(), group)
+        steps = [step_of(path) for path in list_checkpoints(folder)] if world.is_main else []
+        # As many as the main rank sees: the others' view of a network folder may be older.
+        num_found = group.of_main(len(steps))
+        for number in range(num_found):
+            step = group.of_main(steps[number] if world.is_main else 0)
+            try:
+                return verify(folder / step_folder_name(step), group)
+            except UserError as error:
+                warn(f"warning: checkpoint passed over: {error}")
+        if num_found:
+            raise UserError(
+                f"{folder}: none of its {num_found} checkpoints is intact; start anew in another output_dir"
+            )
     return None
 
 
-def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date) -> Facts:
+def _given(path: Path, group: SideGroup) -> Manifest:
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"resume: {path} is a run's folder; give one of its checkpoints/step-…")
+    try:
+        return verify(path, group)
+    except UserError as error:
+        raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
+
+
+def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_template: str | None) -> Facts:
     """What state.json says of a run beside its step.
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
+    about: what an export needs to know.
     started_on: the day that chat templates which write a date see, in every part of the run.
+    chat_template: the tokenizer's, as the run sees it.
     """
-    folder = Path(cfg.model.path).expanduser()
     fingerprint = {
         # What decides the data comes before the data, so that the cause is named and not its consequence.
         "seed": cfg.seed,
         "data.seq_len": cfg.data.seq_len,
         "global_batch_size": cfg.global_batch_size,
-        "config.json": sha256(folder / "config.json")[:16],
-        "weights": weights_digest(folder)[:16],
-        "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
+        **base_digests(Path(cfg.model.path).expanduser()),
         "data": data_digest[:16],
     }
-    return {"fingerprint": fingerprint, "started_on": started_on.isoformat()}
+    return {
+        "fingerprint": fingerprint,
+        "started_on": started_on.isoformat(),
+        "about": about_run(cfg, chat_template),
+    }
 
 
 def started_on(manifest: Manifest | None) -> date:

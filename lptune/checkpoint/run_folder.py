@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,9 @@ class RunFolder:
                     f"output_dir: {self.path} cannot be made ({error.strerror}); choose another folder"
                 ) from None
             self.lock()
+            # What a kill left half written or half removed; the lock says that nobody is at it.
+            for partial in self.checkpoints.glob(".tmp-*"):
+                shutil.rmtree(partial, ignore_errors=True)
             step = resumed.step if resumed else -1
             # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
             # would be mistaken for this run's own.

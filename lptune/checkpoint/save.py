@@ -1,26 +1,41 @@
-"""Training state: float32 master weights and optimizer moments by parameter name, and a few numbers.
+"""Saving: a checkpoint appears whole or not at all, and training hardly waits for it.
 
-The position in the data is the step (the order of rows is a function of seed and epoch), and no other random
-state exists, so weights, moments, step and fingerprint are all that an exact continuation needs. Tensors are
-plain and in high
-precision: a run may resume under another precision, compile mode or number of ranks.
-
-    step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …one pair per rank
+    step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …a pair per rank, or more
                     replicated-00000.safetensors, where a precision keeps state: amax histories
                     state.json  manifest.json
+
+The position in the data is the step (the order of rows is a function of seed and epoch), and all random
+numbers are functions of the seed and the step, so weights, moments, step and fingerprint are all that an
+exact continuation needs. Tensors are plain and in high precision: a run may resume under another precision,
+compile mode or number of ranks.
+
+Publishing. All files are written and flushed in `.tmp-step-N`; ranks agree that theirs are; rank 0 adds the
+manifest, flushes the folder, renames it and flushes its parent. A kill at any moment leaves the old
+checkpoints and perhaps a `.tmp-…` behind. An error on any rank is an error on all, with one message, and
+removes only what was being written.
+
+In the background. Between two optimizer steps nobody writes to weights and moments. So the copy to host
+memory runs beside the next forward and backward, and the optimizer's next step waits for its end, if it comes
+that soon; files are written and hashed from the copy. That costs host memory, 12 bytes for each parameter on
+this rank. A failure surfaces at the next `check`, which the loop calls every step.
 """
 
+import math
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lptune.checkpoint.files import (
+    free_bytes,
     fresh_folder,
     publish_folder,
     read_json,
@@ -32,10 +47,11 @@ from lptune.checkpoint.manifest import (
     Shard,
     describe_file,
     list_checkpoints,
+    num_threads,
     step_folder_name,
-    step_of,
     write_manifest,
 )
+from lptune.checkpoint.retention import remove_old
 from lptune.checkpoint.stored import (
     as_shard,
     fused_rows_of,
@@ -44,74 +60,298 @@ from lptune.checkpoint.stored import (
     on_this_rank,
     optimizer_tensors,
 )
-from lptune.distributed import World, fused_rows, is_first_holder, local_pieces, reshard
+from lptune.config import CheckpointConfig, UserError
+from lptune.distributed import Piece, SideGroup, World, fused_rows, is_first_holder, local_pieces, reshard
 from lptune.linear import dequantized, int8_rows, plain_rows
 
 Facts = Mapping[str, Any]
+"""What state.json says beside the step."""
+
+# A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.
+_PARTS = 8
+_SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30
+_GIB = 1 << 30
 
 
-def save_state(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    facts: Facts,
-    world: World,
-    keep_last: int,
-    replicated: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Path:
-    """Publishes `folder/step-N` (all ranks call it) and removes checkpoints beyond the newest `keep_last`.
+class CheckpointWriter:
+    """Publishes checkpoints of `model` and `optimizer` as `folder/step-N`, and removes old ones.
 
-    replicated: further tensors, the same on every rank; the main rank writes them.
+    All ranks make one and call its methods in the same order. As a context it waits at its end for what is
+    being written. With cfg.async_save, `save` returns at once; until the next step of `optimizer` nobody may
+    write to parameters or moments.
     """
-    reshard(model)
-    final = folder / step_folder_name(step)
-    partial = folder / f".tmp-{final.name}"
-    if world.is_main:
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        cfg: CheckpointConfig,
+    ) -> None:
+        self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
+        self._world = world
+        self._group = SideGroup(world)
+        self._copies = dict[str, Tensor]()
+        self._copied = threading.Event()
+        self._copied.set()
+        self._copied_on_device: torch.cuda.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        if error is None:
+            self.wait()
+            self._group.close()
+        elif self._thread is not None and self._world.size == 1:
+            self._thread.join()  # with several ranks it may wait for one that is gone
+
+    def save(
+        self,
+        step: int,
+        facts: Facts,
+        replicated: Mapping[str, Tensor] = MappingProxyType({}),
+        *,
+        eval_loss: float | None = None,
+        wait: bool = False,
+    ) -> Path:
+        """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
+        Returns where the checkpoint is, or will be.
+
+        replicated: further tensors, the same on every rank; the main rank writes them. eval_loss: of this
+        step, for checkpoint.keep_best. wait: return when it is published, whatever cfg.async_save says.
+        Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
+        """
+        self.wait()
+        reshard(self._model)
+        state = {"step": step, **facts}
+        if eval_loss is not None and math.isfinite(eval_loss):
+            state["eval_loss"] = eval_loss
+        # They change within a step, not only at its end.
+        replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
+        job = _Job(step, state, self._contents(replicated))
+        final = self._folder / step_folder_name(step)
+        if wait or not self._cfg.async_save:
+            self._write(job, _on_host)
+            return final
+        on_cuda = self._world.device.type == "cuda"
+        saved = torch.cuda.current_stream(self._world.device).record_event() if on_cuda else None
+        self._copied.clear()
+        self._thread = threading.Thread(
+            target=self._write_in_background, args=(job, saved), name="lptune-checkpoint", daemon=True
+        )
+        self._thread.start()
+        return final
+
+    def check(self) -> None:
+        """Raises what a save in the background failed with, if it has."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> Path | None:
+        """Waits until nothing is being written; returns the newest checkpoint. Raises like `check`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return next(iter(list_checkpoints(self._folder)), None)
+
+    # ---- what
+
+    def _contents(self, replicated: Mapping[str, Tensor]) -> dict[str, list["_Stored"]]:
+        """Name of file -> what this rank writes into it."""
+        fused = fused_rows(self._model)
+        files: dict[str, list[_Stored]] = {}
+        for kind, tensors in (
+            ("model", model_tensors(self._model) | int8_scales(self._model)),
+            ("optimizer", optimizer_tensors(self._model, self._optimizer)),
+            ("replicated", replicated if self._world.is_main else {}),
+        ):
+            # What several ranks hold is stored by the first of them, what a rank holds nothing of by others.
+            mine = {key: tensor for key, tensor in tensors.items() if is_first_holder(tensor)}
+            pieces = {key: local_pieces(tensor, fused_rows_of(fused, key)) for key, tensor in mine.items()}
+            stored = [_Stored(key, _local(mine[key]), parts) for key, parts in pieces.items() if parts]
+            name = f"{kind}-{self._world.rank:05d}"
+            files |= {f"{name}{part}.safetensors": group for part, group in _in_parts(stored)}
+        return files
+
+    # ---- how
+
+    def _write_in_background(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
+        try:
+            try:
+                self._copy(job, saved)
+            finally:
+                self._copied.set()
+            if self._copied_on_device is not None:
+                self._copied_on_device.synchronize()
+            self._write(job, lambda stored: self._copies[stored.key])
+        except BaseException as error:
+            self._failure = error
+
+    @torch.no_grad()
+    def _copy(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
+        stored = [each for group in job.files.values() for each in group]
+        if saved is None:
+            for each in stored:
+                self._copies[each.key] = _copied(each, self._copies.get(each.key))
+            return
+        stream = torch.cuda.Stream(self._world.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(saved)
+            for each in stored:
+                self._copies[each.key] = _copied(each, self._copies.get(each.key), pinned=True)
+            self._copied_on_device = stream.record_event()
+
+    def _wait_for_copy(self) -> None:
+        self._copied.wait()
+        if self._copied_on_device is not None:  # the device waits, the host goes on launching
+            torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
+
+    def _write(self, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
+        partial = self._folder / f".tmp-{step_folder_name(job.step)}"
+        num_bytes = self._group.total(job.num_bytes)
+        try:
+            failed = "could not be written"
+            self._together(job, failed, self._is_main, self._begin, partial, num_bytes)
+            self._together(job, failed, True, self._write_files, partial, job, on_host)
+            self._together(job, failed, self._is_main, self._publish, partial, job)
+            failed = "was written, but what it replaces could not be removed"
+            self._together(job, failed, self._is_main, remove_old, self._folder, job.step, self._cfg)
+        except BaseException:
+            if self._is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _together(
+        self, job: "_Job", failed: str, here: bool, action: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Calls `action` on the ranks where `here`, and waits for all; where one cannot, UserError on all."""
+        line = None
+        try:
+            if here:
+                action(*arguments)
+        except (OSError, SafetensorError, UserError) as error:
+            where = f"rank {self._world.rank}: " if self._world.size > 1 else ""
+            line = f"{where}checkpoint of step {job.step} {failed}: {_why(error)}"
+        line = self._group.first_line(line)
+        if line is not None:
+            newest = next((path.name for path in list_checkpoints(self._folder)), None)
+            there = f"{newest} is intact" if newest else "there is no earlier one"
+            raise UserError(f"{line}; {there}; make room in {self._folder} or mend it, and run again")
+
+    @property
+    def _is_main(self) -> bool:
+        return self._world.is_main
+
+    def _begin(self, partial: Path, num_bytes: int) -> None:
+        fresh_folder(partial)
+        free = free_bytes(partial)
+        if free < num_bytes:
+            raise UserError(f"needs {num_bytes / _GIB:.2f} GiB, {free / _GIB:.2f} GiB are free")
+
+    def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
+        def write(name: str) -> tuple[str, dict[str, Any]]:
+            save_tensors(partial / name, {stored.key: on_host(stored) for stored in job.files[name]})
+            return name, describe_file(partial / name)
+
+        # safetensors, hashlib and fsync let go of the GIL.
+        with ThreadPoolExecutor(num_threads()) as pool:
+            files = dict(pool.map(write, job.files))
+        shards = {
+            stored.key: [asdict(as_shard(name, piece)) for piece in stored.pieces]
+            for name, group in job.files.items()
+            for stored in group
+        }
+        write_json(partial / f"rank-{self._world.rank:05d}.json", {"files": files, "shards": shards})
+
+    def _publish(self, partial: Path, job: "_Job") -> None:
+        write_json(partial / "state.json", job.state)
+        files, shards = _merge_ranks(partial, self._world.size)
+        files["state.json"] = describe_file(partial / "state.json")
+        write_manifest(partial, job.step, self._world.size, files, shards)
+        final = self._folder / step_folder_name(job.step)
         if final.exists():  # published folders are never written into
             set_aside(final)
-        fresh_folder(partial)
-    world.barrier()
-    files: dict[str, dict[str, Any]] = {}
-    shards: dict[str, list[dict[str, Any]]] = {}
-    fused = fused_rows(model)
-    for kind, tensors in (
-        ("model", model_tensors(model) | int8_scales(model)),
-        ("optimizer", optimizer_tensors(model, optimizer)),
-        ("replicated", dict(replicated) if world.is_main else {}),
-    ):
-        # What several ranks hold is stored by the first of them, what a rank holds nothing of by others.
-        mine = {key: tensor for key, tensor in tensors.items() if is_first_holder(tensor)}
-        pieces = {key: local_pieces(tensor, fused_rows_of(fused, key)) for key, tensor in mine.items()}
-        stored = {key: _plain(mine[key]) for key, parts in pieces.items() if parts}
-        if not stored:
-            continue
-        name = f"{kind}-{world.rank:05d}.safetensors"
-        save_tensors(partial / name, stored)
-        files[name] = describe_file(partial / name)
-        shards |= {key: [asdict(as_shard(name, piece)) for piece in pieces[key]] for key in stored}
-    write_json(partial / f"rank-{world.rank:05d}.json", {"files": files, "shards": shards})
-    world.barrier()
-    if world.is_main:
-        write_json(partial / "state.json", {"step": step, **facts})
-        files, merged = _merge_ranks(partial, world.size)
-        files["state.json"] = describe_file(partial / "state.json")
-        write_manifest(partial, step, world.size, files, merged)
         publish_folder(partial, final)
-        # What a folder holds of later steps is neither counted nor deleted.
-        for old in [path for path in list_checkpoints(folder) if step_of(path) <= step][keep_last:]:
-            shutil.rmtree(old)
-    world.barrier()
-    return final
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """This rank's part of it, as it is written."""
+class _Stored(NamedTuple):
+    """What this rank writes of one tensor."""
+
+    key: str
+    local: Tensor
+    """On its device; of a weight that is stored in INT8 the quantized tensor."""
+    pieces: list[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        size = 4 if int8_rows(self.local) is not None else self.local.element_size()
+        return self.local.numel() * size
+
+
+class _Job(NamedTuple):
+    step: int
+    state: dict[str, Any]
+    files: dict[str, list[_Stored]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stored.num_bytes for group in self.files.values() for stored in group)
+
+
+def _local(tensor: Tensor) -> Tensor:
     weight = int8_rows(tensor)
-    if weight is None:
-        return on_this_rank(plain_rows(tensor).detach()).contiguous()
-    # What is stored in INT8 is four times as large when dequantized: too large for the device, perhaps.
-    return dequantized(weight.detach()).cpu()
+    return (on_this_rank(plain_rows(tensor)) if weight is None else weight).detach()
+
+
+def _high_precision(stored: _Stored) -> Tensor:
+    return stored.local if int8_rows(stored.local) is None else dequantized(stored.local)
+
+
+@torch.no_grad()
+def _on_host(stored: _Stored) -> Tensor:
+    return _high_precision(stored).cpu().contiguous()
+
+
+def _copied(stored: _Stored, buffer: Tensor | None, pinned: bool = False) -> Tensor:
+    """A copy in host memory, in `buffer` if that fits."""
+    values = _high_precision(stored)
+    if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+        buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+    return buffer.copy_(values, non_blocking=pinned)
+
+
+def _in_parts(stored: list[_Stored]) -> Iterable[tuple[str, list[_Stored]]]:
+    """(suffix of the file's name, what goes into it): parts of about equal size, one where all is small."""
+    total = sum(each.num_bytes for each in stored)
+    limit = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
+    parts: list[list[_Stored]] = []
+    room = 0
+    for each in stored:
+        if room <= 0:
+            parts.append([])
+            room = limit
+        parts[-1].append(each)
+        room -= each.num_bytes
+    if len(parts) <= 1:
+        return [("", part) for part in parts]
+    return [(f"-{number:03d}", part) for number, part in enumerate(parts)]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or 'disk'}: {error.strerror or error}"
+    return str(error)
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:

@@ -5,9 +5,9 @@ loading, and an overlap is two answers to one question.
 
 Compared pair by pair, the parts of a thousand ranks would take half a million comparisons per tensor. A count
 of corners does it in one pass. Let f(point) be the number of rectangles over a point. Each corner flips the
-parity of f for all points to its lower right. If the corners that occur an odd number of times are exactly
-those of the whole matrix, then f is odd inside it, hence at least 1; and if the areas add up to the matrix's,
-f is 1 everywhere.
+parity of f for all points to its lower right, so if the corners that occur an odd number of times are exactly
+those of the whole matrix, f is odd inside it, hence at least 1. If the areas also add up to the matrix's, f
+is 1 everywhere.
 """
 
 from collections.abc import Sequence

@@ -203,8 +203,12 @@ class ExportConfig:
 
     dtype: str = "original"
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
+    max_shard_gib: float = 0.0
+    """Largest size of a weight file; a larger tensor has a file of its own. 0: the imported files, by their
+    names."""
 
     def __post_init__(self) -> None:
+        at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
 
 
@@ -293,7 +297,13 @@ class FinetuneConfig:
         at_least("seed", self.seed, 0)
         check_path("output_dir", self.output_dir)
         check_path("resume", self.resume)
-        if self.num_samples and not (self.data.eval_fraction or self.data.eval_source):
+        evaluates = bool(self.data.eval_fraction or self.data.eval_source)
+        if self.checkpoint.keep_best and not (evaluates and self.eval_every_steps):
+            raise UserError(
+                "checkpoint.keep_best: needs evaluations; set data.eval_fraction or data.eval_source, and "
+                "eval_every_steps, or checkpoint.keep_best=0"
+            )
+        if self.num_samples and not evaluates:
             raise UserError(
                 "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
                 "num_samples=0"

@@ -228,10 +228,10 @@ class _MeteredCode(CodeGenerator):
     def visit_Template(  # noqa: N802  (jinja's name)
         self, node: nodes.Template, frame: Any = None
     ) -> None:
-        for repeated in (nodes.For, nodes.Macro, nodes.CallBlock):
-            for found in node.find_all(repeated):
-                written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))
-                found.body.insert(0, nodes.ExprStmt(_spend(STEP + written), lineno=found.lineno))
+        repeated: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
+        for found in node.find_all(repeated):
+            written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))
+            found.body.insert(0, nodes.ExprStmt(_spend(STEP + written), lineno=found.lineno))
         for loop in node.find_all(nodes.For):
             if loop.test is not None:
                 loop.test = nodes.And(_spend(STEP), loop.test)

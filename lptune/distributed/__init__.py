@@ -27,6 +27,7 @@ from lptune.distributed.shards import (
     local_pieces,
     local_rows,
 )
+from lptune.distributed.side_group import SideGroup, side_group
 from lptune.distributed.styles import (
     ColumnParallel,
     FeatureParallelNorm,
@@ -52,6 +53,7 @@ __all__ = [
     "Replicated",
     "RowParallel",
     "Settings",
+    "SideGroup",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "World",
@@ -74,6 +76,7 @@ __all__ = [
     "record_collectives",
     "reshard",
     "session",
+    "side_group",
     "sync_gradients",
     "verify_collectives",
 ]

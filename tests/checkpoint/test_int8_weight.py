@@ -10,6 +10,7 @@ from torch import nn
 from lptune import checkpoint, distributed, linear, training
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight
+from tests.saving import save
 
 INT8 = PrecisionConfig(kind="int8_weight_only")
 
@@ -37,7 +38,7 @@ def _steps(run: tuple[nn.Sequential, torch.optim.Optimizer], first: int, last: i
 
 def _save(run: tuple[nn.Sequential, torch.optim.Optimizer], folder: Path, step: int) -> Path:
     with distributed.session("cpu") as world:
-        return checkpoint.save_state(folder, step, *run, {}, world, 9)
+        return save(folder, step, *run, world)
 
 
 def _loaded(path: Path, int8: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:

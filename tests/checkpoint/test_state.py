@@ -13,6 +13,7 @@ from lptune import checkpoint, distributed
 from lptune.checkpoint.manifest import NAME
 from lptune.config import UserError
 from tests.launch import run_ranks
+from tests.saving import save
 
 
 def _model(seed: int) -> nn.Module:
@@ -34,7 +35,7 @@ def _trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _saved(folder: Path, step: int = 2, keep_last: int = 9) -> Path:
     model, optimizer = _trained(0)
     with distributed.session("cpu") as world:
-        return checkpoint.save_state(folder, step, model, optimizer, {"fingerprint": {}}, world, keep_last)
+        return save(folder, step, model, optimizer, world, keep_last=keep_last)
 
 
 def test_state_comes_back_bitwise(tmp_path: Path) -> None:
@@ -60,10 +61,10 @@ def _save_or_load(rank: int, num_ranks: int, folder: str, mode: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if mode == "save":
-            checkpoint.save_state(Path(folder), 1, model, optimizer, {}, world, 1)
+            save(Path(folder), 1, model, optimizer, world)
         else:
             checkpoint.load_state(checkpoint.verify(Path(folder) / "step-00000001"), model, optimizer)
-            checkpoint.save_state(Path(folder) / str(num_ranks), 1, model, optimizer, {}, world, 1)
+            save(Path(folder) / str(num_ranks), 1, model, optimizer, world)
 
 
 def test_state_reshards_to_other_numbers_of_ranks_bitwise(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_frozen_parameters_are_saved_without_moments(tmp_path: Path) -> None:
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     with distributed.session("cpu") as world:
-        path = checkpoint.save_state(tmp_path, 1, model, optimizer, {}, world, 1)
+        path = save(tmp_path, 1, model, optimizer, world)
     other, other_optimizer = frozen()
     checkpoint.load_state(checkpoint.verify(path), other, other_optimizer)
     assert len(other_optimizer.state) == 3

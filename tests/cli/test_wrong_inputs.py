@@ -279,6 +279,11 @@ def two_held_out_sets(job: Job) -> None:
     job.data(eval_fraction=0.1, eval_source="builtin")
 
 
+@case("job.yaml: checkpoint.keep_best: needs evaluations; set data.eval_fraction", on=(CONFIG,))
+def the_best_of_what_is_never_evaluated(job: Job) -> None:
+    job.values["checkpoint"] = {"keep_best": 1}
+
+
 @case("job.yaml: model.path: Environment variable 'LPTUNE_TEST_NOT_SET' not found", on=(CONFIG,))
 def environment_variable_that_is_not_set(job: Job) -> None:
     job.values["model"] = {"path": "${oc.env:LPTUNE_TEST_NOT_SET}"}

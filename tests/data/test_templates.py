@@ -185,39 +185,68 @@ RUNAWAYS = {
 
 @pytest.mark.parametrize("kind", RUNAWAYS)
 def test_a_template_that_would_run_for_hours_is_stopped_and_named(kind: str) -> None:
-    with pytest.raises(
-        UserError, match=r"data.chat_template: takes more than .* of work for 2 messages"
-    ):
+    with pytest.raises(UserError, match=r"data.chat_template: takes more than .* of work for 2 messages"):
         template(RUNAWAYS[kind]).render(ONE)
 
 
 @pytest.mark.parametrize(
     "expression",
     [
-        "'x' | center(999999999)", "'x'.ljust(999999999)", "'x'.zfill(999999999)", "'\t'.expandtabs(999999999)",
-        "'{:>999999999}'.format('a')", "'{:>{}}'.format('a', 999999999)", "'{a:>999999999}'.format_map({'a': 1})",
-        "'%999999999d' % 1", "'%*d' % (999999999, 1)", "'%999999999d' | format(1)", "('%(a)s' * 9999) % {'a': long}",
-        "long.replace('x', long)", "long | replace('x', long)", "long.replace('', long)", "long.join(['a'] * 9999)",
-        "(['a'] * 9999) | join(long)", "([long] * 9999) | join", "([{'a': long}] * 9999) | map(attribute='a') | join",
-        "long.translate({120: long})", "('\n' * 9999) | indent(999999)", "('\n' * 9999) | indent(long)",
-        "[[1]] | tojson(indent=999999999)", "([[1] * 99] * 999) | sum(start=[])", "('<' * 99999) | striptags",
-        "('a ' * 99999) | wordwrap(1)", "1 | round(99999999, 'ceil')", "range(9) | slice(999999999) | list",
-        "range(9) | batch(999999999, 'x') | list", "namespace(a=namespace())", "2 ** 99999",
+        "'x' | center(999999999)",
+        "'x'.ljust(999999999)",
+        "'x'.zfill(999999999)",
+        "'\t'.expandtabs(999999999)",
+        "'{:>999999999}'.format('a')",
+        "'{:>{}}'.format('a', 999999999)",
+        "'{a:>999999999}'.format_map({'a': 1})",
+        "'%999999999d' % 1",
+        "'%*d' % (999999999, 1)",
+        "'%999999999d' | format(1)",
+        "('%(a)s' * 9999) % {'a': long}",
+        "long.replace('x', long)",
+        "long | replace('x', long)",
+        "long.replace('', long)",
+        "long.join(['a'] * 9999)",
+        "(['a'] * 9999) | join(long)",
+        "([long] * 9999) | join",
+        "([{'a': long}] * 9999) | map(attribute='a') | join",
+        "long.translate({120: long})",
+        "('\n' * 9999) | indent(999999)",
+        "('\n' * 9999) | indent(long)",
+        "[[1]] | tojson(indent=999999999)",
+        "([[1] * 99] * 999) | sum(start=[])",
+        "('<' * 99999) | striptags",
+        "('a ' * 99999) | wordwrap(1)",
+        "1 | round(99999999, 'ceil')",
+        "range(9) | slice(999999999) | list",
+        "range(9) | batch(999999999, 'x') | list",
+        "namespace(a=namespace())",
+        "2 ** 99999",
         "(('f' * 99999) | int(base=16)) * 3",
     ],
 )
 def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None:
-    with pytest.raises((RowError, UserError), match=r"too large|takes a width from a value|no text|more than"):
+    with pytest.raises(
+        (RowError, UserError), match=r"too large|takes a width from a value|no text|more than"
+    ):
         template(LONG + "{{ " + expression + " }}").render(ONE)
 
 
 @pytest.mark.parametrize(
     "expression",
     [
-        "''.__class__", "'' | attr('__class__')", "[''] | map(attribute='__class__') | first",
-        "'{0.__class__}'.format(1)", "messages.__class__", "strftime_now.__globals__", "raise_exception.__code__",
-        "namespace.__init__.__globals__", "self._TemplateReference__context", "lipsum.__globals__",
-        "cycler.__init__.__globals__", "self.environment",
+        "''.__class__",
+        "'' | attr('__class__')",
+        "[''] | map(attribute='__class__') | first",
+        "'{0.__class__}'.format(1)",
+        "messages.__class__",
+        "strftime_now.__globals__",
+        "raise_exception.__code__",
+        "namespace.__init__.__globals__",
+        "self._TemplateReference__context",
+        "lipsum.__globals__",
+        "cycler.__init__.__globals__",
+        "self.environment",
     ],
 )
 def test_nothing_of_python_is_within_reach(expression: str) -> None:
@@ -239,9 +268,13 @@ def test_a_conversation_of_a_thousand_turns_takes_a_hundredth_of_the_work() -> N
 
 @pytest.mark.parametrize(
     "source",
-    ["{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
-     "{{ 1" + "+1" * 9999 + " }}", "{% if 0 %}" + "{% elif 0 %}" * 9999 + "{% endif %}",
-     "x" * (MAX_SOURCE_CHARS + 1)],
+    [
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
+        "{{ 1" + "+1" * 9999 + " }}",
+        "{% if 0 %}" + "{% elif 0 %}" * 9999 + "{% endif %}",
+        "x" * (MAX_SOURCE_CHARS + 1),
+    ],
 )
 def test_a_template_too_deep_or_too_long_to_compile_is_refused(source: str) -> None:
     with pytest.raises(UserError, match=r"data.chat_template: (not a jinja template|has [\d,]+ characters)"):

@@ -1,0 +1,45 @@
+"""Retention: which checkpoints stay. The newest always does, whatever the keys say.
+
+A checkpoint that goes is renamed first: a kill in the middle of a removal must not leave half a `step-…`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from lptune.checkpoint.files import read_json, remove_folder
+from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_of
+from lptune.config import CheckpointConfig, UserError
+
+
+def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig) -> set[int]:
+    """Of the steps with a checkpoint, those that stay.
+
+    eval_losses: step -> its eval_loss; None where there is none.
+    """
+    steps = sorted(eval_losses, reverse=True)
+    keep = set(steps[: cfg.keep_last])
+    if cfg.keep_every:
+        keep |= {step for step in steps if step % cfg.keep_every == 0}
+    known = [(loss, -step) for step, loss in eval_losses.items() if loss is not None]
+    return keep | {-step for _, step in sorted(known)[: cfg.keep_best]}
+
+
+def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
+    """Removes what need not stay beside the checkpoint of step `newest`, which has just been published.
+
+    What the folder holds of later steps is neither counted nor removed.
+    """
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder) if step_of(path) <= newest}
+    check_sizes(checkpoints[newest])
+    losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
+    for step in checkpoints.keys() - steps_to_keep(losses, cfg):
+        remove_folder(checkpoints[step])
+
+
+def _eval_loss(checkpoint: Path) -> float | None:
+    try:
+        state = read_json(checkpoint / "state.json")
+    except UserError:  # a damaged one: it is no candidate for the best
+        return None
+    loss = state.get("eval_loss") if isinstance(state, dict) else None
+    return float(loss) if isinstance(loss, (int, float)) else None

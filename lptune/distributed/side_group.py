@@ -1,0 +1,72 @@
+"""Collectives beside training's: a gloo group with its own timeout, for work that waits for disks.
+
+Saving and verifying agree on a few numbers. Over training's group that would not do: a background thread may
+not put its collectives between those of the main thread, and NCCL ends a run whose ranks wait for each other
+for ten minutes, which a large file on a slow disk may take. Lines of text travel as bytes; torch's object
+collectives would unpickle what comes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lptune.distributed.session import World
+
+_TIMEOUT = timedelta(hours=3)
+_LINE_BYTES = 2048
+
+
+class SideGroup:
+    """All ranks make one, and call its methods in the same order, each from one thread at a time."""
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world.size > 1 else None
+
+    def close(self) -> None:
+        """Ends the group. No collective may be under way."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def smallest(self, value: int) -> int:
+        """Of all ranks' values."""
+        return self._reduce(value, dist.ReduceOp.MIN)
+
+    def total(self, value: int) -> int:
+        """The sum of all ranks' values."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def of_main(self, value: int) -> int:
+        """Rank 0's value."""
+        return self.total(value if self.rank == 0 else 0)
+
+    def first_line(self, line: str | None) -> str | None:
+        """The line of the first rank that has one, for all ranks; None where none has. Cut at 2,048 bytes."""
+        source = self.smallest(self.size if line is None else self.rank)
+        if source == self.size or self._group is None:
+            return line
+        text = torch.zeros(_LINE_BYTES, dtype=torch.uint8)
+        if line is not None:
+            encoded = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)[:_LINE_BYTES]
+            text[: encoded.numel()] = encoded
+        dist.broadcast(text, src=source, group=self._group)
+        return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+    def _reduce(self, value: int, how: dist.ReduceOp.RedOpType) -> int:
+        if self._group is None:
+            return value
+        number = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(number, op=how, group=self._group)
+        return int(number.item())
+
+
+@contextmanager
+def side_group(world: World) -> Iterator[SideGroup]:
+    """A SideGroup for a while. A collective."""
+    group = SideGroup(world)
+    yield group
+    group.close()  # not after an error: the others may be waiting in a collective
