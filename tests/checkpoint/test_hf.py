@@ -160,6 +160,7 @@ def test_links_of_the_hubs_cache_are_followed_and_links_elsewhere_are_not(tmp_pa
     tensors = _weights()
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
     folder = _folder(snapshot, tensors)
     for path in list(folder.iterdir()):
         path.rename(blobs / path.name)

@@ -1,6 +1,7 @@
 """What counts as a tiling, against counting every cell."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -37,11 +38,7 @@ def test_any_grid_tiles_and_one_part_less_or_twice_does_not(
     row_cuts: list[int], column_cuts: list[int], choose: random.Random
 ) -> None:
     rows, columns = (sorted({0, 10, *cuts}) for cuts in (row_cuts, column_cuts))
-    parts = [
-        (r, r_end - r, c, c_end - c)
-        for r, r_end in zip(rows, rows[1:], strict=False)
-        for c, c_end in zip(columns, columns[1:], strict=False)
-    ]
+    parts = [(r, r_end - r, c, c_end - c) for r, r_end in pairwise(rows) for c, c_end in pairwise(columns)]
     choose.shuffle(parts)
     assert accepted(parts)
     assert not accepted(parts + parts[:1])
