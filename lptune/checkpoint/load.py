@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lptune.checkpoint.manifest import Manifest, Shard
+from lptune.checkpoint.resume import skipped_steps
 from lptune.checkpoint.stored import (
     MOMENTS,
     SCALE,
@@ -43,10 +44,12 @@ def load_state(
     replicated: what `CheckpointWriter.save` was given, filled in place as far as the checkpoint has it; a run
     that used another precision has other tensors there, or none.
     """
+    # AdamW counts updates, and a step that was not finite made none.
+    num_updates = manifest.step - skipped_steps(manifest)["num_skipped"]
     for name, parameter in model.named_parameters():
         # A parameter that was never updated (a frozen one) has no state.
         if f"{MOMENTS[0]}/{name}" in manifest.shards:
-            step = torch.tensor(float(manifest.step), dtype=torch.float32, device=parameter.device)
+            step = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
             moments = {moment: _new_moment(parameter) for moment in MOMENTS}
             optimizer.state[parameter] = {"step": step, **moments}
     files = StoredFiles(manifest)
