@@ -108,7 +108,10 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a published folder, which is whole until it is gone."""
+    """Removes a published folder, which is whole until it is gone. A symbolic link goes, not its target."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     partial = folder.with_name(f".tmp-removed-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     folder.rename(partial)

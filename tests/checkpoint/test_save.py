@@ -273,6 +273,20 @@ def test_the_newest_always_stays_and_every_key_keeps_what_it_says(
     assert sum(step in keep for step in others) <= keep_best
 
 
+def test_of_a_checkpoint_that_was_moved_and_linked_only_the_link_goes(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    run = Run(tmp_path / "checkpoints", world, keep_last=1)
+    run.train()
+    run.save(1, wait=True)
+    moved = (run.folder / "step-00000001").rename(tmp_path / "step-00000001")
+    (run.folder / moved.name).symlink_to(moved)
+    run.save(2, wait=True)
+    assert [path.name for path in run.folder.iterdir()] == ["step-00000002"]
+    checkpoint.verify(moved)
+
+
 def test_the_best_and_the_even_checkpoints_stay(tmp_path: Path, world: distributed.World) -> None:
     run = Run(tmp_path, world, keep_last=1, keep_every=4, keep_best=1)
     for step, eval_loss in enumerate((3.0, 1.0, 2.0, None, float("nan"), 1.5, None), start=1):
