@@ -45,6 +45,10 @@ def export(
     """
     if private and repo is None:
         raise click.UsageError("--private belongs to --push-to-hub, which is not given")
+    if not dest.name:
+        raise UserError(
+            f"{dest}: an export is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
+        )
     if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
         raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
     if repo is not None:
@@ -75,6 +79,8 @@ def _verified(path: Path) -> "Manifest":
     if not (path / "checkpoints").is_dir():
         return verify(path)
     candidates = list_checkpoints(path / "checkpoints")
+    if not candidates:
+        raise UserError(f"{path}: the run has no checkpoint yet")
     for candidate in candidates:
         try:
             return verify(candidate)

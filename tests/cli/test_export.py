@@ -119,6 +119,8 @@ def _flip(file: Path) -> None:
     ("arguments", "message"),
     [
         (["{run}", "full"], "full: exists and is not an empty folder; choose another DEST"),
+        (["{run}", "."], ".: an export is renamed into place, so give DEST a name, as in my-model"),
+        (["new", "out"], "new: the run has no checkpoint yet"),
         (["{run}", "out", "--max-shard-gib=-1"], "export.max_shard_gib: must be at least 0, found -1.0"),
         (["{run}", "out", "--private"], "--private belongs to --push-to-hub"),
         (["{run}", "out", "--dtype=int8"], "'int8' is not one of"),
@@ -136,10 +138,11 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("", encoding="utf-8")
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     code, out, err = command("export", *(each.format(run=finished_run) for each in arguments))
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert message in err
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "new"]
 
 
 def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> None:
