@@ -114,6 +114,8 @@ class CheckpointWriter:
             self._group.close()
         elif self._thread is not None and self._world.size == 1:
             self._thread.join()  # with several ranks it may wait for one that is gone
+        if self._thread is None or not self._thread.is_alive():
+            self._copies.clear()
 
     def save(
         self,
@@ -207,6 +209,8 @@ class CheckpointWriter:
             for each in stored:
                 self._copies[each.key] = _copied(each, self._copies.get(each.key))
             return
+        # A new thread's device is the first GPU, on which leaving the stream would make a context of ours.
+        torch.cuda.set_device(self._world.device)
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
             stream.wait_event(saved)

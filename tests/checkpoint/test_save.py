@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,17 @@ def test_buffers_of_an_earlier_save_hold_nothing_of_it(tmp_path: Path, world: di
     run.writer.wait()
     for step, values in expected.items():
         assert _equal(run.saved(step), values)
+
+
+def test_a_writer_that_is_closed_holds_no_copy(tmp_path: Path, world: distributed.World) -> None:
+    run = Run(tmp_path, world)
+    with run.writer:
+        run.train()
+        run.save(1)
+        run.writer.wait()
+        copies = [weakref.ref(copy) for copy in run.writer._copies.values()]
+    assert len(copies) == len(run.values())
+    assert all(copy() is None for copy in copies)
 
 
 @pytest.mark.gpu
