@@ -2,6 +2,12 @@
 
     python benchmarks/checkpoint.py [--gib 2] [--cold] [--folder FOLDER]
 
+Save: a synchronous save (files, hashes, manifest, all of it flushed) against safetensors' `save_file` of the
+same tensors in one file and an fsync. Both keep what they wrote before until the new files are there, as a
+run does. Then for how long a save in the background holds training up: the call, and what the next optimizer
+step still has to wait after a forward and backward of --step-ms (here: a sleep, as on a GPU, and 0: the
+update comes at once). The first one touches its buffers for the first time and is shown by itself.
+
 Load: `checkpoint.load_state` into a model and an optimizer, against `load_file` and a clone of every tensor,
 which is the least that gives the same bytes in memory of one's own. Then both with verification: every byte
 against the manifest, beside one sha256 pass over the same files on all cores.
@@ -22,10 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lptune import checkpoint, distributed
+from lptune.config import CheckpointConfig
 
 WIDTH = 4096
 BYTES_PER_PARAMETER = 12  # a float32 weight and both of its moments
@@ -36,6 +43,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--cold", action="store_true", help="drop the files' pages before every turn")
+    parser.add_argument("--step-ms", type=float, default=500.0, help="forward and backward after a save")
     parser.add_argument("--folder", type=Path, help="where to write  [default: the temporary folder]")
     arguments = parser.parse_args()
     print(
@@ -43,19 +51,62 @@ def main() -> None:
         f"{arguments.gib} GiB, {'cold' if arguments.cold else 'warm'}, medians of {arguments.repetitions}"
     )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, distributed.session("cpu") as world:
-        path = save_part(Path(folder), arguments.gib, world)
+        path = save_part(Path(folder), arguments.gib, arguments.repetitions, arguments.step_ms / 1000, world)
         load_part(path, arguments.gib, arguments.repetitions, cold=arguments.cold)
 
 
-def save_part(folder: Path, gib: float, world: distributed.World) -> Path:
-    """Saves a checkpoint of `gib` GiB; returns its folder."""
+def save_part(folder: Path, gib: float, repetitions: int, step_s: float, world: distributed.World) -> Path:
+    """Prints the ratios of saving; returns a checkpoint of `gib` GiB."""
     model = empty_model(gib)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         nn.init.normal_(parameter)
         moments = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    return checkpoint.save_state(folder, 1, model, optimizer, {}, world, 1)
+    tensors = {
+        f"{name}/{index}": tensor
+        for index, parameter in enumerate(model.parameters())
+        for name, tensor in {**optimizer.state[parameter], "": parameter.detach()}.items()
+    }
+    raw = [folder / "raw-0.safetensors", folder / "raw-1.safetensors"]
+
+    def reference() -> None:
+        save_file(tensors, raw[1])
+        flush(raw[1])
+        raw[0].unlink(missing_ok=True)
+        raw[1].rename(raw[0])
+
+    def writer(name: str, **keys: bool) -> checkpoint.CheckpointWriter:
+        cfg = CheckpointConfig(keep_last=1, **keys)
+        return checkpoint.CheckpointWriter(folder / name, model, optimizer, world, cfg)
+
+    times: dict[str, list[float]] = {"reference": [], "save": [], "background": [], "background, at once": []}
+    with writer("synchronous", async_save=False) as synchronous, writer("background") as background:
+        for step in range(1, repetitions + 2):  # the first is for the file system, and is not counted
+            times["reference"].append(timed(reference))
+            times["save"].append(timed(lambda step=step: synchronous.save(step, {})))
+            for number, (name, wait_s) in enumerate((("background", step_s), ("background, at once", 0.0))):
+                call_s = timed(lambda step=2 * step + number: background.save(step, {}))
+                time.sleep(wait_s)
+                times[name].append(call_s + timed(background._wait_for_copy))  # as the optimizer's hook does
+                background.wait()
+    first_s = times["background"][0]
+    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
+    gib = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 2**30
+    reference_s, save_s = medians["reference"], medians["save"]
+    print(
+        f"{'save':<16}lptune {save_s:.3f} s ({gib / save_s:.2f} GiB/s)   "
+        f"save_file + fsync {reference_s:.3f} s   ratio {reference_s / save_s:.2f}"
+    )
+    for name in ("background", "background, at once"):
+        print(
+            f"{name:<20} blocks training for {1000 * medians[name]:.1f} ms, "
+            f"{medians[name] / save_s:.2%} of the synchronous save"
+        )
+    print(f"the first in the background: {1000 * first_s:.1f} ms, {first_s / save_s:.2%}")
+    path = background.wait()
+    assert path is not None
+    return path
 
 
 def load_part(path: Path, gib: float, repetitions: int, *, cold: bool) -> None:
@@ -110,6 +161,13 @@ def timed(function: Callable[[], object]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
+
+
+def flush(file: Path) -> None:
+    """fsync."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def digest(file: Path) -> str:

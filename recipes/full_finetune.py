@@ -37,7 +37,7 @@ def main(cfg: FinetuneConfig) -> None:
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=num_tokens)
         saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
-        step = saved.step if saved else 0
+        step, last_saved = (saved.step, saved.folder) if saved else (0, run.checkpoints)
 
         started_on = checkpoint.started_on(saved)
         tokenizer = data.load_tokenizer(source.folder, cfg.data.chat_template, date=started_on)
@@ -52,7 +52,7 @@ def main(cfg: FinetuneConfig) -> None:
             num_ranks=world.data_size,
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        facts = checkpoint.run_facts(cfg, rows.train.digest, started_on)
+        facts = checkpoint.run_facts(cfg, rows.train.digest, started_on, tokenizer.chat_template)
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
             if step >= num_steps and run.exported_step() == step:
@@ -153,7 +153,7 @@ def main(cfg: FinetuneConfig) -> None:
                 writer.check()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
                     eval_loss, at_end = record.get("eval_loss"), stopped or is_last
-                    writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
+                    last_saved = writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped and not is_last:
                     metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
                     raise SystemExit(143)
@@ -161,19 +161,10 @@ def main(cfg: FinetuneConfig) -> None:
         # --- Result.
         if held_out is not None:
             show_samples(model, tokenizer, held_out, cfg, world, "after training")
-        card = {
-            "base": source.folder.name,
-            "data": Path(cfg.data.source).name,
-            "precision in training": cfg.precision.kind,
-            "steps": step,
-        }
-        chat_template = tokenizer.chat_template if cfg.data.chat_template else None
-        checkpoint.export_hf(
-            model, source, run.export, cfg.export.dtype, world, card=card, chat_template=chat_template
-        )
+        checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
         if world.is_main:
             run.write_exported_step(step)
-        world.print(f"export: {run.export} (read back and compared tensor by tensor)")
+        world.print(f"export: {run.export} (read back and compared with {last_saved})")
 
 
 def forward_backward(

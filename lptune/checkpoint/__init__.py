@@ -1,14 +1,16 @@
 """Files: Hugging Face folders in and out, training state, the run folder. Nothing is ever unpickled."""
 
+from lptune.checkpoint.about import About, read_about
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
 from lptune.checkpoint.load import load_state
-from lptune.checkpoint.manifest import Manifest, verify
+from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import check_fingerprint, find_checkpoint, run_facts, started_on
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 
 __all__ = [
+    "About",
     "CheckpointWriter",
     "HFIndex",
     "Manifest",
@@ -16,10 +18,12 @@ __all__ = [
     "check_fingerprint",
     "export_hf",
     "find_checkpoint",
+    "list_checkpoints",
     "load_hf",
     "load_state",
     "match_tensors",
     "open_run_folder",
+    "read_about",
     "read_index",
     "run_facts",
     "started_on",

@@ -1,18 +1,28 @@
-"""Export: an ordinary Hugging Face folder with the tensor names, files and index of the imported one.
+"""Export: a checkpoint becomes an ordinary Hugging Face folder with the imported tensor names and files.
 
-It is written beside its final place, read back and compared tensor by tensor with the weights in memory, and
-only then published and reported.
+It goes from files to files. The checkpoint's folder holds every weight in float32, cut into rectangles; the
+imported folder says how weights are named, of which dtype they were and in which file they lay. So nothing is
+gathered, no GPU is needed and no more is held in memory than the few files that are being written: the files
+are dealt out over the ranks, and each rank puts together the tensors of its own. `lptune export` does the
+same later, in one process, with the same bytes as the result.
+
+Every file is read back and compared with what the checkpoint holds. The folder is written beside its final
+place and published by renaming it, when all ranks have succeeded.
 """
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-import lptune
+from lptune import models
+from lptune.checkpoint.about import About, check_base, model_card, read_about
 from lptune.checkpoint.files import (
     fresh_folder,
     fsync_path,
@@ -23,71 +33,185 @@ from lptune.checkpoint.files import (
     write_json,
     write_text,
 )
-from lptune.checkpoint.hf import INDEX_NAME, HFIndex, match_tensors
-from lptune.distributed import World, full_tensor, fused_rows, reshard
-from lptune.linear import dequantized
+from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, HFIndex, match_tensors
+from lptune.checkpoint.load import StoredFiles, in_threads
+from lptune.checkpoint.manifest import read_manifest
+from lptune.config import ExportConfig, UserError
+from lptune.distributed import Piece, SideGroup, World, side_group
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_FILES_AT_ONCE = 2  # on each rank: one is put together while the other reaches the disk
+_SMALL_FILES_BYTES = 64 << 20  # what config, tokenizer and index may take, generously
 
 
-@torch.no_grad()
+class Target(NamedTuple):
+    """A tensor of the export."""
+
+    parameter: str
+    """Name in the checkpoint."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in its file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Files = dict[str, dict[str, Target]]
+"""File -> the tensors it will hold, by stored name."""
+
+
 def export_hf(
-    model: nn.Module,
+    checkpoint: Path,
     source: HFIndex,
     folder: Path,
-    dtype: str,
-    world: World,
+    cfg: ExportConfig,
+    world: World | None = None,
     *,
-    card: dict[str, Any],
-    chat_template: str | None = None,
+    replace: bool = True,
 ) -> Path:
-    """Writes `model` as a Hugging Face folder; returns `folder`. All ranks call it, the main rank writes.
+    """Writes the weights of a verified checkpoint as a Hugging Face folder; returns `folder`.
 
-    source: the imported checkpoint; its tensor names and shard files are kept, config.json and tokenizer
-    files copied.
-    dtype: `original` (each tensor's stored dtype) or a torch dtype's name. card: what README.md states of the
-    run.
-    chat_template: written as chat_template.jinja when the run used another than the tokenizer's own.
-    Raises RuntimeError if what was written does not read back equal.
+    source: the imported checkpoint; its tensor names and files are kept, config.json and tokenizer files
+    copied.
+    world: all of its ranks call this; None: there is this process alone.
+    replace: whether an earlier export at `folder` goes, once this one is there. An empty folder always does.
+    Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
+    writing fails and if what was written does not read back equal; `folder` is then as before.
     """
-    reshard(model)
-    partial = folder.with_name(f".tmp-{folder.name}")
-    if world.is_main:
-        fresh_folder(partial)
-    stored_to_parameter = {
-        stored: parameter for parameter, names in match_tensors(model, source).items() for stored in names
-    }
-    parameters, fused = dict(model.named_parameters()), fused_rows(model)
-    for file in source.files:
-        tensors: dict[str, Tensor] = {}
-        for name, stored in source.tensors.items():
-            if stored.file != file or name not in stored_to_parameter:
-                continue
-            parameter = stored_to_parameter[name]
-            full = full_tensor(dequantized(parameters[parameter]), fused.get(parameter, ()))
-            if world.is_main:
-                target = stored.dtype if dtype == "original" else getattr(torch, dtype)
-                tensors[name] = full.to(device="cpu", dtype=target, copy=True).contiguous()
-        if world.is_main:
-            _write_and_compare(partial / file, tensors)
-    if world.is_main:
-        _write_rest(partial, source, stored_to_parameter, dtype, card, chat_template)
-        # The old export goes only when the new one is there; a symbolic link is replaced, not followed.
-        old = set_aside(folder) if folder.exists() or folder.is_symlink() else None
-        publish_folder(partial, folder)
-        if old is not None:
-            old.unlink() if old.is_symlink() else shutil.rmtree(old)
-    world.barrier()
+    with side_group(world) if world is not None else nullcontext() as group:
+        _export(checkpoint, source, folder, cfg, group, replace)
     return folder
 
 
-def _write_and_compare(path: Path, tensors: dict[str, Tensor]) -> None:
+def _export(
+    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup | None, replace: bool
+) -> None:
+    rank, num_ranks = (group.rank, group.size) if group is not None else (0, 1)
+    scratch = folder.with_name(f".tmp-{folder.name}")
+    try:
+        with _together(group, checkpoint, folder):
+            manifest = read_manifest(checkpoint)
+            about = read_about(manifest)
+            check_base(manifest, source.folder)
+            files = plan_files(source, cfg)
+            if rank == 0:
+                _check_space(folder, files)
+                fresh_folder(scratch)
+        with _together(group, checkpoint, folder):
+            stored = StoredFiles(manifest)
+            mine = deal_out(files, num_ranks)[rank]
+            in_threads(
+                (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
+                _FILES_AT_ONCE,
+            )
+        with _together(group, checkpoint, folder):
+            if rank == 0:
+                _write_rest(scratch, source, files, cfg, about, manifest.step)
+                _publish(scratch, folder, replace)
+    finally:
+        # What a failure leaves; all ranks have stopped writing.
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
+    """Which tensors go where: into the imported files, or into ones of at most `export.max_shard_gib`."""
+    model = models.build_on_meta(models.read_config(source.folder))
+    parameter_of = {
+        stored: parameter for parameter, names in match_tensors(model, source).items() for stored in names
+    }
+    targets = {
+        name: Target(
+            parameter_of[name], t.shape, t.dtype if cfg.dtype == "original" else getattr(torch, cfg.dtype)
+        )
+        for name, t in source.tensors.items()
+        if name in parameter_of
+    }
+    files: Files = {}
+    if not cfg.max_shard_gib:
+        for name, target in targets.items():
+            files.setdefault(source.tensors[name].file, {})[name] = target
+        return files
+    shards: list[dict[str, Target]] = [{}]
+    for name, target in targets.items():
+        if shards[-1] and _num_bytes(shards[-1]) + target.num_bytes > cfg.max_shard_gib * 2**30:
+            shards.append({})
+        shards[-1][name] = target
+    if len(shards) == 1:
+        return {SINGLE_NAME: shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+
+
+def deal_out(files: Files, num_ranks: int) -> list[list[str]]:
+    """The files of each rank: the largest first, each to the rank that has the least to write."""
+    size = {file: _num_bytes(tensors) for file, tensors in files.items()}
+    shares: list[list[str]] = [[] for _ in range(num_ranks)]
+    for file in sorted(files, key=lambda file: -size[file]):
+        min(shares, key=lambda share: sum(size[each] for each in share)).append(file)
+    return shares
+
+
+@contextmanager
+def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterator[None]:
+    """A part of the work after which all ranks go on, or all raise the UserError of the first that failed."""
+    line = None
+    try:
+        yield
+    except UserError as error:
+        line = str(error)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = (
+            f"{folder}: the export cannot be written: {reason}; {checkpoint} is intact; `lptune export` "
+            "writes it elsewhere, or here once the cause is gone"
+        )
+    if group is not None:
+        line = group.first_line(line)
+    if line is not None:
+        raise UserError(line)
+
+
+def _check_space(folder: Path, files: Files) -> None:
+    needed = _SMALL_FILES_BYTES + sum(_num_bytes(tensors) for tensors in files.values())
+    nearest = next(part for part in folder.absolute().parents if part.exists())
+    free = shutil.disk_usage(nearest).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: the export takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free there; "
+            "free some, or write it elsewhere with `lptune export`"
+        )
+
+
+def _num_bytes(tensors: dict[str, Target]) -> int:
+    return sum(target.num_bytes for target in tensors.values())
+
+
+def _write_and_compare(path: Path, targets: dict[str, Target], stored: StoredFiles) -> None:
+    tensors = {name: _assemble(stored, target) for name, target in targets.items()}
     save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
             if not _same_bits(written.get_tensor(name), tensor):
-                raise RuntimeError(f"{path}: tensor {name!r} does not read back as it was written")
+                raise UserError(
+                    f"{path}: tensor {name!r} does not read back as written; disk or memory is at fault"
+                )
+
+
+def _assemble(stored: StoredFiles, target: Target) -> Tensor:
+    tensor = torch.empty(target.shape, dtype=target.dtype)
+    stored.read(target.parameter, [Piece(tensor, 0, 0, 0)], target.shape)
+    if target.dtype == torch.float16 and not tensor.isfinite().all():
+        raise UserError(
+            f"{stored.manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it as "
+            "bfloat16 or float32"
+        )
+    return tensor
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -97,50 +221,37 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_rest(
-    partial: Path,
-    source: HFIndex,
-    stored_to_parameter: dict[str, str],
-    dtype: str,
-    card: dict[str, Any],
-    chat_template: str | None,
+    scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, about: About, step: int
 ) -> None:
     for pattern in _COPIED:
         for path in source.folder.glob(pattern):
             if path.is_file() and path.name != INDEX_NAME:
-                shutil.copyfile(path, partial / path.name)
-    if dtype != "original":
-        config = read_json(partial / "config.json")
+                shutil.copyfile(path, scratch / path.name)
+    if cfg.dtype != "original":
+        config = read_json(scratch / "config.json")
         # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-        write_json(partial / "config.json", config)
-    if chat_template is not None:
-        write_text(partial / "chat_template.jinja", chat_template)
-    if source.has_index_file:
-        weight_map = {name: t.file for name, t in source.tensors.items() if name in stored_to_parameter}
-        total_size = sum(_num_bytes(partial / file) for file in source.files)
-        write_json(partial / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-    write_text(partial / "README.md", _model_card(card))
-    for path in partial.iterdir():
+        config["dtype" if "dtype" in config else "torch_dtype"] = cfg.dtype
+        write_json(scratch / "config.json", config)
+    if about.chat_template is not None:
+        write_text(scratch / "chat_template.jinja", about.chat_template)
+    if len(files) > 1 or (source.has_index_file and not cfg.max_shard_gib):
+        file_of = {name: file for file, tensors in files.items() for name in tensors}
+        weight_map = {name: file_of[name] for name in source.tensors if name in file_of}
+        total_size = sum(_num_bytes(tensors) for tensors in files.values())
+        write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    write_text(scratch / "README.md", model_card(about, step))
+    for path in scratch.iterdir():
         fsync_path(path)
 
 
-def _num_bytes(path: Path) -> int:
-    with safe_open(str(path), framework="pt", device="cpu") as tensors:
-        loaded = (tensors.get_tensor(name) for name in tensors.keys())  # noqa: SIM118  (no mapping)
-        return sum(tensor.numel() * tensor.element_size() for tensor in loaded)
-
-
-def _model_card(card: dict[str, Any]) -> str:
-    lines = [
-        "---",
-        "library_name: transformers",
-        "tags: [lptune]",
-        "---",
-        "",
-        f"# {card.get('name', 'Fine-tuned model')}",
-        "",
-    ]
-    lines += [f"Full fine-tuning with lptune {lptune.__version__} (torch {torch.__version__}).", ""]
-    lines += ["| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in card.items() if key != "name"]
-    return "\n".join(lines) + "\n"
+def _publish(scratch: Path, folder: Path, replace: bool) -> None:
+    old = None
+    if folder.exists() or folder.is_symlink():
+        # The old export goes only when the new one is there; a symbolic link is replaced, not followed.
+        if replace:
+            old = set_aside(folder)
+        else:
+            folder.rmdir()  # fails where there is something in it by now
+    publish_folder(scratch, folder)
+    if old is not None:
+        old.unlink() if old.is_symlink() else shutil.rmtree(old)

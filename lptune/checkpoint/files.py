@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import UserError
+from lptune.config import MEBI, UserError, read_text
 
 
 def fsync_path(path: Path) -> None:
@@ -26,12 +26,11 @@ def fsync_path(path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, durably, with the permissions that the user's umask gives."""
+    """A safetensors file, durably, with the permissions of its folder."""
     save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes its file private (0600), and an export is there to be shared.
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
+    # safetensors makes its file private (0600), and an export is there to be shared. Its folder was made by
+    # the umask; asking for that itself means to change it, for every thread.
+    path.chmod(path.parent.stat().st_mode & 0o666)
     fsync_path(path)
 
 
@@ -49,16 +48,31 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """The JSON at `path`; UserError names file, line and problem."""
+def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
+    """The JSON at `path`; UserError names file, line and problem.
+
+    max_chars: by default eight times the index of a model of 90,000 tensors.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path, max_chars))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The bytes of the file at `path`, of which there may be `max_bytes`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > max_bytes:
+        raise UserError(f"{path}: is larger than {max_bytes:,} bytes, so it is something else")
+    return content
 
 
 def sha256(path: Path) -> str:

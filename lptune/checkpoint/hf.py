@@ -6,6 +6,7 @@ place.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from lptune.linear import weights_changed
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, by its format."""
 
 # Old Llama checkpoints store this table; it follows from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -64,6 +68,7 @@ def read_index(folder: Path) -> HFIndex:
             f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
             "makes one"
         )
+    _check_links(folder)
     index_path = folder / INDEX_NAME
     if index_path.exists():
         weight_map = _weight_map(index_path)
@@ -73,7 +78,7 @@ def read_index(folder: Path) -> HFIndex:
                 raise UserError(
                     f"{index_path}: names {file}, which is not in the folder; download the checkpoint again"
                 )
-            stored = _read_header(folder / file)
+            stored = read_header(folder / file)
             for name in (name for name, its_file in weight_map.items() if its_file == file):
                 if name not in stored:
                     raise UserError(
@@ -91,7 +96,7 @@ def read_index(folder: Path) -> HFIndex:
             "merge_and_unload, save_pretrained)"
         )
     if len(files) == 1:
-        return HFIndex(folder, _read_header(files[0]), False)
+        return HFIndex(folder, read_header(files[0]), False)
     if files:
         raise UserError(
             f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download it again"
@@ -225,7 +230,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name. UserError for what is none, or not in a float dtype."""
     found = {}
     with _open(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
@@ -240,11 +246,46 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _check_links(folder: Path) -> None:
+    """Refuses a file that is a link out of the folder: what is read here is exported, and then published.
+
+    The hub's cache is the exception, its files being links: snapshots/REVISION/NAME -> ../../blobs/HASH.
+    """
+    home = folder.resolve()
+    homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.suffix in (".safetensors", ".json", ".jinja"):
+            try:
+                target = path.resolve(strict=True)
+            except (OSError, RuntimeError):  # RuntimeError: a circle of links
+                raise UserError(f"{path}: is a link to nowhere; download the checkpoint again") from None
+            if not any(target.is_relative_to(place) for place in homes):
+                raise UserError(f"{path}: is a link to {target}, out of the folder; copy the file here")
+
+
 def _open(path: Path) -> Any:
+    _check_header_size(path)
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: is no readable safetensors file: {_why(path, error)}") from None
+
+
+def _check_header_size(path: Path) -> None:
+    """The library's own limits, said before it maps the file, and in the words that its errors lack."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    header_bytes = int.from_bytes(start, "little")
+    # Text or a pickle, too, begins with eight bytes that are a large number: `_why` knows these.
+    if len(start) == 8 and start[4:] == bytes(4) and header_bytes > min(MAX_HEADER_BYTES, size - 8):
+        raise UserError(
+            f"{path}: is no readable safetensors file: its header is said to have {header_bytes:,} bytes, "
+            f"the file has {size:,} (and {MAX_HEADER_BYTES:,} is the limit); download it again"
+        )
 
 
 def _why(path: Path, error: Exception) -> str:

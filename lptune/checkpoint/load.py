@@ -40,8 +40,8 @@ def load_state(
 ) -> None:
     """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own part.
 
-    replicated: what save_state was given, filled in place as far as the checkpoint has it; a run that used
-    another precision has other tensors there, or none.
+    replicated: what `CheckpointWriter.save` was given, filled in place as far as the checkpoint has it; a run
+    that used another precision has other tensors there, or none.
     """
     for name, parameter in model.named_parameters():
         # A parameter that was never updated (a frozen one) has no state.

@@ -1,27 +1,40 @@
 """manifest.json: what a checkpoint folder must hold, byte for byte.
 
 safetensors notices truncation but no flipped bit, and nothing notices a file of another step. The manifest
-lists every file's size and sha256, the step, and which part of which tensor lies where; it carries a digest
-of itself.
+lists every file's size and sha256, the step, and which part of which tensor lies where. Its last line is the
+sha256 of all bytes before it, so that no byte of the manifest itself can change unnoticed either, be it a
+space.
+
+A digest tells damage, not intent: whoever writes a checkpoint on purpose writes a right one. What the
+manifest says is therefore checked like any other input before it is used: types and ranges, names that
+stay inside the folder, rectangles that tile their tensor, and that the files hold just these.
 """
 
 import hashlib
 import json
 import os
+import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lptune
-from lptune.checkpoint.files import read_json, sha256, write_json
-from lptune.config import UserError
+from lptune.checkpoint.files import read_bytes, sha256, write_text
+from lptune.checkpoint.hf import read_header
+from lptune.checkpoint.tiling import check_rows, check_tiling
+from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup
 
 NAME = "manifest.json"
-_VERSION = 2
+_VERSION = 3
+_MAX_BYTES = 1024 * MEBI
+"""A thousand ranks with a thousand tensors each take a quarter of it."""
+_MAX_INTEGER = 2**53
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(safetensors|json)")
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,10 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, newest first."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    # [0-9] and not isdigit, which takes the ² of step-² for a digit and int() does not.
+    found = [
+        path for path in folder.glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]) and path.is_dir()
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -97,7 +113,8 @@ def write_manifest(
         "files": files,
         "shards": {name: [asdict(shard) for shard in parts] for name, parts in shards.items()},
     }
-    write_json(folder / NAME, content | {"digest": _digest(content)})
+    body = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
+    write_text(folder / NAME, body + _seal(body.encode()))
 
 
 def num_threads() -> int:
@@ -120,6 +137,7 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
             mine = mine[group.rank :: group.size]
         with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
             list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
+        _check_stored(manifest)
     except UserError as error:
         line = str(error)
     if group is not None:
@@ -149,7 +167,7 @@ def _check_file(file: Path, entry: FileEntry) -> None:
 
 
 def _check_size(file: Path, entry: FileEntry) -> None:
-    if file.is_symlink() or not file.is_file():
+    if not file.is_file():
         raise UserError(f"{file}: is missing from the checkpoint")
     size = file.stat().st_size
     if size != entry.size:
@@ -157,34 +175,122 @@ def _check_size(file: Path, entry: FileEntry) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, whose files are not looked at."""
-    return _read(folder)
-
-
-def _read(folder: Path) -> Manifest:
+    """The manifest of a folder, whose files are not read."""
     path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     if not path.is_file():
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
-    content = read_json(path)
+    sealed = read_bytes(path, _MAX_BYTES)
+    try:
+        content = json.loads(sealed)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not the JSON that was written: {error}; the file was changed") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != _VERSION:
         raise UserError(
             f"{path}: is not a manifest of version {_VERSION} (found {version!r}); another version of lptune "
             "wrote it"
         )
-    digest = content.pop("digest", None)
-    if digest != _digest(content):
+    body = sealed[: -len(_seal(b""))]
+    if sealed != body + _seal(body).encode():
         raise UserError(f"{path}: its own digest does not match; the file was changed")
-    if folder.name != step_folder_name(content["step"]):
+    try:
+        manifest = _parse(folder, content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; lptune did not write this") from None
+    if folder.name != step_folder_name(manifest.step):
         raise UserError(
-            f"{path}: is of step {content['step']}, the folder says {folder.name}; it was renamed or swapped"
+            f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped"
         )
-    shards = {name: [Shard(**shard) for shard in parts] for name, parts in content["shards"].items()}
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return Manifest(folder, content["step"], content["world_size"], shards, files)
+    for name in manifest.files:
+        if (folder / name).is_symlink():
+            raise UserError(f"{folder / name}: is a link; a checkpoint holds its files itself")
+    for unlisted in sorted({file.name for file in folder.glob("*.safetensors")} - set(manifest.files)):
+        raise UserError(f"{folder / unlisted}: is not in the manifest; it belongs to another checkpoint")
+    return manifest
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _check_stored(manifest: Manifest) -> None:
+    """The files' headers against the shards: these tensors, in float32, every row of them in one shard."""
+    expected: dict[str, dict[str, list[Shard]]] = {
+        file: {} for file in manifest.files if file.endswith(".safetensors")
+    }
+    for name, parts in manifest.shards.items():
+        for part in parts:
+            expected[part.file].setdefault(name, []).append(part)
+    for file, tensors in expected.items():
+        path = manifest.folder / file
+        header = read_header(path)
+        for name in sorted(header.keys() ^ tensors.keys()):
+            holder, other = ("file", "manifest") if name in header else ("manifest", "file")
+            raise UserError(f"{path}: tensor {name!r} is in the {holder} but not in the {other}")
+        for name, parts in tensors.items():
+            num_rows, num_columns = (*header[name].shape, 1, 1)[:2]
+            try:
+                check_rows(name, [(part.at, part.rows) for part in parts], num_rows)
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from None
+            if header[name].dtype != torch.float32 or {part.columns for part in parts} != {num_columns}:
+                raise UserError(
+                    f"{path}: tensor {name!r} is {list(header[name].shape)} in {header[name].dtype}, the "
+                    f"manifest says {parts[0].columns} columns in float32"
+                )
+
+
+def _seal(body: bytes) -> str:
+    """What follows `body` in the file: the digest of it, as the last key of the object."""
+    return f',\n  "digest": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
+
+
+def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
+    """The manifest that `content` is. ValueError names the first thing in it that cannot be."""
+    step, world_size = (_integer(content, key, minimum) for key, minimum in (("step", 0), ("world_size", 1)))
+    files, listed = _table(content, "files"), _table(content, "shards")
+    for name, entry in files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"files: {name!r} is no name of a file of a checkpoint")
+        _integer(_object(entry, f"files: {name}"), "size", 0)
+        if not re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
+            raise ValueError(f"files: {name}: sha256: expected 64 hex digits, found {entry.get('sha256')!r}")
+    if "state.json" not in files:
+        raise ValueError("files: state.json is missing")
+    shards, tensor_files = {}, {name for name in files if name.endswith(".safetensors")}
+    for name, parts in listed.items():
+        if not isinstance(parts, list) or not parts:
+            raise ValueError(f"shards: {name!r}: expected a list of parts, found {parts!r:.60}")
+        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name) for part in parts]
+        unknown = [part.file for part in shards[name] if part.file not in tensor_files]
+        if unknown:
+            raise ValueError(f"shards: {name!r}: lies in {unknown[0]!r}, which is no file of tensors here")
+        check_tiling(name, [(part.start, part.rows, part.column, part.columns) for part in shards[name]])
+    entries = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in files.items()}
+    return Manifest(folder, step, world_size, shards, entries)
+
+
+def _shard(part: Mapping[str, Any], name: str) -> Shard:
+    if not isinstance(part.get("file"), str):
+        raise ValueError(f"shards: {name!r}: file: expected a name, found {part.get('file')!r:.60}")
+    numbers = {
+        field.name: _integer(part, field.name, int(field.name in ("rows", "columns")), f"shards: {name!r}: ")
+        for field in fields(Shard)
+        if field.name != "file"
+    }
+    return Shard(part["file"], **numbers)
+
+
+def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    return _object(content.get(key), key)
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, found {value!r:.60}")
+    return value
+
+
+def _integer(values: Mapping[str, Any], key: str, minimum: int, where: str = "") -> int:
+    value = values.get(key)
+    if type(value) is not int or not minimum <= value < _MAX_INTEGER:  # a bool is an int, to isinstance
+        raise ValueError(f"{where}{key}: expected an integer from {minimum}, found {value!r:.60}")
+    return value

@@ -5,8 +5,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lptune.checkpoint.files import read_json, sha256
-from lptune.checkpoint.hf import weights_digest
+from lptune.checkpoint.about import about_run, base_digests
+from lptune.checkpoint.files import read_json
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import SideGroup, World, side_group
@@ -59,25 +59,28 @@ def _given(path: Path, group: SideGroup) -> Manifest:
         raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
 
 
-def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date) -> Facts:
+def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_template: str | None) -> Facts:
     """What state.json says of a run beside its step.
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
+    about: what an export needs to know.
     started_on: the day that chat templates which write a date see, in every part of the run.
+    chat_template: the tokenizer's, as the run sees it.
     """
-    folder = Path(cfg.model.path).expanduser()
     fingerprint = {
         # What decides the data comes before the data, so that the cause is named and not its consequence.
         "seed": cfg.seed,
         "data.seq_len": cfg.data.seq_len,
         "global_batch_size": cfg.global_batch_size,
-        "config.json": sha256(folder / "config.json")[:16],
-        "weights": weights_digest(folder)[:16],
-        "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
+        **base_digests(Path(cfg.model.path).expanduser()),
         "data": data_digest[:16],
     }
-    return {"fingerprint": fingerprint, "started_on": started_on.isoformat()}
+    return {
+        "fingerprint": fingerprint,
+        "started_on": started_on.isoformat(),
+        "about": about_run(cfg, chat_template),
+    }
 
 
 def started_on(manifest: Manifest | None) -> date:
@@ -97,5 +100,19 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
 
 
 def _facts(manifest: Manifest) -> Facts:
-    facts: Facts = read_json(manifest.folder / "state.json")
+    """What state.json says, and `run_facts` wrote."""
+    path = manifest.folder / "state.json"
+    facts = read_json(path)
+    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
+        raise UserError(
+            f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it"
+        )
+    if not isinstance(facts.get("fingerprint"), dict):
+        raise UserError(f"{path}: has no fingerprint; lptune did not write it")
+    try:
+        date.fromisoformat(facts.get("started_on", ""))
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}"
+        ) from None
     return facts

@@ -95,6 +95,7 @@ class CheckpointWriter:
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
         self._copied.set()
+        self._copied_on_device: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
@@ -120,8 +121,9 @@ class CheckpointWriter:
         *,
         eval_loss: float | None = None,
         wait: bool = False,
-    ) -> None:
+    ) -> Path:
         """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
+        Returns where the checkpoint is, or will be.
 
         replicated: further tensors, the same on every rank; the main rank writes them. eval_loss: of this
         step, for checkpoint.keep_best. wait: return when it is published, whatever cfg.async_save says.
@@ -135,18 +137,18 @@ class CheckpointWriter:
         # They change within a step, not only at its end.
         replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
         job = _Job(step, state, self._contents(replicated))
+        final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
-            return
-        event = None
-        if self._world.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+            return final
+        on_cuda = self._world.device.type == "cuda"
+        saved = torch.cuda.current_stream(self._world.device).record_event() if on_cuda else None
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write_in_background, args=(job, event), name="lptune-checkpoint", daemon=True
+            target=self._write_in_background, args=(job, saved), name="lptune-checkpoint", daemon=True
         )
         self._thread.start()
+        return final
 
     def check(self) -> None:
         """Raises what a save in the background failed with, if it has."""
@@ -184,32 +186,36 @@ class CheckpointWriter:
 
     # ---- how
 
-    def _write_in_background(self, job: "_Job", event: "torch.cuda.Event | None") -> None:
+    def _write_in_background(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
         try:
             try:
-                self._copy(job, event)
+                self._copy(job, saved)
             finally:
                 self._copied.set()
+            if self._copied_on_device is not None:
+                self._copied_on_device.synchronize()
             self._write(job, lambda stored: self._copies[stored.key])
         except BaseException as error:
             self._failure = error
 
     @torch.no_grad()
-    def _copy(self, job: "_Job", event: "torch.cuda.Event | None") -> None:
+    def _copy(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
         stored = [each for group in job.files.values() for each in group]
-        if event is None:
+        if saved is None:
             for each in stored:
                 self._copies[each.key] = _copied(each, self._copies.get(each.key))
             return
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
-            stream.wait_event(event)
+            stream.wait_event(saved)
             for each in stored:
                 self._copies[each.key] = _copied(each, self._copies.get(each.key), pinned=True)
-        stream.synchronize()
+            self._copied_on_device = stream.record_event()
 
     def _wait_for_copy(self) -> None:
         self._copied.wait()
+        if self._copied_on_device is not None:  # the device waits, the host goes on launching
+            torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
 
     def _write(self, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
         partial = self._folder / f".tmp-{step_folder_name(job.step)}"

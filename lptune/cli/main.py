@@ -22,6 +22,7 @@ from lptune import __version__
 from lptune.cli.cat import cat
 from lptune.cli.cp import cp
 from lptune.cli.download import download
+from lptune.cli.export import export
 from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
@@ -40,7 +41,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, ls, cat, cp, validate, plan, download, new_checkpoint, verify):
+for command in (run, ls, cat, cp, validate, plan, download, new_checkpoint, export, verify):
     cli.add_command(command)
 
 

@@ -1,10 +1,13 @@
 """`lptune verify`: does a folder hold what it promises? Reads every byte, changes none.
 
-A checkpoint of a run is checked against its manifest (size and sha256 of each file). A Hugging Face folder
-has no manifest: there, the index is checked against the files, every tensor's name and shape against
-config.json, every value for being finite.
+a checkpoint             size and sha256 of each file against its manifest
+a Hugging Face folder    its index against the files, each tensor's name and shape against config.json, each
+                         value for being finite; where `lptune download` fetched it, each file that the hub
+                         knows by its sha256 against that
+a run's folder           all its checkpoints and its export
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,21 +19,36 @@ from lptune.config import UserError
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def verify(path: Path) -> None:
-    """Check the checkpoint or Hugging Face folder PATH."""
-    from lptune.checkpoint import manifest
-
+    """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
-    if (path / manifest.NAME).exists() or path.name.startswith("step-"):
-        found = manifest.verify(path)
-        click.echo(
-            f"ok: {path}: step {found.step}, {len(found.shards)} tensors "
-            f"of {found.world_size} rank(s), all bytes as saved"
-        )
-    elif (path / "checkpoints").is_dir():
-        raise UserError(f"{path}: is a run's folder; verify its checkpoints/step-… or its export")
-    else:
-        click.echo(f"ok: {path}: {_verify_hf(path)}")
+    if not (path / "checkpoints").is_dir():
+        click.echo(f"ok: {path}: {_verify(path)}")
+        return
+    from lptune.checkpoint import list_checkpoints
+
+    parts = [*reversed(list_checkpoints(path / "checkpoints"))]
+    parts += [path / "export"] if (path / "export").is_dir() else []
+    num_bad = 0
+    for part in parts:
+        try:
+            click.echo(f"ok: {part}: {_verify(part)}")
+        except UserError as error:
+            num_bad += 1
+            click.echo(f"bad: {error}")
+    if not parts:
+        raise UserError(f"{path}: the run has neither a checkpoint nor an export yet")
+    if num_bad:
+        raise UserError(f"{path}: {num_bad} of {len(parts)} do not hold what they promise")
+
+
+def _verify(path: Path) -> str:
+    from lptune.checkpoint import manifest
+
+    if not (path / manifest.NAME).exists() and not path.name.startswith("step-"):
+        return _verify_hf(path)
+    found = manifest.verify(path)
+    return f"step {found.step}, {len(found.shards)} tensors of {found.world_size} rank(s), all bytes as saved"
 
 
 def _verify_hf(folder: Path) -> str:
@@ -40,6 +58,7 @@ def _verify_hf(folder: Path) -> str:
     model = models.build_on_meta(models.read_config(folder))
     index = hf.read_index(folder)
     hf.match_tensors(model, index)
+    num_hashed = _verify_download(folder)
     for name, tensor in hf.iter_tensors(index):
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
         if num_bad:
@@ -50,4 +69,22 @@ def _verify_hf(folder: Path) -> str:
     dtypes = Counter(str(stored.dtype).removeprefix("torch.") for stored in index.tensors.values())
     summary = ", ".join(f"{count} in {dtype}" for dtype, count in dtypes.items())
     size = models.num_parameters(model) / 1e6
-    return f"{size:.1f} M parameters, tensors: {summary}, all finite, as config.json says"
+    as_sent = f", {num_hashed} file(s) with the hub's sha256" if num_hashed else ""
+    return f"{size:.1f} M parameters, tensors: {summary}, all finite, as config.json says{as_sent}"
+
+
+def _verify_download(folder: Path) -> int:
+    """Compares files with the sha256 that the hub sent along (large ones have it as their etag); how many."""
+    from lptune.checkpoint.files import sha256
+
+    num_hashed = 0
+    for path in sorted((folder / ".cache/huggingface/download").glob("*.metadata")):
+        # huggingface_hub's note of a download: commit, etag, time; a line each.
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        file = folder / path.name.removesuffix(".metadata")
+        if len(lines) < 2 or not re.fullmatch(r"[0-9a-f]{64}", lines[1]) or not file.is_file():
+            continue
+        if sha256(file) != lines[1]:
+            raise UserError(f"{file}: is not what the hub sent (its sha256 differs); download it again")
+        num_hashed += 1
+    return num_hashed

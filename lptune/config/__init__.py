@@ -14,8 +14,10 @@ from lptune.config.schema import (
     ParallelConfig,
     ScheduleConfig,
 )
+from lptune.config.text import MEBI, read_text
 
 __all__ = [
+    "MEBI",
     "PRECISION_KINDS",
     "CheckpointConfig",
     "DataConfig",
@@ -32,5 +34,6 @@ __all__ = [
     "closest",
     "key_paths",
     "load_config",
+    "read_text",
     "to_yaml",
 ]

@@ -6,6 +6,7 @@ what was found, the nearest key that exists.
 """
 
 import dataclasses
+import io
 import re
 import types
 import typing
@@ -18,8 +19,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lptune.config.errors import UserError, closest
+from lptune.config.text import read_text
 
 T = TypeVar("T")
+
+_MAX_CHARS = 256 * 1024
+_MAX_DEPTH = 20
+"""Of a YAML: the sections of a config nest two deep."""
+_MAX_INTERPOLATIONS = 16
+"""`${…}` in a config. Each can repeat a text that repeats another, so their number is an exponent."""
 
 _AS_WRITTEN = "_as_written"  # attribute of a loaded config: dotted key -> its `${…}`, see to_yaml
 
@@ -34,6 +42,8 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     _check_keys(cls, values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
+    if str(OmegaConf.to_container(values, resolve=False)).count("${") > _MAX_INTERPOLATIONS:
+        raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
     try:
         resolved = OmegaConf.to_container(values, resolve=True)
     except OmegaConfBaseException as error:
@@ -109,7 +119,9 @@ def _interpolations(cls: type, values: DictConfig) -> dict[str, str]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        values = OmegaConf.load(path)
+        text = read_text(path, _MAX_CHARS)
+        _check_depth(text)
+        values = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise UserError(f"{path}: no such config file") from None
     except yaml.MarkedYAMLError as error:
@@ -122,6 +134,17 @@ def _read_yaml(path: Path) -> DictConfig:
     if not isinstance(values, DictConfig):
         raise UserError(f"{path}: must hold `key: value` lines, found a list")
     return values
+
+
+def _check_depth(text: str) -> None:
+    """Events come one by one, whereas the loader recurses, and libyaml's dies of 50,000 brackets."""
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {_MAX_DEPTH} levels of nesting", problem_mark=event.start_mark
+            )
 
 
 def _parse_override(cls: type, override: str) -> DictConfig:
@@ -141,6 +164,7 @@ def _parse_override(cls: type, override: str) -> DictConfig:
             values = OmegaConf.create()
             OmegaConf.update(values, key, text)
         else:
+            _check_depth(text)
             values = OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise UserError(f"{where}: {_first_line(error)}") from None

@@ -203,8 +203,12 @@ class ExportConfig:
 
     dtype: str = "original"
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
+    max_shard_gib: float = 0.0
+    """Largest size of a weight file; a larger tensor has a file of its own. 0: the imported files, by their
+    names."""
 
     def __post_init__(self) -> None:
+        at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
 
 

@@ -30,6 +30,9 @@ from lptune.data.errors import RowError
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 """A rendering longer than this is a runaway template, not a conversation."""
 
+MAX_SOURCE_CHARS = 256 * 1024
+"""Of a template's own text, ten times the longest in use: compiling it takes time and stack, too."""
+
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 

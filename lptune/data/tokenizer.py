@@ -20,9 +20,9 @@ from typing import Any
 
 import tokenizers
 
-from lptune.config import UserError, closest
+from lptune.config import MEBI, UserError, closest, read_text
 from lptune.data.alphabet import Alphabet, alphabet_of
-from lptune.data.templates import ChatTemplate, Rendered
+from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 from lptune.data.tokenizer_classes import (
     DEFAULT_SPECIAL_TOKENS,
     loading_class,
@@ -31,6 +31,8 @@ from lptune.data.tokenizer_classes import (
     untrim_offsets,
 )
 
+_MAX_JSON_CHARS = 256 * MEBI
+"""The tokenizer.json of a vocabulary of 262,144 has 33 MB."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -214,7 +216,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path, _MAX_JSON_CHARS))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -333,9 +335,13 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str,
     if isinstance(value, str):
         return where, {"default": value}
     if isinstance(value, list):
-        named = {
-            t["name"]: t["template"] for t in value if isinstance(t, dict) and "name" in t and "template" in t
-        }
+        both = ("name", "template")
+        if not all(isinstance(t, dict) and all(isinstance(t.get(key), str) for key in both) for t in value):
+            raise UserError(
+                f"{where}: chat_template: expected a list of {{name: …, template: …}}, found {value!r:.60}; "
+                "set data.chat_template"
+            )
+        named = {t["name"]: t["template"] for t in value}
         if named and "default" not in named:
             raise UserError(
                 f"{where}: chat_template has no entry named 'default' (found {', '.join(named)}); set "
@@ -368,6 +374,6 @@ def _given_template(value: str) -> dict[str, str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, MAX_SOURCE_CHARS, "utf-8-sig")
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None

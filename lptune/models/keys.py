@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError
+from lptune.config import MEBI, UserError, read_text
 
+_MAX_CHARS = 16 * MEBI
 MAX_INTEGER = 2**28
 """Far above every size in use, and so small that the product of two sizes is a legal number of elements."""
 
@@ -29,7 +30,7 @@ class Keys:
     def from_file(cls, path: Path) -> "Keys":
         """Raises UserError for a missing file, broken JSON, or anything but an object."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path, _MAX_CHARS))
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path}: not found; expected the folder of a Hugging Face checkpoint") from None
         except OSError as error:

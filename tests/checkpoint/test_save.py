@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, folder: Path, world: distributed.World, **keys: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3)).to(world.device)
         if world.size > 1:
             from torch.distributed.fsdp import fully_shard
 
@@ -38,7 +38,8 @@ class Run:
         self.writer = checkpoint.CheckpointWriter(folder, self.model, self.optimizer, world, cfg)
 
     def train(self) -> None:
-        self.model(torch.ones(4, 8)).sum().backward()
+        device = next(self.model.parameters()).device
+        self.model(torch.ones(4, 8, device=device)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -128,6 +129,21 @@ def test_buffers_of_an_earlier_save_hold_nothing_of_it(tmp_path: Path, world: di
     run.writer.wait()
     for step, values in expected.items():
         assert _equal(run.saved(step), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_that_goes_on_at_once_does_not_overtake_its_copy(tmp_path: Path) -> None:
+    with distributed.session("cuda") as world:
+        run = Run(tmp_path, world)
+        expected = {}
+        for step in range(1, 9):
+            run.train()
+            expected[step] = run.values()
+            run.save(step)
+        run.writer.wait()
+        for step, values in expected.items():
+            assert _equal(run.saved(step), values)
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -1,0 +1,128 @@
+"""What a checkpoint says of the run that wrote it, in state.json: enough to export it without that run.
+
+about         where the imported model is, how to export, what the model card states
+fingerprint   digests by which an imported model is recognised (and what else a resume compares)
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+import lptune
+from lptune.checkpoint.files import read_json, sha256
+from lptune.checkpoint.hf import weights_digest
+from lptune.checkpoint.manifest import Manifest
+from lptune.config import FinetuneConfig, UserError
+
+_HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class About:
+    """A run, as its checkpoints describe it."""
+
+    model: str
+    """Absolute path of the imported folder."""
+    data: str
+    """Name of the training data's source."""
+    precision: str
+    """`precision.kind`."""
+    chat_template: str | None
+    """Text of the template, where the run used another than the tokenizer's own."""
+    dtype: str
+    max_shard_gib: float
+    """`export.*`."""
+    lptune: str
+    torch: str
+    """Versions."""
+
+
+def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
+    """The block `about` of state.json. chat_template: the tokenizer's, as the run sees it."""
+    about = About(
+        model=str(Path(cfg.model.path).expanduser().absolute()),
+        data=Path(cfg.data.source).name,
+        precision=cfg.precision.kind,
+        chat_template=chat_template if cfg.data.chat_template else None,
+        dtype=cfg.export.dtype,
+        max_shard_gib=float(cfg.export.max_shard_gib),
+        lptune=lptune.__version__,
+        torch=str(torch.__version__),
+    )
+    return asdict(about)
+
+
+def read_about(manifest: Manifest) -> About:
+    """Of a verified checkpoint. Raises UserError where it says nothing of its run."""
+    block = _state(manifest).get("about")
+    types = get_type_hints(About)
+    if not isinstance(block, dict) or block.keys() != types.keys():
+        raise UserError(
+            f"{manifest.folder / 'state.json'}: does not say what it is a checkpoint of; another version of "
+            "lptune wrote it: export with that one"
+        )
+    for key, type_ in types.items():
+        if not isinstance(block[key], type_):
+            raise UserError(f"{manifest.folder / 'state.json'}: about.{key}: cannot be {block[key]!r}")
+    return About(**block)
+
+
+def base_digests(folder: Path) -> dict[str, str]:
+    """By which an imported folder is recognised; part of a run's fingerprint."""
+    return {
+        "config.json": sha256(folder / "config.json")[:16],
+        "weights": weights_digest(folder)[:16],
+        "tokenizer.json": sha256(folder / "tokenizer.json")[:16],
+    }
+
+
+def check_base(manifest: Manifest, folder: Path) -> None:
+    """Refuses a folder that is not the model which the run of this checkpoint started from."""
+    saved = _state(manifest).get("fingerprint")
+    for key, found in base_digests(folder).items():
+        wanted = saved.get(key) if isinstance(saved, dict) else None
+        if found != wanted:
+            raise UserError(
+                f"{folder}: is not the model that {manifest.folder} was trained from: the digest of {key} is "
+                f"{found}, the checkpoint says {wanted}; give the folder it was trained from"
+            )
+
+
+def model_card(about: About, step: int) -> str:
+    """README.md of an export."""
+    from huggingface_hub import ModelCardData
+
+    base = Path(about.model)
+    hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
+    is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
+    header = ModelCardData(
+        base_model=hub_id if is_name else None, library_name="transformers", tags=["lptune"]
+    )
+    rows = {
+        "base": hub_id,
+        "data": about.data,
+        "precision in training": about.precision,
+        "steps": step,
+        "lptune": about.lptune,
+        "torch": about.torch,
+    }
+    name = _cell(hub_id.rpartition("/")[2])
+    lines = ["---", header.to_yaml(), "---", "", f"# {name}, fine-tuned", ""]
+    lines += ["All weights were trained with lptune.", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    """On one line, without what ends a cell of a table or begins markup."""
+    return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(str(value).split()))
+
+
+def _state(manifest: Manifest) -> Mapping[str, Any]:
+    state = read_json(manifest.folder / "state.json")
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,138 @@
+"""`lptune export`: a training checkpoint becomes a Hugging Face folder, later and elsewhere, without the run.
+
+The same files, bit for bit, as the run's own export/ at its end, by the same function; without a GPU and
+without data. The checkpoint is verified first, and says itself which model it was trained from.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lptune.config import ExportConfig, UserError
+
+if TYPE_CHECKING:
+    from lptune.checkpoint import Manifest
+
+
+@click.command(short_help="Make a Hugging Face folder of a training checkpoint.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option(
+    "--base", type=click.Path(path_type=Path), help="The model it was trained from, if it has moved."
+)
+@click.option(
+    "--dtype", type=click.Choice(["original", "float32", "bfloat16", "float16"]), help="[default: the run's]"
+)
+@click.option(
+    "--max-shard-gib", type=float, help="Size of a weight file; 0: as imported.  [default: the run's]"
+)
+@click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
+@click.option("--private", is_flag=True, help="Make the hub's repository a private one.")
+def export(
+    checkpoint: Path,
+    dest: Path,
+    base: Path | None,
+    dtype: str | None,
+    max_shard_gib: float | None,
+    repo: str | None,
+    private: bool,
+) -> None:
+    """Write CHECKPOINT (a run's checkpoints/step-…, or a run: its newest that verifies) as a Hugging Face
+    folder DEST.
+
+    A token for the hub is taken from HF_TOKEN or `hf auth login`.
+    """
+    if private and repo is None:
+        raise click.UsageError("--private belongs to --push-to-hub, which is not given")
+    if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
+        raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
+    if repo is not None:
+        _check_hub(repo)
+    from lptune.checkpoint import export_hf, read_about, read_index
+
+    manifest = _verified(checkpoint)
+    about = read_about(manifest)
+    folder = base or Path(about.model)
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: the model that {manifest.folder} was trained from is not there; name its folder with "
+            "--base"
+        )
+    cfg = ExportConfig(
+        dtype=about.dtype if dtype is None else dtype,
+        max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
+    )
+    export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
+    click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {manifest.folder})")
+    if repo is not None:
+        click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")
+
+
+def _verified(path: Path) -> "Manifest":
+    from lptune.checkpoint import list_checkpoints, verify
+
+    if not (path / "checkpoints").is_dir():
+        return verify(path)
+    candidates = list_checkpoints(path / "checkpoints")
+    for candidate in candidates:
+        try:
+            return verify(candidate)
+        except UserError as error:
+            click.echo(f"warning: checkpoint passed over: {error}", err=True)
+    raise UserError(f"{path}: none of its {len(candidates)} checkpoints is intact")
+
+
+def _check_hub(repo: str) -> None:
+    """Before anything is written: a name that can be one, and a token."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo)
+        HfApi().whoami()
+    except HFValidationError:
+        raise UserError(f"--push-to-hub {repo}: is no repository id; give OWNER/NAME") from None
+    except Exception as error:
+        raise UserError(f"--push-to-hub {repo}: {_reason(error)}; nothing was written") from None
+
+
+def _push(folder: Path, repo: str, private: bool, step: int) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+    try:
+        api = HfApi()
+        # Nothing is said of an existing repository's visibility.
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=f"Weights of step {step}"
+        ).commit_url
+    except Exception as error:
+        raise UserError(
+            f"--push-to-hub {repo}: {_reason(error)}; the export is in {folder}, `hf upload {repo} {folder}` "
+            "sends it"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong. An exception that is none of the hub's or the system's is a bug."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return "there is no token; set HF_TOKEN or run `hf auth login`"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "the hub cannot be reached: HF_HUB_OFFLINE is set"
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
+        status = error.response.status_code
+        if status == 401:
+            return "the hub does not accept the token; set another HF_TOKEN"
+        if status == 403:
+            return "the token may not write there; set one that may, or choose another repository"
+    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
+        ("httpx", "httpcore")
+    ):
+        return f"the hub does not take it: {(str(error) or type(error).__name__).splitlines()[0]}"
+    raise error
