@@ -5,12 +5,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow matrix check bench docs
+.PHONY: help quickstart test test-slow faults matrix check bench docs
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make faults       real runs, stopped and killed at random moments"
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
@@ -37,6 +38,11 @@ test: .venv/.installed
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
+
+# Minutes each; the suite runs short forms of them.
+faults: export OMP_NUM_THREADS := 1
+faults: .venv/.installed
+	$(BIN)/python -m tests.faults.preemption --num-signals 50
 
 # All cells; the suite runs pairwise subsets of them.
 matrix: export OMP_NUM_THREADS := 1

@@ -101,12 +101,18 @@ def main(cfg: FinetuneConfig) -> None:
                 run.metrics, cfg.logging, enabled=world.is_main, first_step=step, num_steps=num_steps
             ) as metrics,
         ):
-            if step == 0 and held_out is not None and cfg.eval_every_steps:
-                metrics.write({"step": 0, "eval_loss": evaluate(model, held_out, cfg, world)})
+            # Before the first step, and after one that was saved for a stop and left unevaluated.
+            is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
+            if held_out is not None and is_eval_due and not run.has_evaluation(step):
+                metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
             watch = partial(distributed.verify_collectives, model, world.mesh, compute_dtype, metrics.say)
             first_step = linear.FirstStep(
                 model, plan, enabled=cfg.precision.verify, report=metrics.say, watch=watch
             )
+            stopped = world.stop_requested()  # from here on a signal lets the step end and be saved
+            if stopped:
+                metrics.say(f"stopped by {stopped.name}: nothing to save yet")
+                raise SystemExit(143)
             while step < num_steps:
                 started = time.perf_counter()
                 batches = loader.micro_batches(step)
@@ -146,16 +152,16 @@ def main(cfg: FinetuneConfig) -> None:
                     "bf16_mfu": used.bf16_mfu,
                 }
                 is_last = step == num_steps
-                if held_out is not None and is_due(step, cfg.eval_every_steps, is_last):
+                stopped = world.stop_requested()
+                if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
-                stopped = world.stop_requested()
                 writer.check()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
-                    eval_loss, at_end = record.get("eval_loss"), stopped or is_last
+                    eval_loss, at_end = record.get("eval_loss"), bool(stopped) or is_last
                     last_saved = writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
-                if stopped and not is_last:
-                    metrics.say(f"stopped by SIGTERM after step {step}, saved; run again to continue")
+                if stopped:
+                    metrics.say(f"stopped by {stopped.name} after step {step}, saved; run again to continue")
                     raise SystemExit(143)
 
         # --- Result.

@@ -67,6 +67,14 @@ class RunFolder:
                 kept.append(line + "\n")
         write_text(self.metrics, "".join(kept))
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the metrics hold a held-out loss of `step`. All ranks call it."""
+        lines: list[str] = []
+        if self._world.is_main and self.metrics.exists():
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
+
     def exported_step(self) -> int | None:
         """The step whose weights export/ holds, None where there is no finished export."""
         path = self.path / "export.json"

@@ -13,9 +13,9 @@ says otherwise.
 Death. A killed launcher must leave no rank behind that goes on writing: the kernel kills it
 (PR_SET_PDEATHSIG).
 
-Signals. The first SIGTERM or SIGINT is forwarded to the ranks, which save and leave; SIGUSR1, with which
-Slurm warns of a time limit, as a SIGTERM. It often arrives twice (a group signal, an impatient hand); a
-repetition within the grace interval is ignored, a later one ends everything at once.
+Signals (lptune/ranks/preemption.py). The first one is passed on to the ranks, which save and leave as if they
+alone had received it, and torchrun only sees that they end. One that comes later than the grace interval ends
+everything at once.
 """
 
 import ctypes
@@ -35,15 +35,12 @@ from typing import TYPE_CHECKING, NoReturn
 from lptune import ranks
 from lptune.cli.watch import Watch
 from lptune.config import UserError, closest
+from lptune.ranks import preemption
 
 if TYPE_CHECKING:
     import argparse
 
-_REPEAT_GRACE_S = 5.0
 _PEER_GRACE_S = 1.0
-_SAVE_GRACE_S = (
-    "300"  # torchrun kills ranks that take longer to leave after a signal; its own 30 s are short for a save
-)
 
 
 def stay_on_loopback() -> None:
@@ -64,8 +61,6 @@ def as_rank(body: Callable[[], object]) -> None:
     """Run `body` as one rank of several; exit with its code, its outcome written down."""
     _die_with_launcher()
     if ranks.OUTCOMES in os.environ:
-        # Slurm signals every process of a job step; the launcher passes SIGUSR1 on as a SIGTERM.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         ranks.redirect_output()
         ranks.announce()
     error: BaseException | None = None
@@ -125,7 +120,6 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     """
     import torch
     import torch.distributed.run
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -133,7 +127,6 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     rendezvous = _choose_rendezvous(args, flags)
     signals = _check(args)
     args.signals_to_handle = ""  # handled here
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_GRACE_S)
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
     os.environ[ranks.OUTCOMES], os.environ[ranks.LAUNCHER] = str(folder), str(os.getpid())
     if not _keeps_logs_itself(args):
@@ -148,14 +141,12 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     watch = Watch(folder, rendezvous, leave)
     code = 2
     try:
-        _forward_once(signals, SignalException, watch)
         watch.start()
+        _listen(signals, watch, leave)
         torch.distributed.run.run(args)
         code = watch.finish()
     except ChildFailedError as error:
         code = watch.conclude({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:
-        code = watch.conclude({}, stopped_by=error.sigval)
     except (RendezvousError, torch.distributed.DistError, TimeoutError) as error:
         if not watch.has_ranks:
             raise UserError(_about_rendezvous(error, rendezvous, args)) from None
@@ -279,24 +270,26 @@ def _check(args: "argparse.Namespace") -> list[signal.Signals]:
     return signals
 
 
-def _forward_once(
-    signals: Sequence[signal.Signals], exception: Callable[[str, signal.Signals], Exception], watch: Watch
-) -> None:
-    """Raise `exception` on the first of the signals, which torchrun answers by forwarding it to the ranks."""
-    first_s: float | None = None
+def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[int], None]) -> None:
+    """Passes signals on to the ranks. What torchrun would handle beside ours is taken for a SIGTERM."""
 
-    def handle(number: int, _: FrameType | None) -> None:
-        nonlocal first_s
-        if first_s is None:
-            first_s = time.monotonic()
-            watch.stopping = True
-            passed_on = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)
-            raise exception(f"signal {number}", passed_on)
-        if time.monotonic() - first_s > _REPEAT_GRACE_S:
-            os._exit(128 + number)
+    def first(number: signal.Signals) -> None:
+        if not watch.pass_on(number):
+            print(f"stopped by {number.name}: nothing to save yet", file=sys.stderr, flush=True)
+            leave(preemption.STOPPED)
+        elif number == signal.SIGINT:
+            preemption.announce_stop(number, "the ranks' step is")
 
-    for number in {*signals, signal.SIGUSR1}:
-        signal.signal(number, handle)
+    def again(number: signal.Signals) -> None:
+        leave(128 + number)
+
+    def as_sigterm(_: int, __: FrameType | None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # raise_signal would be for this thread, which blocks it
+
+    preemption.react(first, again)
+    for number in set(signals) - preemption.SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, as_sigterm)
 
 
 def _silence(prefix: str) -> None:

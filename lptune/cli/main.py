@@ -4,9 +4,9 @@
     2    the user's input is wrong (UserError, click's usage errors): one line on stderr, no traceback
     3    training diverged (DivergedError): one line
     1    a bug of ours: the traceback
-    130  Ctrl-C
+    130  Ctrl-C, of any command but `run`
 
-A recipe's own code (143 stopped by SIGTERM) arrives as SystemExit and passes through untouched.
+A recipe's own code (143 stopped by a signal) arrives as SystemExit and passes through untouched.
 Commands import torch inside their function, so that `--help` and `validate` answer at once.
 """
 

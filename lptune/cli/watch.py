@@ -13,8 +13,8 @@ minutes for NCCL, 30 for gloo). So the watch
   barrier, or while it asks a store whose host is gone;
 - gives a sign of life; the first machine reports one that has given none.
 
-Codes 143 and 130 are no failures: who leaves with them has saved, or was told to stop, and its peers get
-time.
+Code 143 is no failure: who leaves with it has saved, and its peers get time; unless nothing was to save, then
+they are ended, too. A signal to the launcher comes through here to the ranks (`pass_on`).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _SETTLE_S = (
 )
 _VANISHED_S = 0.2  # a rank was killed: nobody will explain that
 _LOST_PEER_S = 4.0  # for the machine of that peer to tell why it is gone
-_SAVE_S = 30.0  # a peer has saved and left; the same save ends here
+_SAVE_S = 30.0  # a peer has left after a save, which ends with a barrier; torchrun gives no more
 _STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
 _LINGER_S = 4.0  # for the other machines to read the reason in a store that may end with this process
 _BEAT_S = 5.0
@@ -68,13 +68,21 @@ class Watch(threading.Thread):
         self._exchange: _Exchange | None = None
         self._cut_off = False
         self._over = threading.Event()
-        self.stopping = False
-        """The launcher was told to stop by a signal: ranks that vanish now have received it too."""
+        self._signal: signal.Signals | None = None
+        self._signalled: set[int] = set()
 
     @property
     def has_ranks(self) -> bool:
         """Whether ranks were started."""
         return bool(self._ranks) or any(self._folder.glob("rank-*.json"))
+
+    def pass_on(self, number: signal.Signals) -> bool:
+        """Has the ranks of this machine receive `number`, each once; False where none was started.
+
+        They have as long as they need to save. Who wants less has means: a scheduler kills, a hand insists.
+        """
+        self._signal = number
+        return self.has_ranks
 
     def finish(self) -> int:
         """The end without a failure; returns the exit code 0."""
@@ -106,6 +114,7 @@ class Watch(threading.Thread):
         hinted = not self._rendezvous
         while not self._over.wait(_POLL_S):
             self._meet_ranks()
+            self._send_signal()
             now_s = time.monotonic()
             if not hinted and not self._ranks and now_s - started_s > _HINT_S:
                 hinted = True
@@ -125,10 +134,12 @@ class Watch(threading.Thread):
         vanished = self._vanished()
         ends = [outcome for outcome in [*outcomes, *self._elsewhere] if outcome.code != 0]
         cause = min(ends, key=lambda outcome: outcome.precedence, default=None)
-        if vanished and not self.stopping and (cause is None or cause.lost_peer):
+        if vanished and (cause is None or cause.lost_peer):
             return _VANISHED_S
         if cause is None:
             return None
+        if cause.nothing_to_save:
+            return _SETTLE_S
         if cause.code in LEAVING:
             return _SAVE_S if cause.code == 143 else _SETTLE_S
         if cause.lost_peer and self._exchange is not None:
@@ -149,6 +160,16 @@ class Watch(threading.Thread):
 
     def _has_ended(self, rank: int) -> bool:
         return self._pidfds[rank] < 0 or bool(select.select([self._pidfds[rank]], [], [], 0)[0])
+
+    def _send_signal(self) -> None:
+        if self._signal is None:
+            return
+        for rank in set(self._ranks) - self._signalled:
+            self._signalled.add(rank)
+            if self._pidfds[rank] < 0:
+                continue
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                signal.pidfd_send_signal(self._pidfds[rank], self._signal)
 
     def _vanished(self) -> set[int]:
         """Ranks that ended without an outcome."""
@@ -174,7 +195,8 @@ class Watch(threading.Thread):
             self._exchange.ask_rarely()
         try:
             for outcome in outcomes:
-                if outcome.code not in LEAVING and outcome.rank not in self._published:
+                is_news = outcome.code not in LEAVING or outcome.nothing_to_save
+                if is_news and outcome.rank not in self._published:
                     self._published.add(outcome.rank)
                     self._exchange.publish(outcome)
             self._elsewhere += self._exchange.news()
@@ -204,31 +226,27 @@ class Watch(threading.Thread):
 
     # ---- the launcher's last words
 
-    def conclude(self, exit_codes: Mapping[int, int], stopped_by: signal.Signals | None = None) -> int:
+    def conclude(self, exit_codes: Mapping[int, int]) -> int:
         """The launcher's exit code; prints the cause, once, and tells the other machines.
 
-        exit_codes: of ranks that torchrun found ended, negative where a signal killed them. stopped_by: the
-        signal that the launcher received and passed on.
+        exit_codes: of ranks that torchrun found ended, negative where a signal killed them.
         """
         self.stop()
         self._meet_ranks()
         outcomes = [outcome for outcome in read_outcomes(self._folder) if outcome.code != 0]
-        words = []
-        if stopped_by is not None:
-            words.append((128 + stopped_by, f"stopped by {stopped_by.name}"))
-        else:
-            known = {outcome.rank for outcome in outcomes} | self._killed
-            silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
-            words += [_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
-        here = outcomes + [
-            Outcome(-1, code, time.time_ns(), socket.gethostname(), line) for code, line in words
-        ]
+        known = {outcome.rank for outcome in outcomes} | self._killed
+        silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
+        words = [_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
+        # Time 0: what ended without a word ended before torchrun stopped the others, and they said so.
+        here = outcomes + [Outcome(-1, code, 0, socket.gethostname(), line) for code, line in words]
         self._tell(here)
         cause = min([*here, *self._elsewhere], key=lambda outcome: outcome.precedence, default=None)
         if cause is None:
             return 1
         same = [outcome for outcome in outcomes if outcome.line and outcome.code == cause.code]
-        if cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
+        if cause.nothing_to_save:
+            print(cause.line, file=sys.stderr)
+        elif cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
             pass  # the ranks here have left by themselves
         elif same:  # most mistakes are every rank's: quote the first one
             _print_own(min(same, key=lambda outcome: outcome.rank))

@@ -8,12 +8,10 @@ too.
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lptune import ranks
 from lptune.config import ParallelConfig, UserError
+from lptune.ranks import preemption
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,16 @@ class World:
         """Waits for all ranks."""
         self.sum(0)
 
-    def stop_requested(self) -> bool:
-        """Whether any rank has received SIGTERM; all ranks get the same answer. A collective."""
-        anywhere = torch.tensor(float(_stop_requested), device=self.device)
+    def stop_requested(self) -> signal.Signals | None:
+        """The signal that asked any rank to stop, or None; all ranks get the same answer. A collective.
+
+        A recipe asks before its first step and after each; before the first question a signal ends the
+        process at once (lptune/ranks/preemption.py).
+        """
+        anywhere = torch.tensor(float(preemption.requested() or 0), device=self.device)
         self.max_(anywhere)
-        return bool(anywhere.item() > 0)
+        number = int(anywhere.item())
+        return signal.Signals(number) if number else None
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Seeds torch, numpy and random: what this rank draws next is a function of (seed, step, data rank).
@@ -120,9 +124,7 @@ def session(
     """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
     rank.
 
-    Within a session SIGTERM, and SIGUSR1 with which Slurm warns of a time limit, do not end the process: they
-    are noted for `World.stop_requested`, and repetitions (a group signal and torchrun's forwarding arrive
-    twice) change nothing. An exception that leaves the session ends all ranks of the launch.
+    An exception that leaves the session ends all ranks of the launch.
 
     device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. Raises UserError when cuda
     is asked for and not there, and when the ranks cannot form the mesh. The group is destroyed at exit.
@@ -151,7 +153,6 @@ def session(
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    previous = _note_sigterm()
     try:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         world = World(rank=rank, size=size, device=here, mesh=mesh)
@@ -166,8 +167,7 @@ def session(
         ranks.hold(error)
         raise
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        preemption.release()
         dist.destroy_process_group()
         # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
         # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
@@ -189,23 +189,6 @@ def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
         )
     sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
     return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
-
-
-_stop_requested = False
-
-
-def _note_sigterm() -> dict[signal.Signals, Any]:
-    """Installs the handlers; returns the previous ones, none outside the main thread, which alone may."""
-    global _stop_requested
-    _stop_requested = False
-
-    def note(number: int, frame: object) -> None:
-        global _stop_requested
-        _stop_requested = True
-
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
 
 def _device_type(device: str) -> str:

@@ -1,4 +1,4 @@
-"""What one process of several owes its launcher: how it ended, and what it printed. Imports no torch."""
+"""What a process owes its launcher: how it ended, what it printed, that it stops. Imports no torch."""
 
 from lptune.ranks.log import LOGS, keep_log, move_logs, redirect_output
 from lptune.ranks.outcome import (

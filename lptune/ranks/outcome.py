@@ -22,7 +22,7 @@ from lptune.ranks.log import LOGS
 
 OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes, from the launcher to its ranks
 LAUNCHER = "LPTUNE_LAUNCHER_PID"
-LEAVING = (0, 130, 143)  # done, Ctrl-C, stopped after saving: none of them is a failure
+LEAVING = (0, 130, 143)  # done, KeyboardInterrupt, stopped by a signal: none of them is a failure
 _HOLD_S = 15.0  # the launcher needs about one second, see lptune/cli/watch.py
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket"
@@ -58,11 +58,17 @@ class Outcome(NamedTuple):
     traceback: str = ""
     lost_peer: bool = False
     """The error looks like the end of a connection: another rank's outcome explains it."""
+    nothing_to_save: bool = False
+    """A signal came before training began: the rank left at once, and its peers are not waited for."""
 
     @property
     def precedence(self) -> tuple[bool, bool, bool, int]:
-        """The smallest is the cause: failures with a name, bugs, leaving, consequences; within each, time."""
-        return self.lost_peer, self.code in LEAVING, self.code == 1, self.time_ns
+        """The smallest is the cause: failures with a name, bugs, leaving, consequences; within each, time.
+
+        A rank that left at once may be why another one fails: between these two time decides.
+        """
+        left_after_saving = self.code in LEAVING and not self.nothing_to_save
+        return self.lost_peer, left_after_saving, self.code == 1 or self.nothing_to_save, self.time_ns
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

@@ -212,14 +212,14 @@ def test_a_rank_that_fails_beside_a_collective_is_the_cause_and_not_its_peer(
     assert second.stderr.count("Traceback") == 1
 
 
-PREEMPTED = '''"""Saves on SIGTERM like the session's ranks; the second time it finds its checkpoint and is done."""
+PREEMPTED = '''"""Saves on a signal like the session's ranks; the second time it finds its checkpoint and is done."""
 import os
 import pathlib
-import signal
 import sys
 import time
 
 from lptune.config import FinetuneConfig
+from lptune.ranks import preemption
 
 RANK = os.environ["RANK"]
 
@@ -230,14 +230,13 @@ def main(cfg: FinetuneConfig) -> None:
         time.sleep(0.5)
         return
 
-    def save(number, _):
-        pathlib.Path(f"saved-{RANK}").touch()
-        sys.exit(143)
-
-    signal.signal(signal.SIGTERM, save)
+    preemption.requested()
     with open("pids", "a") as file:
         file.write(f"{os.getpid()} {os.getppid()} ")
-    time.sleep(60)
+    while not preemption.requested():
+        time.sleep(0.05)
+    pathlib.Path(f"saved-{RANK}").touch()
+    sys.exit(143)
 '''
 
 # What the script uses of Slurm. scontrol's requeue is a file, as the test runs the script again by itself.

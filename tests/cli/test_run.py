@@ -22,6 +22,7 @@ import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.ranks import preemption
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -55,12 +56,16 @@ def main(cfg: FinetuneConfig) -> None:
     if what == "killed" and RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "saves":
-        def save(number, _):
-            time.sleep(1.0)
-            say(f"rank {RANK} saved")
-            sys.exit(143)
-        signal.signal(signal.SIGTERM, save)
-    if what in ("killed", "saves", "sleep"):
+        preemption.requested()
+        say("waiting")
+        while not preemption.requested():
+            time.sleep(0.05)
+        time.sleep(1.0)
+        say(f"rank {RANK} saved")
+        sys.exit(143)
+    if what == "stays":
+        preemption.requested()
+    if what in ("killed", "stays", "sleep"):
         say("waiting")
         time.sleep(60)
 '''
@@ -137,19 +142,20 @@ def test_plain_torchrun_runs_the_same_command_line(tmp_path: Path, toy: list[str
 
 
 def start(
-    tmp_path: Path, toy: list[str], what: str, ranks: int = 2
+    tmp_path: Path, toy: list[str], what: str, ranks: int = 2, command: list[str] | None = None
 ) -> "tuple[subprocess.Popen[str], list[int]]":
     """A launcher whose ranks are all waiting (each says so in a file), and their process ids."""
+    command = command or [
+        sys.executable,
+        "-m",
+        "lptune.cli.main",
+        "run",
+        f"--nproc-per-node={ranks}",
+        *toy,
+        f"output_dir={what}",
+    ]
     launcher = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lptune.cli.main",
-            "run",
-            f"--nproc-per-node={ranks}",
-            *toy,
-            f"output_dir={what}",
-        ],
+        command,
         cwd=tmp_path,
         env=clean_environment() | {"TMPDIR": str(tmp_path)},  # a killed launcher leaves its folder
         stdout=subprocess.PIPE,
@@ -206,14 +212,18 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
 
 
 @linux_only
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_launcher_reaches_the_ranks(
-    tmp_path: Path, toy: list[str], number: int, code: int
+@pytest.mark.parametrize(
+    ("to_launcher", "number"),
+    [(True, signal.SIGINT), (True, signal.SIGHUP), (False, signal.SIGTERM), (False, signal.SIGUSR1)],
+)
+def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_line(
+    tmp_path: Path, toy: list[str], to_launcher: bool, number: signal.Signals
 ) -> None:
     launcher, pids = start(tmp_path, toy, "sleep")
-    launcher.send_signal(number)
+    os.kill(launcher.pid if to_launcher else pids[0], number)
     _, stderr = launcher.communicate(timeout=30)
-    assert (launcher.returncode, stderr) == (code, "")
+    name = "SIGTERM" if number == signal.SIGHUP else number.name
+    assert (launcher.returncode, stderr.splitlines()[-1]) == (143, f"stopped by {name}: nothing to save yet")
     assert wait_until_gone(pids)
 
 
@@ -225,8 +235,23 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[
         time.sleep(0.1)
     stdout, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 143
-    assert stdout.endswith("\nrank 0 saved\n")
+    assert stdout.endswith("rank 0 saved\n")
     assert (tmp_path / "saves/logs/rank-1.log").read_text().endswith("\nrank 1 saved\n")
+
+
+@linux_only
+def test_a_signal_after_the_grace_interval_ends_all_ranks_at_once(tmp_path: Path, toy: list[str]) -> None:
+    main = "from lptune.ranks import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
+    main += f"main(['run', '--nproc-per-node=2', *{toy}, 'output_dir=stays'])"
+    launcher, pids = start(tmp_path, toy, "stays", command=[sys.executable, "-c", main])
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    _, stderr = launcher.communicate(timeout=10)
+    assert (launcher.returncode, stderr.count("\n")) == (130, 1)
+    assert wait_until_gone(pids)
+    assert list(tmp_path.glob("lptune-*")) == []
 
 
 @pytest.mark.parametrize(

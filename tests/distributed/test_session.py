@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -72,12 +73,18 @@ def test_what_a_rank_draws_is_a_function_of_seed_step_and_rank() -> None:
         assert len(set(values)) == len(values)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_in_a_session_asks_to_stop_and_repetitions_change_nothing(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_after_the_first_question_asks_to_stop_until_the_session_ends(
+    number: signal.Signals,
+) -> None:
+    handler, mask = signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with distributed.session("cpu") as world:
-        assert not world.stop_requested()
+        assert signal.getsignal(number) == handler  # a session of which nobody asks leaves the signals alone
+        assert world.stop_requested() is None
         for _ in range(2):
             os.kill(os.getpid(), number)
-        assert world.stop_requested()
-    assert signal.getsignal(number) == before
+        deadline_s = time.monotonic() + 10
+        while (asked := world.stop_requested()) is None:
+            assert time.monotonic() < deadline_s
+        assert asked == number
+    assert (signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (handler, mask)

@@ -294,25 +294,35 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(run_recipe:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_the_step_and_exits_143(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path, ranks: int
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_saves_the_step_exits_143_and_leaves_the_evaluation_to_the_resumed_run(
+    run_recipe: Run, tmp_path: Path, tiny_config: Path, ranks: int, number: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "lptune.cli.main", "run", f"--nproc-per-node={ranks}"]
-    command += ["full_finetune", "--config", str(tiny_config), "num_steps=100000", "schedule.kind=constant"]
+    command = [sys.executable, "-m", "lptune.cli.main", "run", f"--nproc-per-node={ranks}", "full_finetune"]
+    command += ["--config", str(tiny_config), "schedule.kind=constant", "eval_every_steps=1"]
     metrics = tmp_path / "run" / "metrics.jsonl"
     with subprocess.Popen(
-        command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [*command, "num_steps=100000"],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 4):
             time.sleep(0.02)
-        process.terminate()
-        out = process.communicate(timeout=120)[0]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 143
     step = read_metrics(tmp_path / "run")[-1]["step"]
-    assert f"stopped by SIGTERM after step {step}, saved" in out
-    done = run_recipe("schedule.kind=constant", f"num_steps={step + 1}")
+    assert f"stopped by {number.name} after step {step}, saved" in out
+    assert ("Ctrl-C again after 5 s ends at once" in err) == (number == signal.SIGINT)
+    done = run_recipe("schedule.kind=constant", "eval_every_steps=1", f"num_steps={step + 1}")
     assert f"continuing {tmp_path / 'run/checkpoints' / f'step-{step:08d}'}" in done.stdout
+    stopped, made_up, last = read_metrics(tmp_path / "run")[-3:]
+    assert (stopped["step"], "eval_loss" in stopped, list(made_up)) == (step, False, ["step", "eval_loss"])
+    assert (made_up["step"], last["step"]) == (step, step + 1)
+    assert abs(made_up["eval_loss"] - last["eval_loss"]) < 1.0
 
 
 def test_other_weights_under_the_same_config_are_refused(

@@ -1,0 +1,122 @@
+"""lptune/ranks/preemption.py in processes of their own: what a signal does, and to whom."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lptune.ranks import preemption
+from tests.tiny_recipe import environment
+
+NUMBERS = sorted(preemption.SIGNALS)
+
+
+def start(script: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    """The script, after it has said that it is ready; a group of its own."""
+    command = [sys.executable, "-c", f"from lptune.ranks import preemption\n{textwrap.dedent(script)}"]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        env=environment() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    return process
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_before_the_first_question_a_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+    process = start("preemption.listen(); print('ready', flush=True); import time; time.sleep(60)")
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (143, f"stopped by {number.name}: nothing to save yet\n")
+
+
+GROUP = """
+    import subprocess, sys, time
+    preemption.listen()
+    preemption.requested()
+    late = "import sys, time; time.sleep(0.5); sys.exit(7)"
+    child = subprocess.Popen([sys.executable, "-c", late])
+    print("ready", flush=True)
+    while not preemption.requested():
+        time.sleep(0.01)
+    print(child.wait(), preemption.requested().name)
+"""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_group_signal_does_not_reach_the_processes_that_a_run_starts(number: signal.Signals) -> None:
+    process = start(GROUP)
+    os.killpg(process.pid, number)
+    stdout, stderr = process.communicate(timeout=10)
+    assert stdout == f"7 {number.name}\n"
+    assert f"{number.name}: the step in progress is finished and saved first" in stderr
+
+
+# In C, as in a collective or a compiler: a Python handler would not run.
+BUSY = """
+    import ctypes, sys
+    preemption.GRACE_S = float(sys.argv[1])
+    preemption.listen()
+    preemption.requested()
+    print("ready", flush=True)
+    ctypes.CDLL(None).sleep(1)
+    print(preemption.requested().name)
+"""
+
+
+def test_a_repetition_within_the_grace_interval_changes_nothing() -> None:
+    process = start(BUSY, "30")
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.communicate(timeout=10)[0] == "SIGTERM\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_repetition_after_it_ends_the_process_at_once(number: signal.Signals) -> None:
+    process = start(BUSY, "0.2")
+    process.send_signal(number)
+    time.sleep(0.5)
+    process.send_signal(number)
+    assert process.communicate(timeout=10)[0] == ""
+    assert process.returncode == 128 + number
+
+
+def test_a_rank_of_several_leaves_it_to_the_launcher_to_take_a_repetition_for_insistence() -> None:
+    process = start(BUSY, "0.2", RANK="0", WORLD_SIZE="2")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10)[0] == "SIGTERM\n"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_run_is_stopped_cleanly_by_a_signal_before_its_first_line_of_python(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, preemption.SIGNALS)  # as a launcher does
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", "quickstart"],
+            env=environment(),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    process.send_signal(number)
+    assert process.communicate(timeout=10) == ("", f"stopped by {number.name}: nothing to save yet\n")
+    assert process.returncode == 143
