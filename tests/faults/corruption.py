@@ -5,7 +5,7 @@
 Checkpoints of one rank, of two ranks, and of one rank with its tensors spread over many files. Of the newest
 one every file is deleted, truncated, lengthened, zeroed, swapped with another of its folder or with the same
 file of another step, or has one bit flipped; its folder is swapped, renamed or copied. Each time resume=PATH
-must refuse it, and resume=auto must name it, pass it over for the newest that is intact, and leave it as it is.
+must refuse it, and resume=auto must name it, pass it over for the newest that is intact, and not touch it.
 """
 
 import argparse
@@ -208,7 +208,10 @@ def corruption(num_bits: int, seed: int, within: Path) -> tuple[Counter[tuple[st
         ("2 ranks", 2, False),
     ):
         good = within / layout
-        run_ranks(ranks, write_checkpoints, str(good), parts)
+        if ranks > 1:
+            run_ranks(ranks, write_checkpoints, str(good), parts)
+        else:
+            write_checkpoints(0, 1, str(good), parts)
         with distributed.session("cpu") as world:
             for damage in damages(good, num_bits, rng):
                 counts[damage.kind, layout] += 1
