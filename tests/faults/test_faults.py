@@ -44,7 +44,7 @@ def test_every_change_of_any_file_of_a_checkpoint_is_noticed(tmp_path: Path) -> 
 def _warm(
     arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """The same command line in processes that need not import torch; several ranks as under plain torchrun."""
+    """The same command line where torch is imported already; several ranks as under plain torchrun."""
     port = free_port()
 
     def one(rank: int) -> subprocess.CompletedProcess[str]:
