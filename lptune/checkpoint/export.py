@@ -11,25 +11,27 @@ place and published by renaming it, when all ranks have succeeded.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
 from lptune.checkpoint.about import About, check_base, model_card, read_about
 from lptune.checkpoint.files import (
+    WRITE_ERRORS,
+    free_bytes,
     fresh_folder,
     fsync_path,
     publish_folder,
     read_json,
     save_tensors,
     set_aside,
+    why,
     write_json,
     write_text,
 )
@@ -42,7 +44,7 @@ from lptune.distributed import Piece, SideGroup, World, side_group
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _FILES_AT_ONCE = 2  # on each rank: one is put together while the other reaches the disk
-_SMALL_FILES_BYTES = 64 << 20  # what config, tokenizer and index may take, generously
+_HEADERS_BYTES = 512  # of a tensor, in its file's header and in the index, generously
 
 
 class Target(NamedTuple):
@@ -81,15 +83,14 @@ def export_hf(
     Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
     writing fails and if what was written does not read back equal; `folder` is then as before.
     """
-    with side_group(world) if world is not None else nullcontext() as group:
+    with side_group(world) as group:
         _export(checkpoint, source, folder, cfg, group, replace)
     return folder
 
 
 def _export(
-    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup | None, replace: bool
+    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup, replace: bool
 ) -> None:
-    rank, num_ranks = (group.rank, group.size) if group is not None else (0, 1)
     scratch = folder.with_name(f".tmp-{folder.name}")
     try:
         with _together(group, checkpoint, folder):
@@ -97,23 +98,23 @@ def _export(
             about = read_about(manifest)
             check_base(manifest, source.folder)
             files = plan_files(source, cfg)
-            if rank == 0:
-                _check_space(folder, files)
+            if group.rank == 0:
+                _check_space(folder, files, source)
                 fresh_folder(scratch)
         with _together(group, checkpoint, folder):
             stored = StoredFiles(manifest)
-            mine = deal_out(files, num_ranks)[rank]
+            mine = deal_out(files, group.size)[group.rank]
             in_threads(
                 (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
                 _FILES_AT_ONCE,
             )
         with _together(group, checkpoint, folder):
-            if rank == 0:
+            if group.rank == 0:
                 _write_rest(scratch, source, files, cfg, about, manifest.step)
                 _publish(scratch, folder, replace)
     finally:
         # What a failure leaves; all ranks have stopped writing.
-        if rank == 0:
+        if group.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -157,35 +158,33 @@ def deal_out(files: Files, num_ranks: int) -> list[list[str]]:
     return shares
 
 
-@contextmanager
-def _together(group: SideGroup | None, checkpoint: Path, folder: Path) -> Iterator[None]:
-    """A part of the work after which all ranks go on, or all raise the UserError of the first that failed."""
-    line = None
-    try:
-        yield
-    except UserError as error:
-        line = str(error)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        line = (
-            f"{folder}: the export cannot be written: {reason}; {checkpoint} is intact; `lptune export` "
+def _together(group: SideGroup, checkpoint: Path, folder: Path) -> AbstractContextManager[None]:
+    def line_of(error: Exception) -> str:
+        if isinstance(error, UserError):
+            return str(error)
+        return (
+            f"{folder}: the export cannot be written: {why(error)}; {checkpoint} is intact; `lptune export` "
             "writes it elsewhere, or here once the cause is gone"
         )
-    if group is not None:
-        line = group.first_line(line)
-    if line is not None:
-        raise UserError(line)
+
+    return group.together((*WRITE_ERRORS, UserError), line_of)
 
 
-def _check_space(folder: Path, files: Files) -> None:
-    needed = _SMALL_FILES_BYTES + sum(_num_bytes(tensors) for tensors in files.values())
+def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
+    needed = sum(_num_bytes(tensors) + _HEADERS_BYTES * len(tensors) for tensors in files.values())
+    needed += sum(path.stat().st_size for path in _copied(source.folder))
     nearest = next(part for part in folder.absolute().parents if part.exists())
-    free = shutil.disk_usage(nearest).free
+    free = free_bytes(nearest)
     if free < needed:
         raise UserError(
             f"{folder}: the export takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free there; "
             "free some, or write it elsewhere with `lptune export`"
         )
+
+
+def _copied(folder: Path) -> list[Path]:
+    found = [path for pattern in _COPIED for path in folder.glob(pattern)]
+    return [path for path in found if path.is_file() and path.name != INDEX_NAME]
 
 
 def _num_bytes(tensors: dict[str, Target]) -> int:
@@ -223,10 +222,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _write_rest(
     scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, about: About, step: int
 ) -> None:
-    for pattern in _COPIED:
-        for path in source.folder.glob(pattern):
-            if path.is_file() and path.name != INDEX_NAME:
-                shutil.copyfile(path, scratch / path.name)
+    for path in _copied(source.folder):
+        shutil.copyfile(path, scratch / path.name)
     if cfg.dtype != "original":
         config = read_json(scratch / "config.json")
         # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.

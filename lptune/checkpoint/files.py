@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,17 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+WRITE_ERRORS = (OSError, SafetensorError)
+"""What writing raises where a disk is full or broken."""
+
+
+def why(error: Exception) -> str:
+    """What happened, in the system's words, and where it says so."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

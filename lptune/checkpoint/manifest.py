@@ -129,22 +129,14 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
 
     group: all its ranks call this, each hashes its share of the files, and all of them raise alike.
     """
-    manifest = line = None
-    try:
+    group = group or SideGroup()
+    with group.together((UserError,), str):
         manifest = read_manifest(folder)
-        mine = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
-        if group is not None:
-            mine = mine[group.rank :: group.size]
+        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
+        mine = largest_first[group.rank :: group.size]
         with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
             list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
         _check_stored(manifest)
-    except UserError as error:
-        line = str(error)
-    if group is not None:
-        line = group.first_line(line)
-    if line is not None:
-        raise UserError(line)
-    assert manifest is not None
     return manifest
 
 

@@ -25,22 +25,24 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lptune.checkpoint.files import (
+    WRITE_ERRORS,
     free_bytes,
     fresh_folder,
     publish_folder,
     read_json,
     save_tensors,
     set_aside,
+    why,
     write_json,
 )
 from lptune.checkpoint.manifest import (
@@ -220,38 +222,35 @@ class CheckpointWriter:
     def _write(self, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
         partial = self._folder / f".tmp-{step_folder_name(job.step)}"
         num_bytes = self._group.total(job.num_bytes)
+        is_main = self._world.is_main
         try:
-            failed = "could not be written"
-            self._together(job, failed, self._is_main, self._begin, partial, num_bytes)
-            self._together(job, failed, True, self._write_files, partial, job, on_host)
-            self._together(job, failed, self._is_main, self._publish, partial, job)
-            failed = "was written, but what it replaces could not be removed"
-            self._together(job, failed, self._is_main, remove_old, self._folder, job.step, self._cfg)
+            with self._together(job):
+                if is_main:
+                    self._begin(partial, num_bytes)
+            with self._together(job):
+                self._write_files(partial, job, on_host)
+            with self._together(job):
+                if is_main:
+                    self._publish(partial, job)
         except BaseException:
-            if self._is_main:
+            if is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+        with self._together(job, "was written, but what it replaces could not be removed"):
+            if is_main:
+                remove_old(self._folder, job.step, self._cfg)
 
-    def _together(
-        self, job: "_Job", failed: str, here: bool, action: Callable[..., None], *arguments: Any
-    ) -> None:
-        """Calls `action` on the ranks where `here`, and waits for all; where one cannot, UserError on all."""
-        line = None
-        try:
-            if here:
-                action(*arguments)
-        except (OSError, SafetensorError, UserError) as error:
+    def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
+        def line_of(error: Exception) -> str:
             where = f"rank {self._world.rank}: " if self._world.size > 1 else ""
-            line = f"{where}checkpoint of step {job.step} {failed}: {_why(error)}"
-        line = self._group.first_line(line)
-        if line is not None:
             newest = next((path.name for path in list_checkpoints(self._folder)), None)
             there = f"{newest} is intact" if newest else "there is no earlier one"
-            raise UserError(f"{line}; {there}; make room in {self._folder} or mend it, and run again")
+            return (
+                f"{where}checkpoint of step {job.step} {failed}: {why(error)}; {there}; make room in "
+                f"{self._folder} or mend it, and run again"
+            )
 
-    @property
-    def _is_main(self) -> bool:
-        return self._world.is_main
+        return self._group.together((*WRITE_ERRORS, UserError), line_of)
 
     def _begin(self, partial: Path, num_bytes: int) -> None:
         fresh_folder(partial)
@@ -346,12 +345,6 @@ def _in_parts(stored: list[_Stored]) -> Iterable[tuple[str, list[_Stored]]]:
     if len(parts) <= 1:
         return [("", part) for part in parts]
     return [(f"-{number:03d}", part) for number, part in enumerate(parts)]
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename or 'disk'}: {error.strerror or error}"
-    return str(error)
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:

@@ -6,13 +6,14 @@ for ten minutes, which a large file on a slow disk may take. Lines of text trave
 collectives would unpickle what comes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from lptune.config import UserError
 from lptune.distributed.session import World
 
 _TIMEOUT = timedelta(hours=3)
@@ -20,11 +21,14 @@ _LINE_BYTES = 2048
 
 
 class SideGroup:
-    """All ranks make one, and call its methods in the same order, each from one thread at a time."""
+    """All ranks make one, and call its methods in the same order, each from one thread at a time.
 
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world.size > 1 else None
+    world: None is this process alone.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.rank, self.size = (world.rank, world.size) if world is not None else (0, 1)
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def close(self) -> None:
         """Ends the group. No collective may be under way."""
@@ -43,6 +47,25 @@ class SideGroup:
     def of_main(self, value: int) -> int:
         """Rank 0's value."""
         return self.total(value if self.rank == 0 else 0)
+
+    @contextmanager
+    def together(
+        self, errors: tuple[type[Exception], ...], line_of: Callable[[Exception], str]
+    ) -> Iterator[None]:
+        """A part of the work after which all ranks go on, or all raise UserError.
+
+        errors: what counts as a failure of the user's machine or input. line_of: the message of one; that of
+        the first rank that failed is raised. Any other error is raised where it is; the others then wait for
+        a rank that is gone, and its launcher ends them.
+        """
+        line = None
+        try:
+            yield
+        except errors as error:
+            line = line_of(error)
+        line = self.first_line(line)
+        if line is not None:
+            raise UserError(line)
 
     def first_line(self, line: str | None) -> str | None:
         """The line of the first rank that has one, for all ranks; None where none has. Cut at 2,048 bytes."""
@@ -65,7 +88,7 @@ class SideGroup:
 
 
 @contextmanager
-def side_group(world: World) -> Iterator[SideGroup]:
+def side_group(world: World | None) -> Iterator[SideGroup]:
     """A SideGroup for a while. A collective."""
     group = SideGroup(world)
     yield group

@@ -23,13 +23,14 @@ from tests.cli.conftest import ROOT, Command, Finished, clean_environment
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
-RECIPE = '''"""A toy: rank and what it does are the config's output_dir, e.g. bug-2. The others wait, as in a collective, and ignore SIGTERM."""
+RECIPE = '''"""A toy: rank and what it does are the config's output_dir, e.g. bug-2. The others wait, as in a collective, and note SIGTERM."""
 import os
 import signal
 import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.ranks import preemption
 
 RANK = int(os.environ["RANK"])
 
@@ -42,7 +43,8 @@ def main(cfg: FinetuneConfig) -> None:
         return
     if what == "mistake":
         raise UserError("rows.jsonl: line 3: not JSON; mend it")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if (what, RANK) != ("stopped", int(who)):
+        preemption.requested()
     with open("waiting", "a") as file:
         file.write(f"{os.getpid()}\\n")
     while sum(1 for _ in open("waiting")) < 2:
@@ -56,6 +58,8 @@ def main(cfg: FinetuneConfig) -> None:
             raise DivergedError("step 3: loss nan")
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "stopped":
+            os.kill(os.getpid(), signal.SIGTERM)
     elif what == "killed":
         time.sleep(0.3)
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64650")
@@ -130,6 +134,7 @@ def test_a_mistake_of_all_ranks_is_one_line_on_each_machine_and_makes_no_folder(
     [
         ("bug-1", 1, "error: rank 1 on HOST: ZeroDivisionError: one thing by nothing (the traceback stands in the output there)", "rank 1:\nTraceback"),
         ("killed-1", 137, "error: on HOST: rank 1 was killed by SIGKILL", "error: rank 1 was killed by SIGKILL\n"),
+        ("stopped-1", 143, "stopped by SIGTERM: nothing to save yet", "stopped by SIGTERM: nothing to save yet\n"),
         ("diverged-0", 3, "error: rank 0 on HOST: step 3: loss nan", "error: step 3: loss nan\n"),
     ],
 )  # fmt: skip

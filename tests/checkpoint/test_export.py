@@ -1,0 +1,320 @@
+"""Export: from a checkpoint to a Hugging Face folder, alike by any number of ranks, whole or not at all."""
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lptune import checkpoint, distributed, models
+from lptune.checkpoint import export as module
+from lptune.checkpoint.about import About, base_digests, model_card
+from lptune.checkpoint.files import save_tensors, sha256
+from lptune.config import CheckpointConfig, ExportConfig, UserError
+from tests.launch import run_ranks
+
+NUM_FILES = 4
+INDEX = "model.safetensors.index.json"
+ABOUT = About(
+    model="/models/tiny",
+    data="rows.jsonl",
+    precision="int8_rowcol",
+    chat_template=None,
+    dtype="original",
+    max_shard_gib=0.0,
+    lptune="1.2.3",
+    torch="2.11.0",
+)
+
+
+def _base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """An imported model in several files whose names and sizes differ, its norms in float32."""
+    content = dict(models.PRESETS["llama3_2"]["tiny"]) | {"tie_word_embeddings": tied, "dtype": "bfloat16"}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    model = models.build_on_meta(models.read_config(folder))
+    names = [name for name, _ in model.named_parameters()]
+    tensors = {
+        name: model.initial_value(name, 0).to(torch.float32 if "norm" in name else dtype) for name in names
+    }
+    if tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    file_of = {name: f"part-{i * i % 7}.safetensors" for i, name in enumerate(tensors)}
+    assert len(set(file_of.values())) == NUM_FILES
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in tensors if file_of[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}), encoding="utf-8")
+    return folder
+
+
+def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str, Any] | None = None) -> Path:
+    """A checkpoint of other weights than the base's, written by all ranks of `world`."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = models.build_on_meta(models.read_config(base))
+    fully_shard(model, mesh=world.mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for piece in distributed.local_pieces(parameter):
+                whole = model.initial_value(name, 1) + 1 / 3
+                piece.values.copy_(whole[piece.row : piece.row + piece.values.shape[0]])
+    facts = {"fingerprint": base_digests(base), "about": vars(ABOUT) | {"model": str(base)} | (about or {})}
+    optimizer = torch.optim.AdamW(model.parameters())
+    with checkpoint.CheckpointWriter(folder, model, optimizer, world, CheckpointConfig()) as writer:
+        return writer.save(3, facts, wait=True)
+
+
+def _weights(base: Path) -> dict[str, Tensor]:
+    """What `_trained` saves."""
+    model = models.build_on_meta(models.read_config(base))
+    return {name: model.initial_value(name, 1) + 1 / 3 for name, _ in model.named_parameters()}
+
+
+def _export(path: Path, base: Path, folder: Path, **cfg: Any) -> Path:
+    return checkpoint.export_hf(path, checkpoint.read_index(base), folder, ExportConfig(**cfg))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in folder.iterdir()}
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank's checkpoint."""
+    with distributed.session("cpu") as world:
+        return _trained(base, tmp_path_factory.mktemp("one"), world)
+
+
+def _save_and_export(rank: int, num_ranks: int, base: str, folder: str) -> None:
+    with distributed.session("cpu") as world:
+        path = _trained(Path(base), Path(folder) / "checkpoints", world)
+        source = checkpoint.read_index(Path(base))
+        checkpoint.export_hf(path, source, Path(folder) / "export", ExportConfig(), world)
+        if rank == 1:  # the disk is full for one of them, in the middle of its files
+            module.save_tensors = _full_disk(after=1)
+        with pytest.raises(UserError) as error:
+            checkpoint.export_hf(path, source, Path(folder) / "export", ExportConfig(dtype="float32"), world)
+        Path(folder, f"error-{rank}").write_text(str(error.value), encoding="utf-8")
+
+
+def _full_disk(after: int) -> Callable[[Path, dict[str, Tensor]], None]:
+    written: list[Path] = []
+
+    def save(path: Path, tensors: dict[str, Tensor]) -> None:
+        if len(written) >= after:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        written.append(path)
+        save_tensors(path, tensors)
+
+    return save
+
+
+def test_two_ranks_export_what_one_process_does_and_fail_as_one(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    run_ranks(2, _save_and_export, str(base), str(tmp_path))
+    two = _digests(tmp_path / "export")  # after a second export that failed: the first is still there
+    path = tmp_path / "checkpoints" / "step-00000003"
+    assert len(list(path.glob("model-*.safetensors"))) == 2
+    assert _digests(_export(path, base, tmp_path / "alone")) == two
+    assert _digests(_export(trained, base, tmp_path / "of_one_rank")) == two
+    lines = [(tmp_path / f"error-{rank}").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    assert "export: the export cannot be written: " in lines[0]
+    assert "No space left on device; " in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir() if "export" in path.name) == ["export"]
+
+
+def test_files_names_index_and_dtypes_are_the_imported_ones(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    folder = _export(trained, base, tmp_path / "export")
+    theirs, ours = checkpoint.read_index(base), checkpoint.read_index(folder)
+    assert ours.tensors == theirs.tensors
+    assert list(ours.tensors) == list(theirs.tensors)
+    assert sorted(ours.files) == sorted(path.name for path in folder.glob("*.safetensors"))
+    for name, weight in _weights(base).items():
+        assert torch.equal(_tensors(folder)[name], weight.to(theirs.tensors[name].dtype)), name
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in _tensors(folder).values())
+    assert sha256(folder / "config.json") == sha256(base / "config.json")
+    assert (folder / ours.files[0]).stat().st_mode == (folder / "config.json").stat().st_mode
+
+
+def test_other_file_sizes_get_an_index_and_load_in_transformers(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    limit = 64 << 10
+    folder = _export(trained, base, tmp_path / "export", max_shard_gib=limit / 2**30, dtype="float32")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == torch.float32  # as config.json says by now
+    expected = _weights(base)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, expected.pop(name)), name
+    assert not expected
+    whole = _export(trained, base, tmp_path / "whole", max_shard_gib=1)
+    assert [path.name for path in whole.glob("model*")] == ["model.safetensors"]
+    checkpoint.read_index(whole)
+
+
+def test_a_tied_tensor_keeps_both_of_its_names(tmp_path: Path) -> None:
+    base = _base(tmp_path / "base", tied=True)
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path, world)
+    tensors = _tensors(_export(path, base, tmp_path / "export"))
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert tensors.keys() == checkpoint.read_index(base).tensors.keys()
+
+
+def test_no_more_than_two_files_are_in_memory_at_once(
+    tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, held, most = threading.Lock(), 0, 0
+    assemble = module._assemble
+
+    def counted(stored: Any, target: module.Target) -> Tensor:
+        nonlocal held, most
+        with lock:
+            held += target.num_bytes
+            most = max(most, held)
+        return assemble(stored, target)
+
+    def saved(path: Path, tensors: dict[str, Tensor]) -> None:
+        nonlocal held
+        save_tensors(path, tensors)
+        with lock:
+            held -= sum(tensor.nbytes for tensor in tensors.values())
+
+    monkeypatch.setattr(module, "_assemble", counted)
+    monkeypatch.setattr(module, "save_tensors", saved)
+    folder = _export(trained, base, tmp_path / "export")
+    sizes = sorted(sum(t.nbytes for t in load_file(file).values()) for file in folder.glob("*.safetensors"))
+    assert held == 0
+    assert most <= sum(sizes[-2:]) < sum(sizes)
+
+
+def test_files_are_dealt_out_evenly(base: Path) -> None:
+    sizes = [7, 1, 5, 3, 4]
+    files = {f"{i}": {"t": module.Target("t", (size,), torch.float32)} for i, size in enumerate(sizes)}
+    shares = module.deal_out(files, 2)
+    assert sorted(file for share in shares for file in share) == sorted(files)
+    assert [sum(sizes[int(file)] for file in share) for share in shares] == [10, 10]
+    assert module.deal_out(files, 7).count([]) == 2
+
+
+@pytest.mark.parametrize("after", range(NUM_FILES))
+def test_a_full_disk_leaves_the_previous_export_and_one_line(
+    tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    before = _digests(_export(trained, base, tmp_path / "export"))
+    monkeypatch.setattr(module, "save_tensors", _full_disk(after))
+    with pytest.raises(UserError, match=r"No space left on device; .*step-00000003 is intact") as error:
+        _export(trained, base, tmp_path / "export", dtype="float32")
+    assert "\n" not in str(error.value)
+    assert _digests(tmp_path / "export") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_too_little_space_is_known_before_a_byte_is_written(
+    tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _export(trained, base, tmp_path / "export")
+    taken = sum(path.stat().st_size for path in (tmp_path / "export").iterdir())
+    monkeypatch.setattr(module, "free_bytes", lambda folder: taken)
+    with pytest.raises(UserError, match=r"again: the export takes 0\.00 GiB, 0\.00 GiB are free there"):
+        _export(trained, base, tmp_path / "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_file_that_does_not_read_back_is_not_published(
+    tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flipped(path: Path, tensors: dict[str, Tensor]) -> None:
+        save_tensors(path, tensors)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(module, "save_tensors", flipped)
+    with pytest.raises(UserError, match="does not read back as written"):
+        _export(trained, base, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_beyond_float16_is_an_error(tmp_path: Path, base: Path) -> None:
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path / "c", world)
+    file = next(path.glob("model-*"))
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = 65520.0  # the smallest that rounds to infinity
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' has values beyond float16's 65504"):
+        _export(path, base, tmp_path / "export", dtype="float16")
+    tensors["model.norm.weight"][0] = 65519.0
+    save_file(tensors, file)
+    _export(path, base, tmp_path / "export", dtype="float16")
+
+
+def test_another_base_and_a_checkpoint_that_says_nothing_are_refused(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    other = _base(tmp_path / "other", dtype=torch.float16)
+    with pytest.raises(UserError, match=r"other: is not the model that .* the digest of weights is"):
+        _export(trained, other, tmp_path / "export")
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path / "c", world, about={"dtype": 3})
+    with pytest.raises(UserError, match=r"state.json: about.dtype: cannot be 3"):
+        _export(path, base, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "base_model", "title"),
+    [
+        ("/hub/models--Qwen--Qwen3-0.6B/snapshots/0123", "Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("/models/Llama-3.2-1B", "Llama-3.2-1B", "Llama-3.2-1B"),
+        ("/models/my model: new", None, "my model: new"),
+    ],
+)
+def test_the_card_is_valid_whatever_names_hold(model: str, base_model: str | None, title: str) -> None:
+    about = About(**(vars(ABOUT) | {"model": model, "data": "a|b\n---\n[x](y).jsonl"}))
+    _, header, body = model_card(about, 7).split("---\n", 2)
+    values = yaml.safe_load(header)
+    assert values.pop("base_model", None) == base_model
+    assert values == {"library_name": "transformers", "tags": ["lptune"]}
+    lines = body.splitlines()
+    assert f"# {title}, fine-tuned" in lines
+    for line in (
+        r"| data | a\|b --- \[x\](y).jsonl |",
+        "| steps | 7 |",
+        "| precision in training | int8_rowcol |",
+    ):
+        assert line in lines
+    assert "| lptune | 1.2.3 |" in lines
+    assert "| torch | 2.11.0 |" in lines

@@ -1,0 +1,308 @@
+"""`lptune export` and `lptune verify` on what a run has left; the hub is a server on the loopback address."""
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from lptune.checkpoint.files import sha256
+from tests.cli import warm
+from tests.cli.conftest import Command, Finished
+
+TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint of each; its export differs from the import in all it can."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert warm.lptune(["new-checkpoint", "llama3_2/tiny", "base"], folder=folder).returncode == 0
+    config = {
+        "model": {"path": "base"},  # relative: the checkpoint must say where that is
+        "data": {"source": "builtin", "seq_len": 64, "max_rows": 60, "chat_template": TEMPLATE},
+        "checkpoint": {"every_steps": 1},
+        "export": {"dtype": "bfloat16", "max_shard_gib": 1e-4},
+        "compile": "none",
+        "activation_checkpointing": "none",
+        "device": "cpu",
+        "global_batch_size": 2,
+        "micro_batch_size": 2,
+        "num_steps": 2,
+        "output_dir": "run",
+    }
+    (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
+    done = warm.lptune(["run", "full_finetune", "--config", "run.yaml"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy to damage; its base stays where it was."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in folder.iterdir()}
+
+
+def test_it_writes_what_the_run_exported_itself(finished_run: Path, tmp_path: Path, command: Command) -> None:
+    expected = _digests(finished_run / "export")
+    assert {"README.md", "chat_template.jinja", "config.json", "tokenizer.json"} < expected.keys()
+    assert sum(name.endswith(".safetensors") for name in expected) > 1
+    (tmp_path / "empty").mkdir()
+    last = finished_run / "checkpoints" / "step-00000002"
+    for checkpoint, dest in ((finished_run, "new/folder"), (last, "empty")):
+        code, out, err = command("export", str(checkpoint), dest)
+        assert (code, err) == (0, "")
+        assert out == f"export: {dest} (step 2, read back and compared with {last})\n"
+        assert _digests(tmp_path / dest) == expected
+    assert "| data | builtin |" in (tmp_path / "empty" / "README.md").read_text(encoding="utf-8")
+
+
+def test_dtype_and_file_size_can_be_others(finished_run: Path, tmp_path: Path, command: Command) -> None:
+    assert command("export", str(finished_run), "a", "--dtype=float16", "--max-shard-gib=0")[0] == 0
+    with safe_open(str(tmp_path / "a" / "model.safetensors"), framework="pt") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F16"}  # noqa: SIM118
+    assert json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))["dtype"] == "float16"
+
+
+def test_a_base_that_has_moved_is_named_and_given(run: Path, tmp_path: Path, command: Command) -> None:
+    base = run.parent / "moved"
+    shutil.copytree(json.loads(_state(run).read_text(encoding="utf-8"))["about"]["model"], base)
+    original = Path(json.loads(_state(run).read_text(encoding="utf-8"))["about"]["model"])
+    aside = original.rename(original.with_name("aside"))
+    try:
+        code, _, err = command("export", str(run), "out")
+        assert code == 2
+        assert err == (
+            f"error: {original}: the model that {run}/checkpoints/step-00000002 was trained from is not "
+            "there; name its folder with --base\n"
+        )
+        assert command("export", str(run), "out", "--base", str(base))[0] == 0
+    finally:
+        aside.rename(original)
+    assert _digests(tmp_path / "out") == _digests(run / "export")
+
+
+def _state(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000002" / "state.json"
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_gives_the_one_before(run: Path, command: Command) -> None:
+    _flip(next((run / "checkpoints" / "step-00000002").glob("model-*")))
+    code, out, err = command("export", str(run), "out")
+    assert code == 0
+    assert err.startswith("warning: checkpoint passed over: ")
+    assert "(step 1, " in out
+    assert command("export", str(run / "checkpoints" / "step-00000002"), "other")[0] == 2
+    _flip(_state(run).parents[1] / "step-00000001" / "state.json")
+    code, _, err = command("export", str(run), "other")
+    assert code == 2
+    assert err.endswith("none of its 2 checkpoints is intact\n")
+    assert not Path("other").exists()
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "full"], "full: exists and is not an empty folder; choose another DEST"),
+        (["{run}", "out", "--max-shard-gib=-1"], "export.max_shard_gib: must be at least 0, found -1.0"),
+        (["{run}", "out", "--private"], "--private belongs to --push-to-hub"),
+        (["{run}", "out", "--dtype=int8"], "'int8' is not one of"),
+        (["{run}", "out", "--base=full"], "full"),
+        (["nothing", "out"], "nothing: no such checkpoint folder"),
+        (["{run}/export", "out"], "has no manifest.json; it is no finished checkpoint"),
+        (
+            ["{run}", "out", "--push-to-hub=a/b/c"],
+            "--push-to-hub a/b/c: is no repository id; give OWNER/NAME",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    finished_run: Path, tmp_path: Path, command: Command, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("", encoding="utf-8")
+    code, out, err = command("export", *(each.format(run=finished_run) for each in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> None:
+    code, out, err = command("verify", str(run))
+    assert (code, err) == (0, "")
+    first, second, export = out.splitlines()
+    assert first.startswith(f"ok: {run}/checkpoints/step-00000001: step 1, ")
+    assert second.startswith(f"ok: {run}/checkpoints/step-00000002: step 2, ")
+    assert export.startswith(f"ok: {run}/export: ")
+    _flip(_state(run))
+    code, out, err = command("verify", str(run))
+    assert code == 2
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "ok"]
+    assert f"{_state(run)}: its content does not match the manifest's sha256" in out
+    assert err == f"error: {run}: 1 of 3 do not hold what they promise\n"
+    next((run / "export").glob("*.safetensors")).unlink()
+    code, out, err = command("verify", str(run))
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "bad"]
+    assert "2 of 3" in err
+
+
+def test_verify_of_a_run_without_anything_says_so(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert command("verify", "run") == (
+        2,
+        "",
+        "error: run: the run has neither a checkpoint nor an export yet\n",
+    )
+
+
+def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Command) -> None:
+    export = run / "export"
+    notes = export / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    weights = next(export.glob("*.safetensors"))
+    etags = {weights.name: sha256(weights), "tokenizer.json": "0" * 40, "gone.safetensors": "0" * 64}
+    for name, etag in etags.items():  # a git blob's etag is no sha256 of the file
+        (notes / f"{name}.metadata").write_text(f"{'1' * 40}\n{etag}\n1700000000.0\n", encoding="utf-8")
+    assert "1 file(s) with the hub's sha256" in command("verify", str(export))[1]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # a last bit: finite still
+    weights.write_bytes(content)
+    code, _, err = command("verify", str(export))
+    assert code == 2
+    assert err == f"error: {weights}: is not what the hub sent (its sha256 differs); download it again\n"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload asks for."""
+
+    created: list[dict[str, object]]
+    files: dict[str, str]
+    """Name -> sha256 of what was uploaded."""
+
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") != "Bearer hf_good" and "read" not in str(self.headers):
+            return self.answer({"error": "unauthorized"}, 401)
+        if self.path.startswith("/api/models/"):  # there is such a repository
+            return self.answer({"id": "owner/name"})
+        return self.answer({"name": "owner", "type": "user", "auth": {}})
+
+    def do_POST(self) -> None:
+        import base64
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "read" in self.headers["Authorization"]:
+            return self.answer({"error": "forbidden"}, 403)
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return self.answer({"url": f"http://{self.headers['Host']}/owner/name"})
+        if self.path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            return self.answer(
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+                    ]
+                }
+            )
+        if self.path.endswith("/commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.files[line["value"]["path"]] = hashlib.sha256(content).hexdigest()
+            return self.answer(
+                {"commitUrl": f"http://{self.headers['Host']}/owner/name/commit/abc", "commitOid": "abc"}
+            )
+        return self.answer({"errors": [], "warnings": []})  # of the card's header
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def answer(self, value: object, status: int = 200) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment in which a server of this test is the hub."""
+    Hub.created, Hub.files = [], {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
+    thread.start()
+    yield {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf_home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _push(run: Path, folder: Path, environment: dict[str, str], *more: str) -> Finished:
+    arguments = ["export", str(run), "out", "--push-to-hub", "owner/name", *more]
+    return warm.lptune(arguments, folder=folder, environment=environment)
+
+
+def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: dict[str, str]) -> None:
+    done = _push(finished_run, tmp_path, hub | {"HF_TOKEN": "hf_good"}, "--private")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1] == f"pushed: {hub['HF_ENDPOINT']}/owner/name/commit/abc"
+    (created,) = Hub.created
+    assert (created["organization"], created["name"]) == ("owner", "name")
+    # As newer and older clients say it.
+    assert created.get("visibility") == "private" or created.get("private") is True
+    assert Hub.files == _digests(finished_run / "export")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "there is no token; set HF_TOKEN or run `hf auth login`; nothing was written"),
+        (
+            {"HF_TOKEN": "hf_bad"},
+            "the hub does not accept the token; set another HF_TOKEN; nothing was written",
+        ),
+        ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
+        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub does not take it: "),
+    ],
+)
+def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
+    finished_run: Path, tmp_path: Path, hub: dict[str, str], environment: dict[str, str], message: str
+) -> None:
+    done = _push(finished_run, tmp_path, hub | environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: --push-to-hub owner/name: ")
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_that_may_not_write_leaves_the_export_and_says_how_to_send_it(
+    finished_run: Path, tmp_path: Path, hub: dict[str, str]
+) -> None:
+    done = _push(finished_run, tmp_path, hub | {"HF_TOKEN": "hf_read"})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the token may not write there" in done.stderr
+    assert "the export is in out, `hf upload owner/name out` sends it" in done.stderr
+    assert _digests(tmp_path / "out") == _digests(finished_run / "export")
