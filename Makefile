@@ -45,6 +45,7 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.kills --trials 1000 --ranks 1
 	$(BIN)/python -m tests.faults.kills --trials 100 --ranks 2
 	$(BIN)/python -m tests.faults.io_errors --ranks 1 2
+	$(BIN)/python -m tests.faults.run_folder_errors
 	$(BIN)/python -m tests.faults.corruption
 	$(BIN)/python -m tests.faults.resume
 	$(BIN)/python -m tests.faults.real_kills --kills 50
