@@ -2,9 +2,9 @@
 
     python -m tests.faults.run_folder_errors
 
-The command line runs in this process, in which a preloaded library (shim.c) makes a call fail: config.yaml, the
-plan, the metrics, the logs, the export. Whatever a run cannot write, it must end with one line that says what
-and why, exit code 2, and no traceback; the next launch must come to its end.
+The command line runs in this process, in which a preloaded library (shim.c) makes a call fail: config.yaml,
+the plan, the metrics, the logs, the export. Whatever a run cannot write, it must end with one line that says
+what and why, exit code 2, and no traceback; the next launch must come to its end.
 """
 
 import argparse
