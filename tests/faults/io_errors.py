@@ -230,13 +230,14 @@ def _worker(within: Path, every: int, errors: list[str]) -> None:
     torch.set_num_threads(1)
     with distributed.session("cpu") as world, many_parts():
         trials = Trials(within, world)
-        for wait in (True, False):
-            num_calls = trials.order(wait=wait)
-            for victim in range(world.size):
-                count = int(world.sum(num_calls if world.rank == victim else 0))
-                for number in range(1, count + 1, every):
-                    for error in errors:
-                        trials.fault(victim, number, _ERRORS[error], wait=wait)
+        faults = [(wait, _ERRORS[error]) for wait in (True, False) for error in errors]
+        num_calls = {wait: trials.order(wait=wait) for wait in (True, False)}
+        for victim in range(world.size):
+            for turn, (wait, error) in enumerate(faults):
+                count = int(world.sum(num_calls[wait] if world.rank == victim else 0))
+                # Each kind of fault begins with another call, so that a few of each meet all calls.
+                for number in range(1 + turn % every, count + 1, every):
+                    trials.fault(victim, number, error, wait=wait)
     text = json.dumps({"counts": trials.counts, "wrong": trials.wrong})
     (within / f"result-{world.rank}.json").write_text(text, encoding="utf-8")
 

@@ -31,6 +31,7 @@ from tests.faults.runs import (
     descendants,
     outcome,
     prepare,
+    processes_naming,
     still_alive,
     uninterrupted,
 )
@@ -38,6 +39,7 @@ from tests.faults.state import table
 from tests.tiny_recipe import environment
 
 _PRECISION = PRECISIONS["int8_rowcol, rounded stochastically"]
+_MOMENTS = ("start-up", "loading and steps", "saving", "export and end")
 _TARGETS = ("the launcher", "rank 0", "rank 1", "all at once")
 _ORPHANS_S = 10.0  # a launcher sees a rank that vanished within a second, and then ends the others
 _END_S = 300.0
@@ -59,7 +61,7 @@ class Result:
 
     def report(self) -> str:
         """The table."""
-        moments = list(dict.fromkeys(moment for _, moment in sorted(self.kills)))
+        moments = [moment for moment in _MOMENTS if any(each == moment for _, each in self.kills)]
         rows = [[target, *(self.kills[target, moment] for moment in moments)] for target in _TARGETS]
         said = f"{self.num_kills} kills in {self.num_runs} runs: {len(self.wrong)} went wrong"
         return "\n".join([table(["killed", *moments], rows), said, *self.wrong])
@@ -142,7 +144,8 @@ def _launch(
             wrong.append("the launcher goes on")
             launcher.kill()
             launcher.wait()
-        if orphans := still_alive(below, _ORPHANS_S):
+        # By name, too: one may have been started after `below` was read.
+        if orphans := still_alive(sorted({*below, *processes_naming(output_dir)}), _ORPHANS_S):
             wrong.append(f"{len(orphans)} processes went on")
     for path in list_checkpoints(output_dir / "checkpoints"):
         verify(path)  # raises: a UserError here is a checkpoint that was published and is none
@@ -174,11 +177,11 @@ def _moment(output_dir: Path, below: list[int]) -> str:
     """How far the run had come, by its folder."""
     checkpoints = output_dir / "checkpoints"
     if not below or not (output_dir / "metrics.jsonl").exists():
-        return "1 start-up"
+        return "start-up"
     if list(checkpoints.glob(".tmp-step-*")):
-        return "3 saving"
+        return "saving"
     newest = next(iter(list_checkpoints(checkpoints)), None)
-    return "4 export and end" if newest is not None and step_of(newest) == NUM_STEPS else "2 loading, steps"
+    return "export and end" if newest is not None and step_of(newest) == NUM_STEPS else "loading and steps"
 
 
 def main() -> None:

@@ -185,6 +185,18 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def processes_naming(path: Path) -> list[int]:
+    """Those with `path` in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(path).encode() + b"\0" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
 def still_alive(pids: list[int], within_s: float) -> list[int]:
     """Those that have not ended after that time; they are killed then."""
     deadline = time.monotonic() + within_s

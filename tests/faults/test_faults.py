@@ -17,7 +17,7 @@ from tests.launch import free_port, rank_environment
 from tests.tiny_recipe import ROOT, environment
 
 
-@pytest.mark.parametrize(("ranks", "trials"), [(1, 20), (2, 4)])
+@pytest.mark.parametrize(("ranks", "trials"), [(1, 16), (2, 4)])
 def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials: int) -> None:
     # In a process of its own: it forks, which one with threads had better not do.
     command = [sys.executable, "-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}"]
@@ -29,14 +29,14 @@ def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials
 def test_a_failing_disk_is_named_and_leaves_every_published_checkpoint_intact(tmp_path: Path) -> None:
     if compile_shim(tmp_path) is None:
         pytest.skip("needs Linux and a C compiler (gcc or cc)")
-    counts, wrong = io_errors(1, 4, ["ENOSPC", "EIO", "short write"], tmp_path)
+    counts, wrong = io_errors(1, 5, ["ENOSPC", "EIO", "short write"], tmp_path)
     assert wrong == []
     failed = {fault.partition(":")[0] for fault in counts}
     assert {"write", "fsync", "rename", "open"} <= failed
 
 
 def test_every_change_of_any_file_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
-    counts, wrong = corruption(3, 0, tmp_path)
+    counts, wrong = corruption(2, 0, tmp_path)
     assert wrong == []
     assert sum(counts.values()) > 300
 
