@@ -7,7 +7,6 @@ The file is the whole story: check the input, build and shard the model, step, e
 when.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
-from lptune.config import DivergedError, FinetuneConfig
+from lptune.config import FinetuneConfig
 
 
 def main(cfg: FinetuneConfig) -> None:
@@ -73,6 +72,8 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.load_hf(model, source)
         else:
             checkpoint.load_state(saved, model, optimizer, scaling.state())
+        skipped = checkpoint.skipped_steps(saved)
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, scaling, skipped)
         run.create(saved, world.print)
         if world.is_main:
             run.write_config(cfg)
@@ -115,21 +116,14 @@ def main(cfg: FinetuneConfig) -> None:
                 raise SystemExit(143)
             while step < num_steps:
                 started = time.perf_counter()
-                batches = loader.micro_batches(step)
-                num_targets = max(1.0, world.sum(sum(batch.num_targets for batch in batches)))
+                world.seed(cfg.seed, step)  # for what a copy of this file draws: a resumed run draws the same
+                batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
                 with first_step(num_passes=len(batches)), scaling.step():
                     loss_sum = forward_backward(model, batches, num_targets, cfg, world, rounding, step)
-                loss = world.sum(loss_sum) / num_targets
-                grad_norm = float(training.clip_grad_norm(model, cfg.max_grad_norm))
-                if not math.isfinite(loss + grad_norm):
-                    raise DivergedError(
-                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights were not "
-                        f"updated. Lower optimizer.lr; checkpoints are in {run.checkpoints}"
-                    )
                 lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                 training.set_learning_rate(optimizer, lr)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                # Clips, steps, clears gradients; updates nothing where the loss or a gradient is not finite.
+                loss, grad_norm = update(loss_sum, num_targets)
                 step += 1
 
                 step_time_s = time.perf_counter() - started
@@ -141,9 +135,10 @@ def main(cfg: FinetuneConfig) -> None:
                 record = {
                     "step": step,
                     "loss": loss,
-                    "num_target_tokens": int(num_targets),
+                    "num_target_tokens": num_targets,
                     "lr": lr,
                     "grad_norm": grad_norm,
+                    "num_skipped": update.num_skipped,
                     "tokens_per_s": tokens_per_s,
                     "step_time_s": step_time_s,
                     "peak_memory_gib": training.peak_memory_gib(world.device),
@@ -156,10 +151,13 @@ def main(cfg: FinetuneConfig) -> None:
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
+                if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
+                    raise update.diverged(step, writer.wait())
                 writer.check()
                 if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
                     eval_loss, at_end = record.get("eval_loss"), bool(stopped) or is_last
-                    last_saved = writer.save(step, facts, scaling.state(), eval_loss=eval_loss, wait=at_end)
+                    now = {**facts, **update.counts()}
+                    last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:
                     metrics.say(f"stopped by {stopped.name} after step {step}, saved; run again to continue")
                     raise SystemExit(143)

@@ -2,10 +2,14 @@
 
 import ast
 import re
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import banned
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +29,6 @@ ALLOWED = {
     "cli": {"config", "models", "data", "checkpoint", "training", "ranks"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
-UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|ranks)")
 MAX_LINES = {"recipes": 300, "lptune": 400}
 
@@ -74,14 +77,54 @@ def test_imports_point_one_way(file: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_nothing_banned_is_imported_or_called(file: str) -> None:
     for module, line in imports(file):
-        assert module.split(".")[0] not in PEERS | UNPICKLERS, f"{file}:{line}: {module}"
-        assert module != "torch.load", f"{file}:{line}: torch.load unpickles"
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            name = f"{node.value.id}.{node.attr}"
-            assert name not in ("torch.load", "yaml.load", "yaml.unsafe_load"), (
-                f"{file}:{node.lineno}: {name}"
-            )
+        assert module.split(".")[0] not in PEERS, f"{file}:{line}: {module}"
+    found = list(banned.uses((ROOT / file).read_text(encoding="utf-8"), file))
+    assert not found, f"{file}: {found}"
+
+
+def test_each_ban_finds_what_is_planted_under_any_name() -> None:
+    def names(source: str) -> set[str]:
+        return {name for _, name, _ in banned.uses(source)}
+
+    for name in banned.BANNED:
+        module, _, leaf = name.rpartition(".")
+        planted = [f"{name}('x')"]
+        if module:
+            planted += [f"import {module} as m\nm.{leaf}('x')", f"from {module} import {leaf} as f\nf('x')"]
+        for source in planted:
+            assert name in names(source), source
+    for name in banned.METHODS:
+        assert name in names(f"from torch import distributed as dist\ndist.{name}([1])")
+        assert name in names(f"make().{name}([1])")
+    for name in banned.ARGUMENTS:
+        assert name in names(f"run(['x'], {name}=flag)")
+        assert not names(f"run(['x'], {name}=False)")
+
+
+def test_what_may_break_a_ban_does() -> None:
+    for (file, name), why in banned.ALLOWED.items():
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert name in {name for _, name, _ in banned.uses(source)}, f"{file} no longer needs it: {why}"
+
+
+def test_ruff_bans_each_of_its_names(tmp_path: Path) -> None:
+    ruff = pytest.importorskip("ruff").find_ruff_bin()
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        api = tomllib.load(file)["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    planted = "".join(f"import {name.rpartition('.')[0] or name}\n{name}\n" for name in api)
+    command = [
+        ruff,
+        "check",
+        "--config",
+        ROOT / "pyproject.toml",
+        "--select",
+        "TID251",
+        "--output-format=concise",
+    ]
+    done = subprocess.run([*command, "--stdin-filename", ROOT / "lptune" / "x.py", "-"], input=planted,
+                          capture_output=True, text=True)  # fmt: skip
+    for name in api:
+        assert f"`{name}` is banned" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("file", FILES)

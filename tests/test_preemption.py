@@ -120,3 +120,22 @@ def test_a_run_is_stopped_cleanly_by_a_signal_before_its_first_line_of_python(
     process.send_signal(number)
     assert process.communicate(timeout=10) == ("", f"stopped by {number.name}: nothing to save yet\n")
     assert process.returncode == 143
+
+
+BORROWED = """
+    import os, signal
+    for _ in range(300):
+        assert preemption.requested() is None
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        while preemption.requested() is None:
+            pass
+        preemption.release()
+    print("ready", flush=True)
+"""
+
+
+def test_a_repetition_does_not_outlive_the_session_that_it_was_meant_for() -> None:
+    process = start(BORROWED)
+    process.communicate(timeout=10)
+    assert process.returncode == 0

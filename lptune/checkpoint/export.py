@@ -249,6 +249,11 @@ def _publish(scratch: Path, folder: Path, replace: bool) -> None:
             old = set_aside(folder)
         else:
             folder.rmdir()  # fails where there is something in it by now
-    publish_folder(scratch, folder)
+    try:
+        publish_folder(scratch, folder)
+    except OSError:
+        if old is not None and not folder.exists():
+            old.rename(folder)
+        raise
     if old is not None:
         old.unlink() if old.is_symlink() else shutil.rmtree(old)

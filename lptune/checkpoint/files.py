@@ -39,6 +39,12 @@ def fsync_path(path: Path) -> None:
             os.close(descriptor)
 
 
+def num_threads() -> int:
+    """Threads of this process for writing and hashing: its share of the machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 WRITE_ERRORS = (OSError, SafetensorError)
 """What writing raises where a disk is full or broken."""
 

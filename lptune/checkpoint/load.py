@@ -5,7 +5,6 @@ is copied a single time: from the mapping (disk, or the page cache that verifica
 it belongs, cast on the way. The cost is that of touching new memory, page by page; several threads share it.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
+from lptune.checkpoint.resume import skipped_steps
 from lptune.checkpoint.stored import (
     MOMENTS,
     SCALE,
@@ -43,10 +44,12 @@ def load_state(
     replicated: what `CheckpointWriter.save` was given, filled in place as far as the checkpoint has it; a run
     that used another precision has other tensors there, or none.
     """
+    # AdamW counts updates, and a step that was not finite made none.
+    num_updates = manifest.step - skipped_steps(manifest)["num_skipped"]
     for name, parameter in model.named_parameters():
         # A parameter that was never updated (a frozen one) has no state.
         if f"{MOMENTS[0]}/{name}" in manifest.shards:
-            step = torch.tensor(float(manifest.step), dtype=torch.float32, device=parameter.device)
+            step = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
             moments = {moment: _new_moment(parameter) for moment in MOMENTS}
             optimizer.state[parameter] = {"step": step, **moments}
     files = StoredFiles(manifest)
@@ -155,19 +158,18 @@ class StoredFiles:
         return part
 
 
-def in_threads(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
-    """Makes the calls in `num_threads` threads. The first error is raised, after what was begun has ended; no
+def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
+    """Makes the calls in `at_once` threads. The first error is raised, after what was begun has ended; no
     further call is begun.
     """
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         for _ in pool.map(lambda call: call(), calls):
             pass
 
 
 def num_reading_threads() -> int:
     """Two at least; more where torch's own threads leave cores of this rank's share unused."""
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(2, min(8, share // torch.get_num_threads()))
+    return max(2, min(8, num_threads() // torch.get_num_threads()))
 
 
 def _new_moment(parameter: Tensor) -> Tensor:

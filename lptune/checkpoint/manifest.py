@@ -12,7 +12,6 @@ stay inside the folder, rectangles that tile their tensor, and that the files ho
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 import lptune
-from lptune.checkpoint.files import read_bytes, sha256, write_text
+from lptune.checkpoint.files import num_threads, read_bytes, sha256, write_text
 from lptune.checkpoint.hf import read_header
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
@@ -115,12 +114,6 @@ def write_manifest(
     }
     body = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
     write_text(folder / NAME, body + _seal(body.encode()))
-
-
-def num_threads() -> int:
-    """Threads of this process for writing and hashing: its share of the machine's cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def verify(folder: Path, group: SideGroup | None = None) -> Manifest:

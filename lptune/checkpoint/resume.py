@@ -99,6 +99,21 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
             )
 
 
+def skipped_steps(manifest: Manifest | None) -> dict[str, int]:
+    """What `training.Update.counts` said when the checkpoint was saved; nothing, if there is none."""
+    if manifest is None:
+        return {}
+    path, found, most = manifest.folder / "state.json", dict[str, int](), manifest.step
+    facts = read_json(path)
+    # No more in a row than in all, and no more in all than steps.
+    for key in ("num_skipped", "num_skipped_in_a_row"):
+        count = facts.get(key, 0) if isinstance(facts, dict) else None
+        if type(count) is not int or not 0 <= count <= most:
+            raise UserError(f"{path}: {key}: expected 0 to {most}, found {count!r:.60}")
+        found[key] = most = count
+    return found
+
+
 def _facts(manifest: Manifest) -> Facts:
     """What state.json says, and `run_facts` wrote."""
     path = manifest.folder / "state.json"

@@ -38,6 +38,7 @@ from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
     fresh_folder,
+    num_threads,
     publish_folder,
     read_json,
     save_tensors,
@@ -49,7 +50,6 @@ from lptune.checkpoint.manifest import (
     Shard,
     describe_file,
     list_checkpoints,
-    num_threads,
     step_folder_name,
     write_manifest,
 )

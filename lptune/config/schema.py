@@ -255,6 +255,9 @@ class FinetuneConfig:
     """Optimizer steps."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 switches clipping off."""
+    diverged_after_steps: int = 3
+    """A step whose loss or gradient norm is not finite updates nothing; so many of them in a row end the run
+    with exit code 3. 1: the first one does."""
     eval_every_steps: int = 100
     """Evaluate on the held-out rows every so many steps, before the first and after the last; 0: never."""
     num_samples: int = 0
@@ -292,6 +295,7 @@ class FinetuneConfig:
         if self.num_steps is not None:
             at_least("num_steps", self.num_steps, 1)
         at_least("max_grad_norm", self.max_grad_norm, 0)
+        at_least("diverged_after_steps", self.diverged_after_steps, 1)
         at_least("eval_every_steps", self.eval_every_steps, 0)
         at_least("num_samples", self.num_samples, 0)
         at_least("seed", self.seed, 0)

@@ -61,6 +61,14 @@ class Loader:
             for first in range(start, start + self.micro_batches_per_rank * size, size)
         ]
 
+    def num_targets(self, step: int) -> int:
+        """Targets of step `step` over all ranks: counted, since every rank has all rows, not exchanged."""
+        start = step * self.global_batch_size
+        rows = [
+            self.rows.row_at(sample, self.seed) for sample in range(start, start + self.global_batch_size)
+        ]
+        return int(self.rows.num_targets_per_row[rows].sum())
+
     def num_steps(self, num_epochs: int) -> int:
         """Steps until every row was seen `num_epochs` times."""
         return -(-num_epochs * self.rows.num_rows // self.global_batch_size)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lptune.data.documents import Documents
@@ -77,6 +78,16 @@ class Rows:
     def num_target_tokens(self) -> int:
         """Labels over all rows that are not -100."""
         return int(np.count_nonzero(self.documents.is_target_T))
+
+    @cached_property
+    def num_targets_per_row(self) -> npt.NDArray[np.int64]:
+        """Labels of each row that are not -100. A document is never empty, and its first token no target."""
+        documents, packing = self.documents, self.packing
+        in_document = np.add.reduceat(documents.is_target_T, documents.offsets_N1[:-1], dtype=np.int64)
+        in_row: npt.NDArray[np.int64] = np.add.reduceat(
+            in_document[packing.documents], packing.row_offsets[:-1]
+        )
+        return in_row
 
     @property
     def fill(self) -> float:

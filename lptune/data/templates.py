@@ -3,8 +3,7 @@ text.
 
 They are rendered as transformers renders them (same environment, filters, globals and variables), so the
 text, and with it every token, is equal to `apply_chat_template`'s. They are also code of strangers, hence the
-sandbox: no attribute starting with an underscore, no mutation, no `*` that makes gigabytes out of a few
-bytes, a cap on the output. A template can still loop for a long time.
+sandbox: nothing of Python within reach, and a cap on the work of a rendering and on its output (sandbox.py).
 
 `{% generation %} … {% endgeneration %}` marks what the assistant itself writes. Here the block leaves two
 marks in the output, which are taken out again while their positions are noted; that stays right inside macros
@@ -21,11 +20,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
-from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lptune.config import UserError
 from lptune.data.errors import RowError
+from lptune.data.sandbox import Sandbox, TooMuchWorkError, Work
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 """A rendering longer than this is a runaway template, not a conversation."""
@@ -67,17 +65,21 @@ class ChatTemplate:
         self.special_texts = frozenset(special_texts) | frozenset(special_tokens.values())
         self.where = where
         self.date = date or datetime.now().date()
-        environment = _environment(self.date)
+        self._environment = environment = _environment(self.date)
         self._compiled = {}
         for name, source in self.sources.items():
+            if len(source) > MAX_SOURCE_CHARS:
+                raise UserError(
+                    f"{where}: has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
+                )
             try:
                 self._compiled[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(
                     f"{where}: line {error.lineno}: not a jinja template: {error.message}"
                 ) from None
-            except (RecursionError, SecurityError, ValueError, TypeError, OverflowError) as error:
-                raise UserError(f"{where}: not a jinja template: {error}") from None
+            except Exception as error:  # nesting deeper than jinja, or the Python that it writes, can be
+                raise UserError(f"{where}: not a jinja template: {type(error).__name__}: {error}") from None
 
     def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The jinja text used for a conversation with `tools` (or without)."""
@@ -86,6 +88,11 @@ class ChatTemplate:
     def has_marks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
         """Whether the template says by `{% generation %}` what the assistant writes."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source(tools)) is not None
+
+    @property
+    def work_left(self) -> int:
+        """Of `sandbox.MAX_WORK`, after the last rendering."""
+        return self._environment.work.left
 
     def render(
         self,
@@ -104,6 +111,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         pieces, length = [], 0
+        self._environment.work = Work()
         try:
             for piece in compiled.generate(variables):
                 pieces.append(piece)
@@ -115,6 +123,8 @@ class ChatTemplate:
                     )
         except RowError:
             raise
+        except TooMuchWorkError as error:  # no row to skip: the next one would take as long
+            raise UserError(f"{self.where}: takes {error} for {len(messages)} messages; fix it") from None
         except jinja2.TemplateError as error:
             raise RowError(
                 f"the chat template refuses it: {error.message or error}; change the row or {self.where}"
@@ -144,21 +154,7 @@ class _Generation(jinja2.ext.Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, without the `*` and `**` that turn a short template into gigabytes."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if hasattr(side, "__len__") else abs(side) for side in (left, right)]
-        limit = 64 if operator == "**" else MAX_OUTPUT_CHARACTERS
-        both_numbers = not any(hasattr(side, "__len__") for side in (left, right))
-        if (operator == "**" and max(sizes) > limit) or (not both_numbers and sizes[0] * sizes[1] > limit):
-            raise SecurityError(f"{operator!r} would make too large a value")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment(today: Date) -> jinja2.Environment:
+def _environment(today: Date) -> Sandbox:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -177,12 +173,13 @@ def _environment(today: Date) -> jinja2.Environment:
     def strftime_now(pattern: str) -> str:
         return datetime.combine(today, datetime.now().time()).strftime(pattern)
 
-    environment = _Sandbox(
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
+    environment.meter()
     return environment
 
 

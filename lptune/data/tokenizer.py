@@ -12,7 +12,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -156,15 +157,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     untrim_offsets(spec.get("post_processor"))
     untrim_offsets(spec.get("pre_tokenizer"))
     spec["truncation"] = spec["padding"] = None
-    try:
+    with _rust_errors(folder):
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # the Rust side raises bare Exception
-        # The place it names is in our own rendering of the file.
-        reason = re.sub(r" at line \d+ column \d+$", "", str(error))
-        raise UserError(
-            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {reason}; copy it "
-            "again from the checkpoint"
-        ) from None
     special = _special_tokens(folder, config, name)
     _add_tokens(backend, config, special)
 
@@ -176,13 +170,15 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         if text is not None:
             special["eos_token"] = text
     pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
-    prefix, suffix = _surroundings(backend)
+    with _rust_errors(folder):
+        prefix, suffix = _surroundings(backend)
+        continuation = _continuation(backend, special)
     special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     tokenizer = Tokenizer(
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
         alphabet=alphabet_of(spec, special_texts),
-        continuation=_continuation(backend, special),
+        continuation=continuation,
     )  # fmt: skip
     where, sources = _own_templates(folder, config)
     if chat_template is not None:
@@ -191,6 +187,23 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         return tokenizer
     template = ChatTemplate(sources, special, tokenizer.special_texts, where=where, date=date)
     return dataclasses.replace(tokenizer, template=template)
+
+
+@contextmanager
+def _rust_errors(folder: Path) -> Iterator[None]:
+    """What `tokenizers` makes of a tokenizer.json that it cannot use, as a UserError."""
+    try:
+        yield
+    except BaseException as error:
+        # The Rust side raises bare Exception, or panics: a BaseException whose class cannot be imported.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        # The place it names is in our own rendering of the file.
+        reason = re.sub(r" at line \d+ column \d+$", "", str(error))
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {reason}; copy it "
+            "again from the checkpoint"
+        ) from None
 
 
 def _read_spec(folder: Path) -> dict[str, Any]:
@@ -216,7 +229,10 @@ def _read_spec(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(read_text(path, _MAX_JSON_CHARS))
+        text = read_text(path, _MAX_JSON_CHARS)
+        values = json.loads(text)
+        if "\\ud" in text:  # pairs of \ud83d\ude00 are a character, one of them is no text
+            json.dumps(values, ensure_ascii=False).encode()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

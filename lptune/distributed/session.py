@@ -76,6 +76,11 @@ class World:
             dist.all_reduce(total)
         return float(total.item())
 
+    def sum_(self, values: torch.Tensor) -> None:
+        """Replaces each of `values` by its sum over all ranks; the host does not wait. A collective."""
+        if self.size > 1:
+            dist.all_reduce(values)
+
     def max_(self, values: torch.Tensor) -> None:
         """Replaces each of `values` by its maximum over all ranks. A collective."""
         if self.size > 1:

@@ -11,7 +11,8 @@ history. That is one reduction a step for all layers together, however many ther
 Ranks that gather weights in 8 bits need no amax for it: the history's is the same on all of them. Each
 measures its own rows, and the reduction at the end of the step finds the whole weight's.
 
-What runs outside of `step` (an evaluation) quantizes with the same scales and is not measured. The state is
+What runs outside of `step` (an evaluation) quantizes with the same scales and is not measured. A step that a
+loop drops as a whole, since something in it was not finite, is taken out again by `undo`. The state is
 a few numbers per layer and saved with a checkpoint; a run that resumes from another kind of precision starts
 without a history, as a new one does.
 """
@@ -54,12 +55,14 @@ class DelayedScaling:
         self._all_reduce_max = all_reduce_max or _max_over_process_group
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)
+        self._before_LH3 = self._history_LH3.clone()
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         factors = [gradient_factor if operand == "g" else 1.0 for operand in OPERANDS]
         self._factor_3 = torch.tensor(factors, device=device)
         self._index: dict[int, int] = {}
-        # Of the weights of which layers there is a history; read by the host at a gather, on all ranks alike.
-        self._has_past = [False] * len(self._layers)
+        # Of the weights of which layers there is a history: what the host must know at a gather, on all ranks
+        # alike; None: not read since the history changed.
+        self._has_past: list[bool] | None = None
         for i, layer in enumerate(self._layers):
             assert layer.number is not None
             # Views: what the kernels write for one layer is here in one tensor for all.
@@ -78,25 +81,42 @@ class DelayedScaling:
         for operand in range(len(OPERANDS)):
             if operand != WEIGHT:
                 self._current_L3[:, operand] = 0
-        # Restored or not, the history decides.
+        # Restored or not, the history decides. It is read here, where nothing is under way: at the end of the
+        # step the host would wait for backward before it could launch the update.
         self._look_back()
+        self._read_past()
         yield
         # NaN has no order that every backend agrees on; inf does.
         amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
         self._all_reduce_max(amaxes)
         # A step that is not finite must not spoil the next 16, where a loop goes on after one.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
+        self._before_LH3.copy_(self._history_LH3)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
         self._look_back()
 
+    def undo(self, skipped: Tensor) -> None:
+        """Takes the last step's amaxes out of the histories where `skipped`, a 0-dimensional bool on their
+        device, is set. The host does not wait.
+
+        Those that are not finite are not in them anyway; what was huge just before it overflowed is.
+        """
+        if self._layers:
+            self._history_LH3.copy_(torch.where(skipped, self._before_LH3, self._history_LH3))
+            self._look_back()
+
     def _look_back(self) -> None:
         self._past_L3.copy_(self._history_LH3.amax(dim=1) * self._factor_3)
-        if any(layer.spec and layer.spec.gathers_low for layer in self._layers):
-            # The one wait for the device, at the ends of a step, where a loop waits for its loss anyway.
+        self._has_past = None
+
+    def _read_past(self) -> list[bool]:
+        if self._has_past is None:
             has_past_L = self._past_L3[:, WEIGHT] > 0
+            gathers_low = any(layer.spec and layer.spec.gathers_low for layer in self._layers)
             # A dry run has no values; it stands for a step that has a history.
-            is_fake = isinstance(has_past_L, FakeTensor)
-            self._has_past = [True] * len(self._layers) if is_fake else has_past_L.tolist()
+            known = not gathers_low or isinstance(has_past_L, FakeTensor)
+            self._has_past = [True] * len(self._layers) if known else has_past_L.tolist()
+        return self._has_past
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
         """See AmaxSource: the history's, as for a weight that is not sharded; a collective only without one.
@@ -106,7 +126,9 @@ class DelayedScaling:
         """
         i = self._index[number]
         self._current_L3[i, WEIGHT] = mine_BC.squeeze()
-        return self._past_L3[i, WEIGHT].reshape(1, 1) if self._has_past[i] else max_over_ranks(mine_BC, mesh)
+        return (
+            self._past_L3[i, WEIGHT].reshape(1, 1) if self._read_past()[i] else max_over_ranks(mine_BC, mesh)
+        )
 
     def weight_changed(self) -> None:
         """Nothing to do: a weight's own amax is none of its scale."""

@@ -72,6 +72,9 @@ class Listener(threading.Thread):
         assert self.ident is not None
         signal.pthread_kill(self.ident, signal.SIGUSR1)
         self.join()
+        # A repetition that is still pending was meant for us; unblocked, it would end the program.
+        while pending := SIGNALS.intersection(signal.sigpending()):
+            signal.sigwait(pending)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)

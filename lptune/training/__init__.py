@@ -1,13 +1,16 @@
-"""What a training loop needs beside the model: optimizer, schedule, clipping, metrics."""
+"""What a training loop needs beside the model: optimizer, schedule, update, metrics."""
 
 from lptune.training.generate import greedy
 from lptune.training.metrics import MetricsWriter, check_logging
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
 from lptune.training.schedule import learning_rate, set_learning_rate
+from lptune.training.update import Update, Updated
 from lptune.training.utilization import peak_memory_gib, utilization
 
 __all__ = [
     "MetricsWriter",
+    "Update",
+    "Updated",
     "build_optimizer",
     "check_logging",
     "clip_grad_norm",

@@ -17,6 +17,10 @@ which also cuts rows and reorders those of fused layers, draws other numbers, eq
 An optimizer class and not hooks around torch's: a hook sees the weight before and after a step, and the step
 itself would need a float32 weight to act on. Plain parameters are left to torch's fused AdamW, which shares
 its state and groups with this class.
+
+Like torch's fused optimizers it does nothing in a step where its attribute `found_inf`, a 0-dimensional
+float32 tensor on the device of the parameters, is 1. Only the host cannot know: it counts an update for
+the random bits until `take_back` tells it.
 """
 
 from collections.abc import Mapping
@@ -53,18 +57,25 @@ class Int8AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """One update of all parameters that have a gradient; none where `found_inf` is 1."""
         assert closure is None, "a closure is not supported"
-        self._plain.state = self.state
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        self._plain.state, self._plain.found_inf = self.state, found_inf  # type: ignore[attr-defined]
         for group, plain in zip(self.param_groups, self._plain.param_groups, strict=True):
             plain.update({key: value for key, value in group.items() if key != "params"})
         self._plain.step()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and int8_rows(parameter) is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, group, found_inf)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def take_back(self) -> None:
+        """After a step in which `found_inf` was 1: the next one draws the bits that it would have drawn."""
+        for state in self.state.values():
+            if "num_updates" in state:
+                state["num_updates"] -= 1
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -106,8 +117,24 @@ class Int8AdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=found_inf,
             )
-            weight.store(rows, quantize_weight_rows(w_NK, key, (first_row + start) * k))
+            updated = quantize_weight_rows(w_NK, key, (first_row + start) * k)
+            if found_inf is not None:
+                # w is what it was, but would be rounded once more: 127 * s / 127 is not always s.
+                was = QuantizedRows(weight.q_NK[rows], weight.scale_N1[rows])
+                updated = _unless(found_inf, updated, was)
+            weight.store(rows, updated)
+        if found_inf is not None:
+            state["step"] -= found_inf
+
+
+def _unless(found_inf: Tensor, updated: QuantizedRows, was: QuantizedRows) -> QuantizedRows:
+    """`updated`, or `was` where `found_inf` is 1."""
+    # By bits: on a CPU torch.where takes ten times as long over bytes as it does this way.
+    updates = found_inf.to(torch.int8) - 1  # all bits or none
+    q_MK = was.q_MK ^ ((was.q_MK ^ updated.q_MK) & updates)
+    return QuantizedRows(q_MK, torch.where(found_inf == 1, was.scale_M1, updated.scale_M1))
 
 
 def _local(tensor: Tensor) -> Tensor:

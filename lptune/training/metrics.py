@@ -5,6 +5,7 @@ request.
 import importlib
 import importlib.util
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -61,24 +62,27 @@ class MetricsWriter:
             self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """record: `step` and the keys of design §6; floats are written so that they read back bit for bit."""
+        """record: `step` and the keys of design §6; floats are written so that they read back bit for bit, or
+        as null where they are not finite, since JSON has no NaN.
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps(record) + "\n")
+        finite = {key: value for key, value in record.items() if _is_finite(value)}
+        self._file.write(json.dumps(dict.fromkeys(record) | finite, allow_nan=False) + "\n")
         self._file.flush()
         step = record["step"]
         for tracker in self._trackers:
             tracker.log(
-                {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}, step
+                {k: v for k, v in finite.items() if isinstance(v, (int, float)) and k != "step"}, step
             )
         shown = _shown(record)
         if self._bar is not None:
             self._bar.set_postfix(
-                {k: shown[k] for k in ("loss", "tokens_per_s") if k in shown}, refresh=False
+                {k: shown[k] for k in ("loss", "tokens_per_s", "num_skipped") if k in shown}, refresh=False
             )
             self._bar.update(step - self._bar.n)
         no_bar = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
-        if no_bar or "eval_loss" in record:
+        if no_bar or "eval_loss" in record or len(finite) < len(record):
             self.say(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
 
     def say(self, text: str) -> None:
@@ -91,7 +95,13 @@ class MetricsWriter:
 
 def _shown(record: dict[str, Any]) -> dict[str, str]:
     formats = {"loss": ".4f", "eval_loss": ".4f", "lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f"}
-    return {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
+    shown = {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
+    # Of no interest while there are none.
+    return shown | ({"num_skipped": str(record["num_skipped"])} if record.get("num_skipped") else {})
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _TensorBoard:

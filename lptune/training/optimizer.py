@@ -43,17 +43,31 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     A 0-dimensional float32 tensor, equal on all ranks.
     """
+    squares = grad_squares(model)
+    if any(isinstance(p.grad, DTensor) for p in model.parameters()):
+        dist.all_reduce(squares)
+    norm = squares.sqrt().to(torch.float32)
+    scale_gradients(model, max_norm, norm)
+    return norm
+
+
+def grad_squares(model: nn.Module) -> Tensor:
+    """This rank's share of the squared global norm of all gradients: 0-dimensional, float64.
+
+    By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once.
+    """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once.
     mine = [_local(gradient) for gradient in gradients if is_first_holder(gradient)]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in mine]
-    squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=gradients[0].device)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        dist.all_reduce(squares)
-    norm = squares.sqrt()
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    return torch.stack(norms).to(torch.float64).square().sum()
+
+
+def scale_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Multiplies all gradients by max_norm / norm where that is below 1; 0: leaves them."""
     if max_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=False)
-    return norm
 
 
 def _local(tensor: Tensor) -> Tensor:

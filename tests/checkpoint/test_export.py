@@ -241,6 +241,22 @@ def test_a_full_disk_leaves_the_previous_export_and_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
+@pytest.mark.parametrize("fails", ["write_json", "write_text", "fsync_path", "publish_folder"])
+def test_an_io_error_after_the_weights_leaves_the_previous_export(
+    tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    before = _digests(_export(trained, base, tmp_path / "export"))
+
+    def broken(*arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module, fails, broken)
+    with pytest.raises(UserError, match="the export cannot be written: Input/output error"):
+        _export(trained, base, tmp_path / "export", dtype="float32")
+    assert _digests(tmp_path / "export") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
 def test_too_little_space_is_known_before_a_byte_is_written(
     tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,29 @@ def test_an_index_that_lies_or_leads_elsewhere_is_refused(tmp_path: Path) -> Non
         checkpoint.read_index(folder)
 
 
+def test_links_of_the_hubs_cache_are_followed_and_links_elsewhere_are_not(tmp_path: Path) -> None:
+    tensors = _weights()
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
+    folder = _folder(snapshot, tensors)
+    for path in list(folder.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    assert _load(folder).keys() == tensors.keys()
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)  # of the folder itself anyone may make a link
+    assert _load(linked).keys() == tensors.keys()
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in folder.iterdir():
+        (copied / path.name).symlink_to(blobs / path.name)
+    with pytest.raises(
+        UserError, match=r"config.json: is a link to .*blobs/config.json, out of the folder; copy"
+    ):
+        checkpoint.read_index(copied)
+
+
 def test_a_file_that_is_something_else_says_what_it_is(tmp_path: Path) -> None:
     path = _folder(tmp_path / "model", _weights()) / "model.safetensors"
     for content, message in (

@@ -189,3 +189,24 @@ def test_a_model_of_other_shape_is_refused(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 1))
     with pytest.raises(UserError, match=r"holds 5 x 8 elements of '0.weight' where 5 x 9 are needed"):
         checkpoint.load_state(checkpoint.verify(path), other, torch.optim.AdamW(other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_skipped": "2"}, "num_skipped: expected 0 to 5, found '2'"),
+        ({"num_skipped": True}, "num_skipped: expected 0 to 5, found True"),
+        ({"num_skipped": 6}, "num_skipped: expected 0 to 5, found 6"),
+        ({"num_skipped": 2, "num_skipped_in_a_row": 3}, "num_skipped_in_a_row: expected 0 to 2, found 3"),
+        ({"num_skipped": 2, "num_skipped_in_a_row": -1}, "num_skipped_in_a_row: expected 0 to 2, found -1"),
+        ([], "num_skipped: expected 0 to 5, found None"),
+    ],
+)
+def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
+    facts: object, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        checkpoint.skipped_steps(checkpoint.Manifest(tmp_path, 5, 1, {}, {}))
+    assert str(error.value) == f"{path}: {message}"

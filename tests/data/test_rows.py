@@ -126,6 +126,21 @@ def test_any_number_of_ranks_sees_the_stream_of_one(lengths: list[int], num_rank
     assert stream(rows, num_ranks=num_ranks, steps=4) == stream(rows, num_ranks=1, steps=4)
 
 
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS, st.booleans(), st.sampled_from([1, 3]))
+def test_the_targets_of_a_step_are_those_of_all_ranks_micro_batches(
+    lengths: list[int], packing: bool, num_ranks: int
+) -> None:
+    rows = make_rows(lengths, packing=packing)
+    loaders = [
+        Loader(rows, seed=3, global_batch_size=6, micro_batch_size=2, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    for step in range(3):
+        counted = sum(batch.num_targets for loader in loaders for batch in loader.micro_batches(step))
+        assert [loader.num_targets(step) for loader in loaders] == [counted] * num_ranks
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3))
 def test_epochs_follow_each_other_without_losing_a_row(num_rows: int, num_epochs: int) -> None:

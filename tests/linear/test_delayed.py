@@ -172,6 +172,23 @@ def test_what_is_not_finite_comes_out_as_nan_and_is_not_remembered(bad: float) -
     assert torch.equal(next(iter(scaling.state().values())).amax(dim=0), before)
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_step_that_is_undone_leaves_nothing_of_what_was_huge_and_finite_in_it(skipped: bool) -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    x, g = _batch()
+    with scaling.step():
+        _gradients(model, x, g)
+    (history,) = (tensor.clone() for tensor in scaling.state().values())
+    expected = model(x)
+    with scaling.step():
+        _gradients(model, 1e30 * x, g)
+    scaling.undo(torch.tensor(skipped))
+    assert torch.equal(next(iter(scaling.state().values())), history) == skipped
+    # An evaluation that follows goes by it at once.
+    assert torch.equal(model(x), expected) == skipped
+
+
 def test_a_run_that_goes_on_from_saved_histories_has_the_same_bits() -> None:
     model, plan = _model(DELAYED)
     scaling = linear.DelayedScaling(plan, CPU)

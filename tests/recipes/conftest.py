@@ -34,11 +34,16 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
     """
 
     def call(
-        *overrides: str, ranks: int = 1, code: int = 0, config: Path = tiny_config, **env: str
+        *overrides: str,
+        ranks: int = 1,
+        code: int = 0,
+        config: Path = tiny_config,
+        recipe: str = "full_finetune",
+        **env: str,
     ) -> Finished:
         command = [sys.executable, "-m", "lptune.cli.main", "run"]
         command += [f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        command += ["full_finetune", "--config", str(config), *overrides]
+        command += [recipe, "--config", str(config), *overrides]
         done = subprocess.run(
             command, env=environment() | env, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )

@@ -1,0 +1,264 @@
+"""A jinja environment for the templates of strangers: they can reach nothing, and they stop.
+
+Jinja's own sandbox keeps a template away from Python (no attribute that begins with an underscore, no
+mutation, no import). It does not keep it from work: three nested loops over `range(100000)`, a text doubled
+forty times, one `"{:>999999999}".format("")`. Such work is counted here, and a rendering that exceeds
+MAX_WORK ends. A count is the same on every machine and in every thread, unlike an alarm clock, which would
+not interrupt a single call inside the interpreter either.
+
+Units are characters: what an operation reads and what it makes. An item of a list counts as ITEM, a pass of a
+loop or a call as STEP, roughly in proportion to the time they take. Work is counted *before* it is done
+wherever its result can be longer than its operands. For that, everything that a template can do must come by:
+
+  loops, macros   the code generator puts a count at the head of their bodies
+  `~`, compare, [a:b], {{ }}   and around the operands of these, which jinja compiles to plain Python
+  + - * / // % **              the sandbox's interception of operators
+  calls           its interception of calls: methods of str, list and dict are looked at
+  filters, tests  wrapped; what they yield lazily is counted item by item
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Set as AnySet
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.compiler import CodeGenerator
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_WORK = 2**28
+"""Per rendering. The longest test conversation of 1,000 turns takes a hundredth of it."""
+MAX_VALUE = 64 * 1024 * 1024
+"""Characters that one operation may make."""
+STEP, ITEM = 256, 64
+_MAX_INTEGER_BITS = 4096
+
+_GROWING = {
+    "*", "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "tojson", "translate",
+    "truncate", "urlize", "wordwrap", "xmlattr", "zfill",
+}  # fmt: skip
+"""What can make as much as the product of its operands' sizes, numbers among them."""
+_FORMATTING = {"%", "format", "format_map"}
+_QUADRATIC = {"pprint", "round", "striptags", "sum", "urlize", "wordwrap"}
+"""What may take the square of its operands' sizes in time."""
+_SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
+_SHALLOW = {
+    "count", "d", "default", "first", "get", "items", "keys", "last", "length", "map", "reject", "rejectattr",
+    "select", "selectattr", "values",
+}  # fmt: skip
+"""What looks at its operand from outside, or passes its items on one by one."""
+_COMPARING = {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan",
+              ">", "ge", ">="}  # fmt: skip
+
+
+class TooMuchWorkError(SecurityError):
+    """The rendering has done MAX_WORK."""
+
+
+class Work:
+    """What a rendering may still do."""
+
+    def __init__(self) -> None:
+        self.left = MAX_WORK
+
+    def spend(self, amount: int) -> bool:
+        """True, so that it can stand in a condition."""
+        self.left -= amount
+        if self.left < 0:
+            raise TooMuchWorkError(f"more than {MAX_WORK:,} characters, items and steps of work")
+        return True
+
+    def weigh(self, value: Any) -> Any:
+        """Spends what `value` weighs in full; returns `value`.
+
+        In full: a list that holds another twice counts it twice, as printing and comparing do. Forty such
+        lists in each other are 2^40 items.
+        """
+        if isinstance(value, str):  # nearly always
+            self.left -= len(value)
+            if self.left >= 0:
+                return value
+        if value is None or isinstance(value, int):
+            return self.glance(value)
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, str):
+                self.spend(len(item))
+            elif isinstance(item, (dict, Mapping)):  # dict before Mapping: an ABC takes ten times as long
+                self.spend(ITEM * len(item))
+                waiting += item.keys()
+                waiting += item.values()
+            elif isinstance(item, (list, tuple, AnySet, KeysView, ValuesView)):
+                self.spend(ITEM * len(item))
+                waiting += item
+            elif isinstance(item, Namespace):
+                raise SecurityError("a namespace is no text")  # nor can its size be told
+            else:
+                self.glance(item)
+        return value
+
+    def glance(self, value: Any) -> Any:
+        """Spends what `value` weighs from outside; returns `value`, an iterator with its items counted."""
+        if isinstance(value, str):
+            self.spend(len(value))
+        elif isinstance(value, int):
+            self.spend(ITEM + value.bit_length())
+        elif isinstance(value, (list, dict, Sequence, Mapping, AnySet)):
+            self.spend(ITEM * len(value))
+        elif isinstance(value, Iterator):
+            return map(self.weigh, value)
+        else:
+            self.spend(ITEM)
+        return value
+
+    def before(self, name: str, operands: Sequence[Any]) -> None:
+        """Spends what an operation may take and make."""
+        self.spend(STEP)
+        if name in _SHALLOW:
+            return
+        sizes = [self._size(operand) for operand in operands]
+        makes = 0
+        if name == "replace" and len(operands) > 2:
+            text, old, new = (str(each) for each in operands[:3])
+            makes = text.count(old) * len(new)
+        elif name in _FORMATTING and operands and isinstance(operands[0], str):
+            makes = _formatted(operands[0], sum(sizes[1:]))
+        elif name in _GROWING:
+            makes = math.prod(max(1, size) for size in sizes)
+        adds_numbers = name == "sum" and not any(isinstance(start, (list, tuple)) for start in operands[1:])
+        if name in _QUADRATIC and not adds_numbers:
+            makes = max(makes, sum(sizes) ** 2)
+        if name in _SORTING:
+            self.spend(8 * sum(sizes))
+        if makes > MAX_VALUE:
+            raise SecurityError(f"{name!r} would make too large a value")
+        self.spend(makes)
+
+    def _size(self, operand: Any) -> int:
+        """What it weighs, or the number that it is: that many copies, columns or digits are asked for."""
+        start = self.left
+        self.weigh(operand)
+        return abs(operand) if isinstance(operand, int) else start - self.left
+
+
+def _formatted(pattern: str, weight: int) -> int:
+    """Characters that `pattern` can make of values that weigh so much."""
+    if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", pattern):
+        raise SecurityError(f"{pattern!r:.40} takes a width from a value")
+    widths = [int(digits) for digits in re.findall(r"\d+", pattern)]
+    return (1 + len(pattern)) * (1 + weight + max(widths, default=0))
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which work is counted. `work` is replaced before each rendering."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        # Folding constants would do at compile time, uncounted, what is counted here.
+        super().__init__(optimized=False, finalize=_finalize, **options)
+        self.work = Work()
+        self.code_generator_class = _MeteredCode
+        del self.globals["lipsum"]  # random text of any length
+
+    def meter(self) -> None:
+        """Counts the filters and tests that the environment has by now."""
+        self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
+        self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING}
+
+    def _metered(self, name: str, function: Any) -> Callable[..., Any]:
+        first = int(hasattr(function, "jinja_pass_arg"))  # the context comes before the operands
+
+        @functools.wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            self.work.before(name, [*args[first:], *kwargs.values()])
+            return self.work.glance(function(*args, **kwargs))
+
+        return metered
+
+    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Counts a call; of a method of str, list or dict, what it will take."""
+        self.work.spend(STEP + ITEM * (len(args) + len(kwargs)))
+        bound = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
+        owner = getattr(bound, "__self__", None)
+        if isinstance(owner, (str, list, tuple, dict)):
+            self.work.before(bound.__name__, [owner, *args, *kwargs.values()])
+            return self.work.glance(super().call(context, called, *args, **kwargs))
+        if called is dict:
+            for argument in args:
+                self.work.weigh(argument)
+        return super().call(context, called, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Counts an operator. Integers stay of a size that arithmetic takes no time with."""
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # nearly always
+            self.work.spend(len(left) + len(right))
+            return left + right
+        bits = [side.bit_length() for side in (left, right) if isinstance(side, int)]
+        if operator == "**" and len(bits) == 2:
+            bits.append(bits[0] * abs(right))
+        if max(bits, default=0) > _MAX_INTEGER_BITS:
+            raise SecurityError(f"{operator!r} would make too large a value")
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+            self.work.spend(STEP)
+        elif operator == "+":
+            self.work.glance(left)
+            self.work.glance(right)
+        else:
+            self.work.before(operator, [left, right])
+        return self.work.glance(self.binop_table[operator](left, right))
+
+
+@pass_context  # or constants would be printed when the template is compiled
+def _finalize(context: Context, value: Any) -> Any:
+    environment = context.environment
+    assert isinstance(environment, Sandbox)
+    return environment.work.weigh(value)
+
+
+class _MeteredCode(CodeGenerator):
+    """Jinja's code generator, adding counts where the environment cannot intercept."""
+
+    def visit_Template(  # noqa: N802  (jinja's name)
+        self, node: nodes.Template, frame: Any = None
+    ) -> None:
+        repeated: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
+        for found in node.find_all(repeated):
+            written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))
+            found.body.insert(0, nodes.ExprStmt(_spend(STEP + written), lineno=found.lineno))
+        for loop in node.find_all(nodes.For):
+            if loop.test is not None:
+                loop.test = nodes.And(_spend(STEP), loop.test)
+        for compare in node.find_all(nodes.Compare):
+            _mark("weigh", compare.expr, *(operand.expr for operand in compare.ops))
+        for concat in node.find_all(nodes.Concat):
+            _mark("weigh", *concat.nodes)
+        for item in node.find_all(nodes.Getitem):
+            if isinstance(item.arg, nodes.Slice):
+                _mark("glance", item.node)
+        super().visit_Template(node, frame)
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        how = node.__dict__.get("metered")
+        if how is None:
+            return super().visit(node, *args, **kwargs)
+        self.write(f"environment.work.{how}(")
+        super().visit(node, *args, **kwargs)
+        return self.write(")")
+
+
+def _spend(amount: int) -> nodes.Expr:
+    # Jinja writes this node as `environment.NAME`.
+    return nodes.EnvironmentAttribute(f"work.spend({amount})")
+
+
+def _mark(how: str, *expressions: nodes.Expr) -> None:
+    for expression in expressions:
+        if not isinstance(expression, nodes.Const):
+            expression.__dict__["metered"] = how

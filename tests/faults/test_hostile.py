@@ -1,0 +1,54 @@
+"""Ten hostile files are read, and nothing happens."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import ROOT, clean_environment
+from tests.faults.hostile import FILES
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("hostile")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.hostile", str(folder)],
+        cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return json.loads((folder / "seen.json").read_text())
+
+
+def test_ten_hostile_files_are_refused_or_read_without_a_canary(seen: Any) -> None:
+    assert len(FILES) == 10
+    assert seen["wrong exit codes"] == []
+    assert seen["canary"] is False
+
+
+def test_reading_them_unpickles_starts_and_imports_nothing(seen: Any) -> None:
+    assert seen["files"] == {}
+
+
+def test_training_resume_verify_and_export_unpickle_and_start_nothing(seen: Any) -> None:
+    assert seen["training"] == {}
+
+
+def test_the_hook_sees_what_is_planted(seen: Any) -> None:
+    assert {"pickle.find_class", "os.system", "exec"} <= seen["planted"].keys()
+
+
+def test_reading_a_header_that_claims_a_gigabyte_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
+    from lptune.checkpoint.hf import read_header
+    from lptune.config import UserError
+
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((10**9).to_bytes(8, "little"))
+        file.truncate(10**9 + 8)
+    with pytest.raises(UserError, match=r"said to have 1,000,000,000 bytes.*100,000,000 is the limit"):
+        read_header(path)

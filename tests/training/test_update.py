@@ -1,0 +1,283 @@
+"""A step that is not finite leaves no trace, on any rank, and the host does not have to look for it first."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lptune import data, distributed, linear, models, training
+from lptune.config import LoggingConfig, ParallelConfig
+from tests import tiny_run
+from tests.ranks import Ranks
+from tests.tiny_run import TinyRun
+
+KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only")
+BATCH_LOSS = tiny_run.batch_loss
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
+class _BadGradient(torch.autograd.Function):
+    """Itself, with a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def _spoilt(how: str) -> Callable[..., Tensor]:
+    """The recipe's batch_loss, with what is not finite in the loss, or in gradients alone."""
+
+    def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
+        loss: Tensor = BATCH_LOSS(model, batch, world)
+        if how == "gradient":
+            return _BadGradient.apply(loss, math.inf)  # type: ignore[no-any-return, no-untyped-call]
+        return loss * float(how)
+
+    return batch_loss
+
+
+class _Loop:
+    """The recipe's step."""
+
+    def __init__(self, kind: str, world: distributed.World) -> None:
+        precision = {"stochastic_rounding": True} if kind == "int8_rowcol" else {}
+        parallel = ParallelConfig(tensor=world.tensor_size)
+        cfg = tiny_run.config(kind, precision=precision, parallel=parallel)
+        self.run = run = TinyRun(cfg, world, tiny_run.decoder_config())
+        self.update = training.Update(run.model, run.optimizer, world, cfg.max_grad_norm, run.scaling)
+
+    def step(self, step: int, spoilt: str | None = None) -> training.Updated:
+        """spoilt: how this rank's loss of the step is."""
+        run = self.run
+        batches, num_targets = run.batches(step), run.num_targets(step)
+        patched = {"batch_loss": _spoilt(spoilt)} if spoilt else {}
+        with mock.patch.dict(tiny_run._recipe, patched), run.scaling.step():
+            loss_sum = tiny_run.forward_backward(
+                run.model, batches, num_targets, run.cfg, run.world, run.rounding, step
+            )
+        return self.update(loss_sum, num_targets)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a later step depends on, this rank's part."""
+        distributed.reshard(self.run.model)
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.run.model.named_parameters():
+            for key, tensor in self.run.optimizer.state.get(parameter, {}).items():
+                found[f"{key}/{name}"] = torch.as_tensor(tensor)
+            int8 = linear.int8_rows(parameter)
+            if int8 is None:
+                found[name] = linear.dequantized(parameter.detach())
+            else:
+                found |= {f"q/{name}": int8.q_NK, f"scale/{name}": int8.scale_N1}
+        found |= self.run.scaling.state()
+        local = {k: t.to_local() if isinstance(t, DTensor) else t for k, t in found.items()}
+        return {name: tensor.detach().clone() for name, tensor in local.items()}
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def _with_skipped_steps(rank: int, num_ranks: int, kind: str, tensor: int) -> dict[str, Any]:
+    """Steps 0 to 5, of which the last rank spoils 0, 2, 3 and 4, beside a run of steps 1 and 5 alone."""
+    with distributed.session("cpu", ParallelConfig(tensor=tensor)) as world:
+        loop, other = _Loop(kind, world), _Loop(kind, world)
+        updated, changed = {}, {}
+        for step, how in enumerate(("nan", None, "inf", "gradient", "-inf", None)):
+            before = loop.state()
+            # Tensor-parallel ranks compute one loss together.
+            updated[step] = loop.step(step, how if rank >= num_ranks - tensor else None)
+            after = loop.state()
+            changed[step] = _differing({name: after[name] for name in before}, before)
+        for step in (1, 5):
+            assert other.step(step) == updated[step]
+        return {
+            "skipped": [each.skipped for each in updated.values()],
+            "loss_is_finite": [math.isfinite(each.loss) for each in updated.values()],
+            "changed": {step: len(names) for step, names in changed.items()},
+            "num_tensors": len(before),
+            "unlike_a_run_without_them": _differing(loop.state(), other.state()),
+            "counts": loop.update.counts(),
+            "not_finite": [name for name, tensor in after.items() if not tensor.isfinite().all()],
+        }
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "tensor"),
+    [*((kind, n, 1) for kind in KINDS for n in (1, 2)), ("int8_rowcol", 2, 2)],
+)
+def test_a_step_that_is_not_finite_on_one_rank_leaves_no_trace_on_any(
+    kind: str, num_ranks: int, tensor: int, ranks: Ranks
+) -> None:
+    """Weights, moments, counts, histories and random bits are, after it and after the next update, those
+    of a run that never took that step.
+    """
+    for found in ranks.run(_with_skipped_steps, num_ranks, kind, tensor):
+        assert found["skipped"] == [True, False, True, True, True, False]
+        # A gradient alone is enough.
+        assert found["loss_is_finite"] == [False, True, False, True, False, True]
+        assert {step: found["changed"][step] for step in (0, 2, 3, 4)} == dict.fromkeys((0, 2, 3, 4), 0)
+        assert found["changed"][5] > found["num_tensors"] / 2
+        assert found["unlike_a_run_without_them"] == []
+        assert found["not_finite"] == []
+        assert found["counts"] == {"num_skipped": 4, "num_skipped_in_a_row": 0}
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+"""Methods of a tensor that wait for its device; operators that do are seen by _Operators."""
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2"):
+            self._reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _host_reads(host_tensors: list[Tensor]) -> Iterator[list[str]]:
+    """Names of what reads a tensor's values meanwhile, but for tensors that are on the host on any device."""
+    reads: list[str] = []
+    on_host = {tensor.untyped_storage().data_ptr() for tensor in host_tensors}
+
+    def watched(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.untyped_storage().data_ptr() not in on_host:
+                reads.append(name)
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    with mock.patch.multiple(Tensor, **{name: watched(name) for name in READS}), _Operators(reads):
+        yield reads
+
+
+def _reads_of_a_step(rank: int, num_ranks: int, kind: str) -> list[dict[str, list[str]]]:
+    found = []
+    with distributed.session("cpu") as world:
+        loop = _Loop(kind, world)
+        run = loop.run
+        handles = [
+            module.handle for module in run.model.modules() if isinstance(module, linear.LowPrecisionLinear)
+        ]
+        optimizer_step = run.optimizer.step
+        for step in range(3):
+            batches, num_targets = run.batches(step), run.num_targets(step)
+            before_the_update: list[str] = []
+
+            def launched(so_far: list[str] = before_the_update) -> None:
+                optimizer_step()
+                so_far += reads
+
+            scaling = run.scaling.step()
+            scaling.__enter__()
+            with _host_reads(handles) as reads, mock.patch.object(run.optimizer, "step", launched):
+                loss_sum = tiny_run.forward_backward(
+                    run.model, batches, num_targets, run.cfg, world, run.rounding, step
+                )
+                scaling.__exit__(None, None, None)
+                loop.update(loss_sum, num_targets)
+            found.append({"before": before_the_update, "all": list(reads)})
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_reads_once_a_step_and_only_after_the_update_was_launched(kind: str, ranks: Ranks) -> None:
+    for found in ranks.run(_reads_of_a_step, 2, kind):
+        assert found == [{"before": [], "all": ["tolist"]}] * 3
+
+
+def test_reads_are_seen_however_they_are_made() -> None:
+    tensor, host = torch.ones(2), torch.ones(1)
+    with _host_reads([host]) as reads:
+        float(tensor[0])
+        tensor.tolist()
+        bool((tensor > 0).all())
+        tensor[tensor > 0]
+        torch.equal(tensor, tensor)
+        float(host)
+    assert {"__float__", "tolist", "__bool__", "equal"} <= set(reads)
+    assert len(reads) > len(set(reads)) - 1 >= 4
+
+
+def test_an_optimizer_that_would_step_all_the_same_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with distributed.session("cpu") as world:
+        for optimizer in (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.optim.AdamW(model.parameters(), foreach=False),
+            torch.optim.RMSprop(model.parameters()),
+        ):
+            with pytest.raises(ValueError, match=r"does not know found_inf.*fused=True"):
+                training.Update(model, optimizer, world, 1.0)
+        training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
+
+
+def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line() -> None:
+    with distributed.session("cpu") as world:
+        loop = _Loop("none", world)
+        saved = {"num_skipped": 7, "num_skipped_in_a_row": 1}
+        run = loop.run
+        loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.scaling, saved)
+        loop.step(4, "nan")
+        assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 2}
+        error = loop.update.diverged(5, Path("run/checkpoints/step-00000002"))
+        assert error.exit_code == 3
+        text = str(error)
+        assert "\n" not in text
+        assert text.startswith(
+            "diverged at step 5: loss nan, gradient norm nan, not finite for 2 steps in a row"
+        )
+        assert "still those of step 3, and the newest checkpoint is run/checkpoints/step-00000002." in text
+        loop.step(5)
+        assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 0}
+        assert "there is no checkpoint" in str(loop.update.diverged(6, None))
+
+
+def test_the_record_of_a_skipped_step_is_strict_json_and_is_always_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def refuse(name: str) -> float:
+        raise AssertionError(name)
+
+    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=99, first_step=10) as metrics:
+        metrics.write({"step": 11, "loss": 1.0, "grad_norm": 2.0, "num_skipped": 0})
+        metrics.write({"step": 12, "loss": math.nan, "grad_norm": math.inf, "num_skipped": 1, "mfu": None})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[1], parse_constant=refuse) == {
+        "step": 12,
+        "loss": None,
+        "grad_norm": None,
+        "num_skipped": 1,
+        "mfu": None,
+    }
+    assert capsys.readouterr().out == "step 12/99  loss nan  grad_norm inf  num_skipped 1\n"
