@@ -50,6 +50,7 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.resume
 	$(BIN)/python -m tests.faults.real_kills --kills 50
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
+	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
 
 # All cells; the suite runs pairwise subsets of them.
 matrix: export OMP_NUM_THREADS := 1

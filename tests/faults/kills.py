@@ -48,7 +48,7 @@ PHASES = {
     "hashes": "as many files of tensors as a checkpoint has, no rank's entry yet",
     "ranks agree": "the entry of a rank",
     "state": "state.json",
-    "manifest": "manifest.json, not renamed yet",
+    "manifest": "manifest.json, the folder not renamed yet",
     "retention": "a checkpoint half removed",
 }
 """Where a kill hit, by what it left."""
@@ -133,12 +133,10 @@ def _train(folder: Path, plan: Plan, rank: int, pipe: int) -> None:
             os.write(pipe, b"ready\n")
         # One save in the background, one at once, so that each kind follows the other.
         for number in range(1_000_000):
-            pending, step = state.step, state.advance()
-            state.save(writer, wait=number % 2 == 1)
-            done = [pending] if number % 2 == 0 and number else [pending, step] if number else []
-            if rank == 0:  # `save` returns when the one before is published
-                for published in done:
-                    os.write(pipe, f"{published}\n".encode())
+            pending, step, wait = state.step, state.advance(), number % 2 == 1
+            state.save(writer, wait=wait)
+            if wait and rank == 0:  # then the one before is published as well
+                os.write(pipe, f"{pending}\n{step}\n".encode())
 
 
 def _refuse(line: str) -> None:
