@@ -12,6 +12,7 @@ from tests.faults.corruption import corruption
 from tests.faults.io_errors import compile_shim, io_errors
 from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
+from tests.faults.run_folder_errors import run_folder_errors
 from tests.faults.runs import Inputs, prepare
 from tests.launch import free_port, rank_environment
 from tests.tiny_recipe import ROOT, environment
@@ -33,6 +34,14 @@ def test_a_failing_disk_is_named_and_leaves_every_published_checkpoint_intact(tm
     assert wrong == []
     failed = {fault.partition(":")[0] for fault in counts}
     assert {"write", "fsync", "rename", "open"} <= failed
+
+
+def test_a_disk_that_fails_elsewhere_in_a_runs_folder_is_one_line(tmp_path: Path) -> None:
+    if compile_shim(tmp_path) is None:
+        pytest.skip("needs Linux and a C compiler (gcc or cc)")
+    done = run_folder_errors(10, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 went wrong" in done.stdout
 
 
 def test_every_change_of_any_file_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
