@@ -11,7 +11,7 @@ help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
-	@echo "make faults       real runs, stopped and killed at random moments"
+	@echo "make faults       kills, failing disks, damaged files, interrupted runs (half an hour)"
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
@@ -42,7 +42,15 @@ test-slow: .venv/.installed
 # Minutes each; the suite runs short forms of them.
 faults: export OMP_NUM_THREADS := 1
 faults: .venv/.installed
+	$(BIN)/python -m tests.faults.kills --trials 1000 --ranks 1
+	$(BIN)/python -m tests.faults.kills --trials 100 --ranks 2
+	$(BIN)/python -m tests.faults.io_errors --ranks 1 2
+	$(BIN)/python -m tests.faults.run_folder_errors
+	$(BIN)/python -m tests.faults.corruption
+	$(BIN)/python -m tests.faults.resume
+	$(BIN)/python -m tests.faults.real_kills --kills 50
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
+	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
 
 # All cells; the suite runs pairwise subsets of them.
 matrix: export OMP_NUM_THREADS := 1

@@ -27,7 +27,7 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def write_config(path: Path, checkpoint: Path, output_dir: Path, **changed: Any) -> Path:
+def write_config(path: Path, checkpoint: Path, output_dir: Path, /, **changed: Any) -> Path:
     """A run of a few seconds: 12 steps of 8 short rows of the built-in data."""
     values = {
         "model": {"path": str(checkpoint)},

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,24 @@ from torch import Tensor
 from lptune.config import MEBI, UserError, read_text
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError says which file it is about; that of a write or a flush would not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def fsync_path(path: Path) -> None:
     """Flushes a file's data or a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with _named(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def num_threads() -> int:
@@ -55,7 +68,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes `text` durably; `path` holds the old content or the new, never a part."""
     partial = path.with_name(f".tmp-{path.name}")
-    partial.write_text(text, encoding="utf-8")
+    with _named(partial):
+        partial.write_text(text, encoding="utf-8")
     fsync_path(partial)
     partial.replace(path)
     fsync_path(path.parent)

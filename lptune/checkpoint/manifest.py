@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped"
         )
-    for name in manifest.files:
+    for name in (NAME, *manifest.files):
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name}: is a link; a checkpoint holds its files itself")
     for unlisted in sorted({file.name for file in folder.glob("*.safetensors")} - set(manifest.files)):

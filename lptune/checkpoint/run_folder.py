@@ -6,6 +6,7 @@ read: what is found there then stays true. A new folder is made only after every
 was checked.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -21,6 +22,8 @@ from lptune.checkpoint.files import read_json, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.config import UserError, to_yaml
 from lptune.distributed import World
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class RunFolder:
@@ -145,7 +148,10 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(output_dir: str, resume: str, world: World) -> Iterator[RunFolder]:
-    """The folder of a run, checked, and locked if it exists; `create` makes it. All ranks call it."""
+    """The folder of a run, checked, and locked if it exists; `create` makes it. All ranks call it.
+
+    A disk that fills up or fails within is a UserError: the run is stopped, what it had saved stays.
+    """
     run = RunFolder(Path(output_dir).expanduser(), world)
     try:
         if world.is_main:
@@ -153,5 +159,12 @@ def open_run_folder(output_dir: str, resume: str, world: World) -> Iterator[RunF
             if run.path.is_dir() and any(run.path.iterdir()):
                 run.lock()
         yield run
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(
+            f"output_dir: {run.path}: {where}{error.strerror}; make room there or mend it, and run again"
+        ) from None
     finally:
         run.unlock()

@@ -1,0 +1,86 @@
+"""Short forms of the scripts in this folder; `make faults` runs the long ones."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.cli import warm
+from tests.faults.corruption import corruption
+from tests.faults.io_errors import compile_shim, io_errors
+from tests.faults.real_kills import real_kills
+from tests.faults.resume import exact
+from tests.faults.run_folder_errors import run_folder_errors
+from tests.faults.runs import Inputs, prepare
+from tests.launch import free_port, rank_environment
+from tests.tiny_recipe import ROOT, environment
+
+
+@pytest.mark.parametrize(("ranks", "trials"), [(1, 16), (2, 4)])
+def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials: int) -> None:
+    # In a process of its own: it forks, which one with threads had better not do.
+    command = [sys.executable, "-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}"]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{trials} kills" in done.stdout
+
+
+def test_a_failing_disk_is_named_and_leaves_every_published_checkpoint_intact(tmp_path: Path) -> None:
+    if compile_shim(tmp_path) is None:
+        pytest.skip("needs Linux and a C compiler (gcc or cc)")
+    counts, wrong = io_errors(1, 5, ["ENOSPC", "EIO", "short write"], tmp_path)
+    assert wrong == []
+    failed = {fault.partition(":")[0] for fault in counts}
+    assert {"write", "fsync", "rename", "open"} <= failed
+
+
+def test_a_disk_that_fails_elsewhere_in_a_runs_folder_is_one_line(tmp_path: Path) -> None:
+    if compile_shim(tmp_path) is None:
+        pytest.skip("needs Linux and a C compiler (gcc or cc)")
+    done = run_folder_errors(10, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 went wrong" in done.stdout
+
+
+def test_every_change_of_any_file_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    counts, wrong = corruption(2, 0, tmp_path)
+    assert wrong == []
+    assert sum(counts.values()) > 300
+
+
+def _warm(
+    arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """The same command line where torch is imported already; several ranks as under plain torchrun."""
+    port = free_port()
+
+    def one(rank: int) -> subprocess.CompletedProcess[str]:
+        environment = extra | (rank_environment(rank, ranks, port) if ranks > 1 else {})
+        return warm.lptune(["run", *arguments], folder=folder, environment=environment, timeout_s=120)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        done = list(pool.map(one, range(ranks)))
+    return max(done, key=lambda each: each.returncode)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return prepare(tmp_path_factory.mktemp("faults"), _warm)
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks"), [("int8_rowcol, rounded stochastically", 1), ("float8_delayed", 2)]
+)
+def test_a_run_resumed_thrice_is_bitwise_the_one_that_was_not(
+    inputs: Inputs, precision: str, ranks: int
+) -> None:
+    _, wrong = exact(inputs, precision, ranks, stops=(4, 5, 7))
+    assert wrong == []
+
+
+def test_real_runs_that_were_killed_end_as_if_nobody_had_touched_them(inputs: Inputs) -> None:
+    result = real_kills(inputs, 2, 1)
+    assert result.wrong == []
+    assert result.num_kills == 2
