@@ -33,7 +33,7 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
         return None
     with side_group(world) as group:
         if resume != "auto":
-            return _given(Path(resume).expanduser(), group)
+            return _given(Path(resume).expanduser(), folder, group)
         steps = [step_of(path) for path in list_checkpoints(folder)] if world.is_main else []
         # As many as the main rank sees: the others' view of a network folder may be older.
         num_found = group.of_main(len(steps))
@@ -50,13 +50,20 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
     return None
 
 
-def _given(path: Path, group: SideGroup) -> Manifest:
+def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     if (path / "checkpoints").is_dir():
         raise UserError(f"resume: {path} is a run's folder; give one of its checkpoints/step-…")
     try:
-        return verify(path, group)
+        manifest = verify(path, group)
     except UserError as error:
         raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
+    # Two pasts in one folder: retention and the next resume=auto would take one for the other.
+    if path.parent.resolve() != folder.resolve() and group.of_main(len(list_checkpoints(folder))):
+        raise UserError(
+            f"resume: {path} is of another run than the checkpoints in {folder}; go on from those with "
+            "resume=auto, or choose another output_dir"
+        )
+    return manifest
 
 
 def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_template: str | None) -> Facts:

@@ -132,6 +132,21 @@ def test_the_newest_that_verifies_is_found_and_the_damaged_one_named(tmp_path: P
         _find(tmp_path, str(tmp_path / "step-00000099"), warnings.append)
 
 
+def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path: Path) -> None:
+    theirs, ours, new, link = (tmp_path / name for name in ("theirs", "ours", "new", "link"))
+    _saved(theirs, 2)
+    _saved(ours, 1)
+    link.symlink_to(ours)
+    with pytest.raises(
+        UserError, match=r"theirs/step-00000002 is of another run than .*ours; .* resume=auto"
+    ):
+        _find(ours, str(theirs / "step-00000002"), print)
+    for folder, path in ((new, theirs / "step-00000002"), (ours, link / "step-00000001")):
+        found = _find(folder, str(path), print)
+        assert found is not None
+        assert found.folder == path
+
+
 def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _saved(tmp_path, step, keep_last=2)
