@@ -59,7 +59,7 @@ def test_a_group_signal_does_not_reach_the_processes_that_a_run_starts(number: s
     os.killpg(process.pid, number)
     stdout, stderr = process.communicate(timeout=10)
     assert stdout == f"7 {number.name}\n"
-    assert f"{number.name}: the step in progress is finished and saved first" in stderr
+    assert f"{number.name}: the work in progress is finished and saved first" in stderr
 
 
 # In C, as in a collective or a compiler: a Python handler would not run.

@@ -278,7 +278,7 @@ def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[in
             print(f"stopped by {number.name}: nothing to save yet", file=sys.stderr, flush=True)
             leave(preemption.STOPPED)
         elif number == signal.SIGINT:
-            preemption.announce_stop(number, "the ranks' step is")
+            preemption.announce_stop(number, "the ranks' work is")
 
     def again(number: signal.Signals) -> None:
         leave(128 + number)

@@ -146,7 +146,7 @@ def _note(number: signal.Signals) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
     if _was_asked:
         if is_main and not has_launcher:
-            announce_stop(number, "the step in progress is")
+            announce_stop(number, "the work in progress is")
         return
     line = f"stopped by {number.name}: nothing to save yet"
     try:

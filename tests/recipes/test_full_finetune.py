@@ -294,15 +294,24 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(run_recipe:
     ]
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("ranks", "number", "resume", "again"),
+    [(1, signal.SIGTERM, "none", "run again with resume=auto"), (2, signal.SIGINT, "auto", "run again")],
+)
 def test_a_signal_saves_the_step_exits_143_and_leaves_the_evaluation_to_the_resumed_run(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path, ranks: int, number: signal.Signals
+    run_recipe: Run,
+    tmp_path: Path,
+    tiny_config: Path,
+    ranks: int,
+    number: signal.Signals,
+    resume: str,
+    again: str,
 ) -> None:
     command = [sys.executable, "-m", "lptune.cli.main", "run", f"--nproc-per-node={ranks}", "full_finetune"]
     command += ["--config", str(tiny_config), "schedule.kind=constant", "eval_every_steps=1"]
     metrics = tmp_path / "run" / "metrics.jsonl"
     with subprocess.Popen(
-        [*command, "num_steps=100000"],
+        [*command, "num_steps=100000", f"resume={resume}"],
         env=environment(),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -315,7 +324,7 @@ def test_a_signal_saves_the_step_exits_143_and_leaves_the_evaluation_to_the_resu
         out, err = process.communicate(timeout=120)
     assert process.returncode == 143
     step = read_metrics(tmp_path / "run")[-1]["step"]
-    assert f"stopped by {number.name} after step {step}, saved" in out
+    assert f"stopped by {number.name} after step {step}, saved; {again} to continue" in out
     assert ("Ctrl-C again after 5 s ends at once" in err) == (number == signal.SIGINT)
     done = run_recipe("schedule.kind=constant", "eval_every_steps=1", f"num_steps={step + 1}")
     assert f"continuing {tmp_path / 'run/checkpoints' / f'step-{step:08d}'}" in done.stdout
