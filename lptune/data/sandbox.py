@@ -12,8 +12,9 @@ wherever its result can be longer than its operands. For that, everything that a
 
   loops, macros   the code generator puts a count at the head of their bodies
   `~`, compare, [a:b], {{ }}   and around the operands of these, which jinja compiles to plain Python
+  [key], {key: …} and around keys, whose hash reads all of a tuple
   + - * / // % **              the sandbox's interception of operators
-  calls           its interception of calls: methods of str, list and dict are looked at
+  calls           its interception of calls: methods of values are looked at, most kinds have none
   filters, tests  wrapped; what they yield lazily is counted item by item
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -48,12 +49,14 @@ _QUADRATIC = {"pprint", "round", "striptags", "sum", "urlize", "wordwrap"}
 """What may take the square of its operands' sizes in time."""
 _SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
 _SHALLOW = {
-    "count", "d", "default", "first", "get", "items", "keys", "last", "length", "map", "reject", "rejectattr",
+    "d", "default", "first", "get", "items", "keys", "last", "length", "map", "reject", "rejectattr",
     "select", "selectattr", "values",
 }  # fmt: skip
-"""What looks at its operand from outside, or passes its items on one by one."""
+"""What looks at its first operand from outside, or passes its items on one by one."""
 _COMPARING = {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan",
               ">", "ge", ">="}  # fmt: skip
+_READING = {"lower", "upper", "filter", "test"}
+"""Tests that read all of a text, or hash what they are given."""
 
 
 class TooMuchWorkError(SecurityError):
@@ -121,6 +124,8 @@ class Work:
         """Spends what an operation may take and make."""
         self.spend(STEP)
         if name in _SHALLOW:
+            for operand in operands[1:]:  # an attribute or a key is hashed
+                self.weigh(operand)
             return
         sizes = [self._size(operand) for operand in operands]
         makes = 0
@@ -170,7 +175,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def meter(self) -> None:
         """Counts the filters and tests that the environment has by now."""
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
-        self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING}
+        self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING | _READING}
 
     def _metered(self, name: str, function: Any) -> Callable[..., Any]:
         first = int(hasattr(function, "jinja_pass_arg"))  # the context comes before the operands
@@ -183,14 +188,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return metered
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Counts a call; of a method of str, list or dict, what it will take."""
+        """Counts a call; of a method of a value, what it will take."""
         self.work.spend(STEP + ITEM * (len(args) + len(kwargs)))
         bound = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
         owner = getattr(bound, "__self__", None)
-        if isinstance(owner, (str, list, tuple, dict)):
+        # int.to_bytes makes, dict.fromkeys and str.maketrans (which has no owner) read any amount.
+        if isinstance(owner, (int, float, bytes, type)) or called is str.maketrans:
+            raise SecurityError(f"{bound.__name__!r} is a method that templates do not need")
+        if isinstance(owner, (str, list, tuple, dict, range, AnySet, ValuesView)):
             self.work.before(bound.__name__, [owner, *args, *kwargs.values()])
             return self.work.glance(super().call(context, called, *args, **kwargs))
-        if called is dict:
+        if called is dict or isinstance(owner, LoopContext):  # whose `changed` compares
             for argument in args:
                 self.work.weigh(argument)
         return super().call(context, called, *args, **kwargs)
@@ -242,6 +250,10 @@ class _MeteredCode(CodeGenerator):
         for item in node.find_all(nodes.Getitem):
             if isinstance(item.arg, nodes.Slice):
                 _mark("glance", item.node)
+            else:
+                _mark("weigh", item.arg)
+        for pair in node.find_all(nodes.Pair):
+            _mark("weigh", pair.key)
         super().visit_Template(node, frame)
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:

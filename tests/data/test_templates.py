@@ -150,6 +150,7 @@ def test_what_goes_wrong_inside_a_template_is_one_message_naming_it(source: str,
 
 
 TWICE = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+PAIRS = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
 LONG = "{% set long = 'x' * 100000 %}"
 RUNAWAYS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -179,6 +180,15 @@ RUNAWAYS = {
     "lists in lists, joined": TWICE + "{% set _ = 'a' ~ ns.x %}",
     "lists in lists, as JSON": TWICE + "{{ ns.x | tojson }}",
     "filters over filters": "{{ range(99999)" + " | map('string') | map('int')" * 40 + " | list | length }}",
+    "tuples in tuples, as a key": PAIRS + "{% set _ = {}[ns.x] %}",
+    "tuples in tuples, as a key of a literal": PAIRS + "{% set _ = {ns.x: 1} %}",
+    "tuples in tuples, got": PAIRS + "{% set _ = {}.get(ns.x) %}",
+    "tuples in tuples, not in keys": PAIRS + "{% set _ = {1: 1}.keys().isdisjoint([ns.x]) %}",
+    "tuples in tuples, as a test's name": PAIRS + "{% set _ = 1 is filter or ns.x is test %}",
+    "tuples in tuples, as an attribute": PAIRS + "{% set _ = [{}] | map(attribute=ns.x) | list %}",
+    "lists in lists, changed": TWICE + "{% for i in 'ab' %}{% set _ = loop.changed([ns.x]) %}{% endfor %}",
+    "texts tested": LONG + "{% for i in range(99999) %}{% set _ = long is lower %}{% endfor %}",
+    "counts": "{% set r = range(99999) %}{% for i in r %}{% set _ = r.count('x') %}{% endfor %}",
     "sorts": "{% for i in range(99999) %}{% set _ = range(99999) | sort %}{% endfor %}",
 }
 
@@ -221,13 +231,16 @@ def test_a_template_that_would_run_for_hours_is_stopped_and_named(kind: str) -> 
         "range(9) | slice(999999999) | list",
         "range(9) | batch(999999999, 'x') | list",
         "namespace(a=namespace())",
+        "(1).to_bytes(999999999, 'big')",
+        "{}.fromkeys(long)",
+        "''.maketrans(long, long)",
         "2 ** 99999",
         "(('f' * 99999) | int(base=16)) * 3",
     ],
 )
 def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None:
     with pytest.raises(
-        (RowError, UserError), match=r"too large|takes a width from a value|no text|more than"
+        (RowError, UserError), match=r"too large|takes a width from a value|no text|more than|do not need"
     ):
         template(LONG + "{{ " + expression + " }}").render(ONE)
 
