@@ -74,7 +74,7 @@ class Shim:
         self._library.faults_stop()
         calls = []
         for line in self._log.read_text(encoding="utf-8").splitlines():
-            name, inode, *paths = line.removeprefix("FAILED ").split(" ")
+            name, inode, *paths = line.removeprefix("FAILED ").split("\t")
             calls.append(Call(name, int(inode), paths[0], paths[1] if len(paths) > 1 else ""))
         return calls
 

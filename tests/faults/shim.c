@@ -5,7 +5,7 @@
  *     faults_start(log, prefix, n, error)   n: 1 for the first, 0 for none; error: errno, -1: a short write
  *     faults_stop()                         returns the number of calls seen
  *
- * A line of the log is `CALL INODE PATH [PATH]`, inode 0 for calls on paths, FAILED before it if that one was made to
+ * A line of the log is `CALL INODE PATH [PATH]`, tabs between, inode 0 for calls on paths, FAILED before it if that one was made to
  * fail; it is written by a raw system call so that it is not logged itself. Descriptors are resolved through
  * /proc/self/fd. What a library does by raw system calls is not seen: Rust's renameat in safetensors is one.
  */
@@ -48,8 +48,8 @@ static int seen(const char *call, ino_t inode, const char *path, const char *oth
     pthread_mutex_lock(&lock);
     if (++count == fail_at) error = fail_with;
     if (error == -1 && strcmp(call, "write")) error = 0;
-    int length = snprintf(line, sizeof line, "%s%s %lu %s%s%s\n", error ? "FAILED " : "", call,
-                          (unsigned long)inode, path, *other ? " " : "", other);
+    int length = snprintf(line, sizeof line, "%s%s\t%lu\t%s%s%s\n", error ? "FAILED " : "", call,
+                          (unsigned long)inode, path, *other ? "\t" : "", other);
     if (syscall(SYS_write, log_fd, line, length) != length) error = EIO;
     pthread_mutex_unlock(&lock);
     return error;
