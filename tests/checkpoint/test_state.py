@@ -1,7 +1,6 @@
 """Training state: what is saved comes back on any number of ranks, and every changed byte is noticed."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from lptune import checkpoint, distributed
-from lptune.checkpoint.manifest import NAME
 from lptune.config import UserError
 from tests.launch import run_ranks
 from tests.saving import save
@@ -78,27 +76,6 @@ def test_state_reshards_to_other_numbers_of_ranks_bitwise(tmp_path: Path) -> Non
         states.append([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
     for other in states[1:]:
         assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
-
-
-def test_every_single_flipped_missing_or_truncated_file_is_noticed(tmp_path: Path) -> None:
-    path = _saved(tmp_path / "good")
-    files = sorted(file.name for file in path.iterdir())
-    assert files == [NAME, "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
-    for name in files:
-        for damage in ("delete", "truncate", "flip"):
-            copy = tmp_path / "bad" / path.name
-            shutil.copytree(path, copy)
-            content = bytearray((copy / name).read_bytes())
-            if damage == "delete":
-                (copy / name).unlink()
-            elif damage == "truncate":
-                (copy / name).write_bytes(content[:-1])
-            else:
-                content[len(content) // 2] ^= 1
-                (copy / name).write_bytes(content)
-            with pytest.raises(UserError):
-                checkpoint.verify(copy)
-            shutil.rmtree(tmp_path / "bad")
 
 
 def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:

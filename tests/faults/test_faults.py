@@ -30,7 +30,7 @@ def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials
 def test_a_failing_disk_is_named_and_leaves_every_published_checkpoint_intact(tmp_path: Path) -> None:
     if compile_shim(tmp_path) is None:
         pytest.skip("needs Linux and a C compiler (gcc or cc)")
-    counts, wrong = io_errors(1, 5, ["ENOSPC", "EIO", "short write"], tmp_path)
+    counts, wrong = io_errors(1, 6, ["ENOSPC", "EIO", "short write"], tmp_path)
     assert wrong == []
     failed = {fault.partition(":")[0] for fault in counts}
     assert {"write", "fsync", "rename", "open"} <= failed
@@ -39,7 +39,7 @@ def test_a_failing_disk_is_named_and_leaves_every_published_checkpoint_intact(tm
 def test_a_disk_that_fails_elsewhere_in_a_runs_folder_is_one_line(tmp_path: Path) -> None:
     if compile_shim(tmp_path) is None:
         pytest.skip("needs Linux and a C compiler (gcc or cc)")
-    done = run_folder_errors(10, tmp_path)
+    done = run_folder_errors(20, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 went wrong" in done.stdout
 
