@@ -7,6 +7,7 @@ fingerprint   digests by which an imported model is recognised (and what else a 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,6 +21,10 @@ from lptune.config import FinetuneConfig, UserError
 
 _HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+Facts = Mapping[str, Any]
+"""What state.json says beside the step."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,28 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
     return asdict(about)
 
 
+def read_state(manifest: Manifest) -> Facts:
+    """What state.json says beside the step, as `run_facts` wrote it. Raises UserError where it cannot be that."""
+    path = manifest.folder / "state.json"
+    facts: Facts = read_json(path)
+    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
+        raise UserError(
+            f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it"
+        )
+    if not isinstance(facts.get("fingerprint"), dict):
+        raise UserError(f"{path}: has no fingerprint; lptune did not write it")
+    try:
+        date.fromisoformat(facts.get("started_on", ""))
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}"
+        ) from None
+    return facts
+
+
 def read_about(manifest: Manifest) -> About:
     """Of a verified checkpoint. Raises UserError where it says nothing of its run."""
-    block = _state(manifest).get("about")
+    block = read_state(manifest).get("about")
     types = get_type_hints(About)
     if not isinstance(block, dict) or block.keys() != types.keys():
         raise UserError(
@@ -83,9 +107,9 @@ def base_digests(folder: Path) -> dict[str, str]:
 
 def check_base(manifest: Manifest, folder: Path) -> None:
     """Refuses a folder that is not the model which the run of this checkpoint started from."""
-    saved = _state(manifest).get("fingerprint")
+    saved = read_state(manifest)["fingerprint"]
     for key, found in base_digests(folder).items():
-        wanted = saved.get(key) if isinstance(saved, dict) else None
+        wanted = saved.get(key)
         if found != wanted:
             raise UserError(
                 f"{folder}: is not the model that {manifest.folder} was trained from: the digest of {key} is "
@@ -121,8 +145,3 @@ def model_card(about: About, step: int) -> str:
 def _cell(value: object) -> str:
     """On one line, without what ends a cell of a table or begins markup."""
     return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(str(value).split()))
-
-
-def _state(manifest: Manifest) -> Mapping[str, Any]:
-    state = read_json(manifest.folder / "state.json")
-    return state if isinstance(state, dict) else {}

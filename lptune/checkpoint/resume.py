@@ -1,17 +1,14 @@
 """Resuming: which checkpoint a run goes on from, and whether it may."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from lptune.checkpoint.about import about_run, base_digests
-from lptune.checkpoint.files import read_json
+from lptune.checkpoint.about import Facts, about_run, base_digests, read_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import SideGroup, World, side_group
 
-Facts = Mapping[str, Any]
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
     "data": " (a digest of the training rows: the source or a key of data.* has changed)",
@@ -92,12 +89,12 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_temp
 
 def started_on(manifest: Manifest | None) -> date:
     """The day the run began: today, if there is nothing to resume."""
-    return date.fromisoformat(_facts(manifest)["started_on"]) if manifest else date.today()
+    return date.fromisoformat(read_state(manifest)["started_on"]) if manifest else date.today()
 
 
 def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
     """Refuses to resume a run whose data, model or seed differ, naming both values."""
-    saved = _facts(manifest)["fingerprint"]
+    saved = read_state(manifest)["fingerprint"]
     for key, value in facts["fingerprint"].items():
         if saved.get(key) != value:
             raise UserError(
@@ -110,31 +107,13 @@ def skipped_steps(manifest: Manifest | None) -> dict[str, int]:
     """What `training.Update.counts` said when the checkpoint was saved; nothing, if there is none."""
     if manifest is None:
         return {}
-    path, found, most = manifest.folder / "state.json", dict[str, int](), manifest.step
-    facts = read_json(path)
+    state, found, most = read_state(manifest), dict[str, int](), manifest.step
     # No more in a row than in all, and no more in all than steps.
     for key in ("num_skipped", "num_skipped_in_a_row"):
-        count = facts.get(key, 0) if isinstance(facts, dict) else None
+        count = state.get(key, 0)
         if type(count) is not int or not 0 <= count <= most:
-            raise UserError(f"{path}: {key}: expected 0 to {most}, found {count!r:.60}")
+            raise UserError(
+                f"{manifest.folder / 'state.json'}: {key}: expected 0 to {most}, found {count!r:.60}"
+            )
         found[key] = most = count
     return found
-
-
-def _facts(manifest: Manifest) -> Facts:
-    """What state.json says, and `run_facts` wrote."""
-    path = manifest.folder / "state.json"
-    facts = read_json(path)
-    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
-        raise UserError(
-            f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it"
-        )
-    if not isinstance(facts.get("fingerprint"), dict):
-        raise UserError(f"{path}: has no fingerprint; lptune did not write it")
-    try:
-        date.fromisoformat(facts.get("started_on", ""))
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}"
-        ) from None
-    return facts

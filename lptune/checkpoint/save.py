@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lptune.checkpoint.about import Facts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
@@ -65,9 +66,6 @@ from lptune.checkpoint.stored import (
 from lptune.config import CheckpointConfig, UserError
 from lptune.distributed import Piece, SideGroup, World, fused_rows, is_first_holder, local_pieces, reshard
 from lptune.linear import dequantized, int8_rows, plain_rows
-
-Facts = Mapping[str, Any]
-"""What state.json says beside the step."""
 
 # A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.
 _PARTS = 8
