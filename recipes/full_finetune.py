@@ -159,7 +159,10 @@ def main(cfg: FinetuneConfig) -> None:
                     now = {**facts, **update.counts()}
                     last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:
-                    metrics.say(f"stopped by {stopped.name} after step {step}, saved; run again to continue")
+                    how = "" if cfg.resume == "auto" else " with resume=auto"
+                    metrics.say(
+                        f"stopped by {stopped.name} after step {step}, saved; run again{how} to continue"
+                    )
                     raise SystemExit(143)
 
         # --- Result.

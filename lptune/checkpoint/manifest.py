@@ -165,6 +165,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     if not path.is_file():
+        if any(folder.glob("step-*/")):
+            raise UserError(f"{folder}: is a folder of checkpoints, not one of them")
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
     sealed = read_bytes(path, _MAX_BYTES)
     try:
@@ -186,7 +188,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path}: {error}; lptune did not write this") from None
     if folder.name != step_folder_name(manifest.step):
         raise UserError(
-            f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped"
+            f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped: "
+            f"call the folder {step_folder_name(manifest.step)} if its files are what you look for"
         )
     for name in (NAME, *manifest.files):
         if (folder / name).is_symlink():

@@ -131,6 +131,8 @@ def _reason(error: Exception) -> str:
             return "the hub does not accept the token; set another HF_TOKEN"
         if status == 403:
             return "the token may not write there; set one that may, or choose another repository"
+    if type(error).__name__ == "ConnectError" or isinstance(error, ConnectionError):
+        return f"the hub cannot be reached: {(str(error) or type(error).__name__).splitlines()[0]}"
     if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
         ("httpx", "httpcore")
     ):

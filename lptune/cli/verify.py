@@ -21,7 +21,7 @@ from lptune.config import UserError
 def verify(path: Path) -> None:
     """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
+        raise UserError(f"{path}: {'is a file; give its folder' if path.exists() else 'no such folder'}")
     if not (path / "checkpoints").is_dir():
         click.echo(f"ok: {path}: {_verify(path)}")
         return
@@ -39,13 +39,16 @@ def verify(path: Path) -> None:
     if not parts:
         raise UserError(f"{path}: the run has neither a checkpoint nor an export yet")
     if num_bad:
-        raise UserError(f"{path}: {num_bad} of {len(parts)} do not hold what they promise")
+        raise UserError(f"{path}: {num_bad} of {len(parts)} are bad; see above")
 
 
 def _verify(path: Path) -> str:
     from lptune.checkpoint import manifest
 
-    if not (path / manifest.NAME).exists() and not path.name.startswith("step-"):
+    is_checkpoint = any((path / name).exists() for name in (manifest.NAME, "state.json"))
+    if not is_checkpoint and not path.name.startswith("step-"):
+        if not (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+            raise UserError(f"{path}: is no checkpoint, no Hugging Face folder and no run's folder")
         return _verify_hf(path)
     found = manifest.verify(path)
     return f"step {found.step}, {len(found.shards)} tensors of {found.world_size} rank(s), all bytes as saved"

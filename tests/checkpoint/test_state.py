@@ -187,3 +187,19 @@ def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
     with pytest.raises(UserError) as error:
         checkpoint.skipped_steps(checkpoint.Manifest(tmp_path, 5, 1, {}, {}))
     assert str(error.value) == f"{path}: {message}"
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    with pytest.raises(UserError, match="is a folder of checkpoints, not one of them"):
+        checkpoint.verify(tmp_path)
+
+
+def test_a_training_checkpoint_or_a_run_is_no_model(tmp_path: Path) -> None:
+    saved = _saved(tmp_path / "checkpoints")
+    with pytest.raises(
+        UserError, match="is a training checkpoint; `lptune export` makes a model folder of it"
+    ):
+        checkpoint.read_index(saved)
+    with pytest.raises(UserError, match=r"is a run's folder; the model it trained is .*export"):
+        checkpoint.read_index(tmp_path)

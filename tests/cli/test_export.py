@@ -154,7 +154,7 @@ def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> 
     assert code == 2
     assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "ok"]
     assert f"{_state(run)}: its content does not match the manifest's sha256" in out
-    assert err == f"error: {run}: 1 of 3 do not hold what they promise\n"
+    assert err == f"error: {run}: 1 of 3 are bad; see above\n"
     next((run / "export").glob("*.safetensors")).unlink()
     code, out, err = command("verify", str(run))
     assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "bad"]
@@ -285,7 +285,7 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
             "the hub does not accept the token; set another HF_TOKEN; nothing was written",
         ),
         ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
-        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub does not take it: "),
+        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached: "),
     ],
 )
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
