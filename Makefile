@@ -65,7 +65,7 @@ check: .venv/.installed
 
 # benchmarks/training.py wants a checkpoint and data, gpu_suite.py a GPU, crossover.py a quiet hour.
 bench: .venv/.installed
-	@set -e; for name in linear kernels numerics; do \
+	@set -e; for name in linear kernels numerics checkpoint; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
 
 docs: .venv/.installed

@@ -36,7 +36,7 @@ def main(cfg: FinetuneConfig) -> None:
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=num_tokens)
         saved = checkpoint.find_checkpoint(run.checkpoints, cfg.resume, world, world.print)
-        step, last_saved = (saved.step, saved.folder) if saved else (0, run.checkpoints)
+        step, last_saved = (saved.step, saved.folder) if saved else (0, None)
 
         started_on = checkpoint.started_on(saved)
         tokenizer = data.load_tokenizer(source.folder, cfg.data.chat_template, date=started_on)
@@ -112,7 +112,7 @@ def main(cfg: FinetuneConfig) -> None:
             )
             stopped = world.stop_requested()  # from here on a signal lets the step end and be saved
             if stopped:
-                metrics.say(f"stopped by {stopped.name}: nothing to save yet")
+                metrics.say(f"stopped by {stopped.name}: nothing new to save")
                 raise SystemExit(143)
             while step < num_steps:
                 started = time.perf_counter()
@@ -152,9 +152,11 @@ def main(cfg: FinetuneConfig) -> None:
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                    raise update.diverged(step, writer.wait())
+                    raise update.diverged(step, writer.wait() or last_saved)
                 writer.check()
-                if stopped or is_last or is_due(step, cfg.checkpoint.every_steps, is_last):
+                # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
+                is_new = not update.num_skipped_in_a_row
+                if stopped or is_last or (is_new and is_due(step, cfg.checkpoint.every_steps, is_last)):
                     eval_loss, at_end = record.get("eval_loss"), bool(stopped) or is_last
                     now = {**facts, **update.counts()}
                     last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
@@ -168,6 +170,7 @@ def main(cfg: FinetuneConfig) -> None:
         # --- Result.
         if held_out is not None:
             show_samples(model, tokenizer, held_out, cfg, world, "after training")
+        assert last_saved is not None  # the last step's, or the one that this run continues
         checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
         if world.is_main:
             run.write_exported_step(step)

@@ -37,7 +37,7 @@ def test_before_the_first_question_a_signal_ends_the_process_at_once(number: sig
     process = start("preemption.listen(); print('ready', flush=True); import time; time.sleep(60)")
     process.send_signal(number)
     _, stderr = process.communicate(timeout=10)
-    assert (process.returncode, stderr) == (143, f"stopped by {number.name}: nothing to save yet\n")
+    assert (process.returncode, stderr) == (143, f"stopped by {number.name}: nothing new to save\n")
 
 
 GROUP = """
@@ -118,7 +118,7 @@ def test_a_run_is_stopped_cleanly_by_a_signal_before_its_first_line_of_python(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     process.send_signal(number)
-    assert process.communicate(timeout=10) == ("", f"stopped by {number.name}: nothing to save yet\n")
+    assert process.communicate(timeout=10) == ("", f"stopped by {number.name}: nothing new to save\n")
     assert process.returncode == 143
 
 

@@ -5,7 +5,14 @@ from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
-from lptune.checkpoint.resume import check_fingerprint, find_checkpoint, run_facts, skipped_steps, started_on
+from lptune.checkpoint.resume import (
+    check_fingerprint,
+    find_checkpoint,
+    newest_verified,
+    run_facts,
+    skipped_steps,
+    started_on,
+)
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 
@@ -22,6 +29,7 @@ __all__ = [
     "load_hf",
     "load_state",
     "match_tensors",
+    "newest_verified",
     "open_run_folder",
     "read_about",
     "read_index",

@@ -7,7 +7,6 @@ fingerprint   digests by which an imported model is recognised (and what else a 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -63,22 +62,22 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
 
 
 def read_state(manifest: Manifest) -> Facts:
-    """What state.json says beside the step, as `run_facts` wrote it. Raises UserError where it cannot be that."""
+    """What state.json says. Raises UserError where it is of another step, or nothing of lptune's."""
     path = manifest.folder / "state.json"
-    facts: Facts = read_json(path)
-    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
+    state = read_json(path)
+    if not isinstance(state, dict) or state.get("step") != manifest.step:
         raise UserError(
             f"{path}: is not of step {manifest.step}, as the manifest is; lptune did not write it"
         )
-    if not isinstance(facts.get("fingerprint"), dict):
-        raise UserError(f"{path}: has no fingerprint; lptune did not write it")
-    try:
-        date.fromisoformat(facts.get("started_on", ""))
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{path}: started_on: expected a date, found {facts.get('started_on')!r:.60}"
-        ) from None
-    return facts
+    return state
+
+
+def read_fingerprint(manifest: Manifest) -> Mapping[str, Any]:
+    """What a resume, or the model of an export, must agree with."""
+    fingerprint = read_state(manifest).get("fingerprint")
+    if not isinstance(fingerprint, dict):
+        raise UserError(f"{manifest.folder / 'state.json'}: has no fingerprint; lptune did not write it")
+    return fingerprint
 
 
 def read_about(manifest: Manifest) -> About:
@@ -107,7 +106,7 @@ def base_digests(folder: Path) -> dict[str, str]:
 
 def check_base(manifest: Manifest, folder: Path) -> None:
     """Refuses a folder that is not the model which the run of this checkpoint started from."""
-    saved = read_state(manifest)["fingerprint"]
+    saved = read_fingerprint(manifest)
     for key, found in base_digests(folder).items():
         wanted = saved.get(key)
         if found != wanted:

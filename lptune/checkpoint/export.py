@@ -38,6 +38,7 @@ from lptune.checkpoint.files import (
 from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, HFIndex, match_tensors
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
+from lptune.checkpoint.sums import write_part, write_sums
 from lptune.config import ExportConfig, UserError
 from lptune.distributed import Piece, SideGroup, World, side_group
 
@@ -108,6 +109,7 @@ def _export(
                 (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
                 _FILES_AT_ONCE,
             )
+            write_part(scratch, group.rank, mine)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
                 _write_rest(scratch, source, files, cfg, about, manifest.step)
@@ -236,6 +238,7 @@ def _write_rest(
         weight_map = {name: file_of[name] for name in source.tensors if name in file_of}
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+    write_sums(scratch)
     write_text(scratch / "README.md", model_card(about, step))
     for path in scratch.iterdir():
         fsync_path(path)

@@ -109,7 +109,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
+    with _named(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

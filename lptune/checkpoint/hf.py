@@ -69,6 +69,14 @@ def read_index(folder: Path) -> HFIndex:
             "makes one"
         )
     _check_links(folder)
+    if (folder / "manifest.json").is_file() and (folder / "state.json").is_file():
+        raise UserError(
+            f"model.path: {folder} is a training checkpoint; `lptune export` makes a model folder of it"
+        )
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+        raise UserError(
+            f"model.path: {folder} is a run's folder; the model it trained is {folder / 'export'}"
+        )
     index_path = folder / INDEX_NAME
     if index_path.exists():
         weight_map = _weight_map(index_path)

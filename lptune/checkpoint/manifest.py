@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import lptune
-from lptune.checkpoint.files import num_threads, read_bytes, sha256, write_text
+from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
 from lptune.checkpoint.hf import read_header
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
@@ -123,7 +123,7 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
     group: all its ranks call this, each hashes its share of the files, and all of them raise alike.
     """
     group = group or SideGroup()
-    with group.together((UserError,), str):
+    with group.together((UserError, OSError), why):
         manifest = read_manifest(folder)
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         mine = largest_first[group.rank :: group.size]
@@ -133,21 +133,16 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Path) -> Manifest:
+def check_sizes(folder: Path) -> None:
     """`verify` without reading the files: that all are there, with as many bytes as the manifest says."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
-    return manifest
 
 
 def _check_file(file: Path, entry: FileEntry) -> None:
     _check_size(file, entry)
-    try:
-        found = sha256(file)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
-    if found != entry.sha256:
+    if sha256(file) != entry.sha256:
         raise UserError(f"{file}: its content does not match the manifest's sha256")
 
 
@@ -165,6 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
     if not path.is_file():
+        if any(folder.glob("step-*/")):
+            raise UserError(f"{folder}: is a folder of checkpoints, not one of them")
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
     sealed = read_bytes(path, _MAX_BYTES)
     try:
@@ -184,9 +181,11 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parse(folder, content)
     except ValueError as error:
         raise UserError(f"{path}: {error}; lptune did not write this") from None
-    if folder.name != step_folder_name(manifest.step):
+    name = step_folder_name(manifest.step)
+    if not re.fullmatch(rf"{name}|old-{name}-[0-9]+", folder.name):  # as files.set_aside calls it
         raise UserError(
-            f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped"
+            f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped: "
+            f"call the folder {name} if its files are what you look for"
         )
     for name in (NAME, *manifest.files):
         if (folder / name).is_symlink():

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-from lptune.checkpoint.about import Facts, about_run, base_digests, read_state
+from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import SideGroup, World, side_group
@@ -31,19 +31,29 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
     with side_group(world) as group:
         if resume != "auto":
             return _given(Path(resume).expanduser(), folder, group)
-        steps = [step_of(path) for path in list_checkpoints(folder)] if world.is_main else []
-        # As many as the main rank sees: the others' view of a network folder may be older.
-        num_found = group.of_main(len(steps))
-        for number in range(num_found):
-            step = group.of_main(steps[number] if world.is_main else 0)
-            try:
-                return verify(folder / step_folder_name(step), group)
-            except UserError as error:
-                warn(f"warning: checkpoint passed over: {error}")
-        if num_found:
-            raise UserError(
-                f"{folder}: none of its {num_found} checkpoints is intact; start anew in another output_dir"
-            )
+        try:
+            return newest_verified(folder, warn, group)
+        except UserError as error:
+            raise UserError(f"{error}; start anew in another output_dir") from None
+
+
+def newest_verified(
+    folder: Path, warn: Callable[[str], None], group: SideGroup | None = None
+) -> Manifest | None:
+    """`find_checkpoint` with `auto`. group: None is this process alone."""
+    group = group or SideGroup()
+    is_main = group.rank == 0
+    steps = [step_of(path) for path in list_checkpoints(folder)] if is_main else []
+    # As many as the main rank sees: the others' view of a network folder may be older.
+    num_found = group.of_main(len(steps))
+    for number in range(num_found):
+        step = group.of_main(steps[number] if is_main else 0)
+        try:
+            return verify(folder / step_folder_name(step), group)
+        except UserError as error:
+            warn(f"warning: checkpoint passed over: {error}")
+    if num_found:
+        raise UserError(f"{folder}: none of its {num_found} checkpoints is intact")
     return None
 
 
@@ -89,12 +99,19 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_temp
 
 def started_on(manifest: Manifest | None) -> date:
     """The day the run began: today, if there is nothing to resume."""
-    return date.fromisoformat(read_state(manifest)["started_on"]) if manifest else date.today()
+    if manifest is None:
+        return date.today()
+    day = read_state(manifest).get("started_on", "")
+    try:
+        return date.fromisoformat(day)
+    except (TypeError, ValueError):
+        path = manifest.folder / "state.json"
+        raise UserError(f"{path}: started_on: expected a date, found {day!r:.60}") from None
 
 
 def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
     """Refuses to resume a run whose data, model or seed differ, naming both values."""
-    saved = read_state(manifest)["fingerprint"]
+    saved = read_fingerprint(manifest)
     for key, value in facts["fingerprint"].items():
         if saved.get(key) != value:
             raise UserError(

@@ -160,7 +160,8 @@ def open_run_folder(output_dir: str, resume: str, world: World) -> Iterator[RunF
                 run.lock()
         yield run
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+        file = Path(error.filename or run.path)
+        if error.errno not in _OF_THE_DISK or not file.absolute().is_relative_to(run.path.absolute()):
             raise
         where = f"{error.filename}: " if error.filename else ""
         raise UserError(

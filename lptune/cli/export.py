@@ -74,19 +74,14 @@ def export(
 
 
 def _verified(path: Path) -> "Manifest":
-    from lptune.checkpoint import list_checkpoints, verify
+    from lptune.checkpoint import newest_verified, verify
 
     if not (path / "checkpoints").is_dir():
         return verify(path)
-    candidates = list_checkpoints(path / "checkpoints")
-    if not candidates:
+    found = newest_verified(path / "checkpoints", lambda line: click.echo(line, err=True))
+    if found is None:
         raise UserError(f"{path}: the run has no checkpoint yet")
-    for candidate in candidates:
-        try:
-            return verify(candidate)
-        except UserError as error:
-            click.echo(f"warning: checkpoint passed over: {error}", err=True)
-    raise UserError(f"{path}: none of its {len(candidates)} checkpoints is intact")
+    return found
 
 
 def _check_hub(repo: str) -> None:
@@ -137,6 +132,8 @@ def _reason(error: Exception) -> str:
             return "the hub does not accept the token; set another HF_TOKEN"
         if status == 403:
             return "the token may not write there; set one that may, or choose another repository"
+    if type(error).__name__ == "ConnectError" or isinstance(error, ConnectionError):
+        return f"the hub cannot be reached: {(str(error) or type(error).__name__).splitlines()[0]}"
     if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
         ("httpx", "httpcore")
     ):

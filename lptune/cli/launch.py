@@ -275,7 +275,7 @@ def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[in
 
     def first(number: signal.Signals) -> None:
         if not watch.pass_on(number):
-            print(f"stopped by {number.name}: nothing to save yet", file=sys.stderr, flush=True)
+            print(f"stopped by {number.name}: nothing new to save", file=sys.stderr, flush=True)
             leave(preemption.STOPPED)
         elif number == signal.SIGINT:
             preemption.announce_stop(number, "the ranks' work is")

@@ -2,8 +2,8 @@
 
 a checkpoint             size and sha256 of each file against its manifest
 a Hugging Face folder    its index against the files, each tensor's name and shape against config.json, each
-                         value for being finite; where `lptune download` fetched it, each file that the hub
-                         knows by its sha256 against that
+                         value for being finite; an export's files against its SHA256SUMS; where `lptune
+                         download` fetched it, each file that the hub knows by its sha256 against that
 a run's folder           all its checkpoints and its export
 """
 
@@ -19,9 +19,13 @@ from lptune.config import UserError
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 def verify(path: Path) -> None:
-    """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both."""
+    """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both.
+
+    Reads every byte: digests where there are some (of checkpoints, exports and downloads), and of a Hugging
+    Face folder names, shapes and finite values. Exits with 2, naming the first fault, if there is one.
+    """
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
+        raise UserError(f"{path}: {'is a file; give its folder' if path.exists() else 'no such folder'}")
     if not (path / "checkpoints").is_dir():
         click.echo(f"ok: {path}: {_verify(path)}")
         return
@@ -39,13 +43,16 @@ def verify(path: Path) -> None:
     if not parts:
         raise UserError(f"{path}: the run has neither a checkpoint nor an export yet")
     if num_bad:
-        raise UserError(f"{path}: {num_bad} of {len(parts)} do not hold what they promise")
+        raise UserError(f"{path}: {num_bad} of {len(parts)} are bad; see above")
 
 
 def _verify(path: Path) -> str:
     from lptune.checkpoint import manifest
 
-    if not (path / manifest.NAME).exists() and not path.name.startswith("step-"):
+    is_checkpoint = any((path / name).exists() for name in (manifest.NAME, "state.json"))
+    if not is_checkpoint and not path.name.startswith("step-"):
+        if not (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+            raise UserError(f"{path}: is no checkpoint, no Hugging Face folder and no run's folder")
         return _verify_hf(path)
     found = manifest.verify(path)
     return f"step {found.step}, {len(found.shards)} tensors of {found.world_size} rank(s), all bytes as saved"
@@ -54,11 +61,12 @@ def _verify(path: Path) -> str:
 def _verify_hf(folder: Path) -> str:
     from lptune import models
     from lptune.checkpoint import hf
+    from lptune.checkpoint.sums import verify_sums
 
     model = models.build_on_meta(models.read_config(folder))
     index = hf.read_index(folder)
     hf.match_tensors(model, index)
-    num_hashed = _verify_download(folder)
+    num_exported, num_hashed = verify_sums(folder), _verify_download(folder)
     for name, tensor in hf.iter_tensors(index):
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
         if num_bad:
@@ -70,7 +78,10 @@ def _verify_hf(folder: Path) -> str:
     summary = ", ".join(f"{count} in {dtype}" for dtype, count in dtypes.items())
     size = models.num_parameters(model) / 1e6
     as_sent = f", {num_hashed} file(s) with the hub's sha256" if num_hashed else ""
-    return f"{size:.1f} M parameters, tensors: {summary}, all finite, as config.json says{as_sent}"
+    as_exported = f", {num_exported} files as they were exported" if num_exported else ""
+    return (
+        f"{size:.1f} M parameters, tensors: {summary}, all finite, as config.json says{as_exported}{as_sent}"
+    )
 
 
 def _verify_download(folder: Path) -> int:

@@ -9,6 +9,7 @@ it.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.errors import UserError
@@ -306,6 +307,19 @@ class FinetuneConfig:
             raise UserError(
                 "checkpoint.keep_best: needs evaluations; set data.eval_fraction or data.eval_source, and "
                 "eval_every_steps, or checkpoint.keep_best=0"
+            )
+        if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:
+            raise UserError(
+                f"checkpoint.keep_best: goes by evaluations, so checkpoint.every_steps "
+                f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
+                f"({self.eval_every_steps})"
+            )
+        output_dir, model = (
+            Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
+        )
+        if model in (output_dir, output_dir / "export"):
+            raise UserError(
+                f"output_dir: {self.output_dir} would be written over the model in model.path; choose another"
             )
         if self.num_samples and not evaluates:
             raise UserError(

@@ -141,14 +141,15 @@ def announce_stop(number: signal.Signals, whose: str) -> None:
 
 def _note(number: signal.Signals) -> None:
     global _stopped_by
-    _stopped_by = number
     has_launcher = OUTCOMES in os.environ
     is_main = os.environ.get("RANK", "0") == "0"
     if _was_asked:
+        # Only here: noted while this thread ends the process, the main one would find it and say it again.
+        _stopped_by = number
         if is_main and not has_launcher:
             announce_stop(number, "the work in progress is")
         return
-    line = f"stopped by {number.name}: nothing to save yet"
+    line = f"stopped by {number.name}: nothing new to save"
     try:
         if has_launcher:
             announce()  # it may be too early for that to have been done

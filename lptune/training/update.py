@@ -122,12 +122,14 @@ class Update:
         """What ends the run after step number `step` (1 is the first), which was skipped."""
         loss, grad_norm = self._last
         count = self.num_skipped_in_a_row
-        newest = "there is no checkpoint"
+        newest, earlier = "there is no checkpoint", ""
         if newest_checkpoint is not None:
             newest = f"the newest checkpoint is {newest_checkpoint}"
+            earlier = "; where that does not help, resume=… an earlier checkpoint"
         return DivergedError(
-            f"diverged at step {step}: loss {loss}, gradient norm {grad_norm}, not finite"
+            f"diverged at step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}, not finite"
             + (f" for {count} steps in a row" if count > 1 else "")
             + f"; the weights are still those of step {step - count}, and {newest}. The same config would "
             "end here again: lower optimizer.lr, or set compute_dtype=float32 or precision.kind=none"
+            f"{earlier}"
         )

@@ -87,6 +87,13 @@ def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:
         checkpoint.verify(tmp_path / "step-00000007")
 
 
+def test_what_was_set_aside_is_still_a_checkpoint(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    assert checkpoint.verify(path.rename(tmp_path / "old-step-00000002-1")).step == 2
+    with pytest.raises(UserError, match="was renamed or swapped"):
+        checkpoint.verify((tmp_path / "old-step-00000002-1").rename(tmp_path / "old-step-00000003-1"))
+
+
 def _find(folder: Path, resume: str, warn: Callable[[str], None]) -> checkpoint.Manifest | None:
     with distributed.session("cpu") as world:
         return checkpoint.find_checkpoint(folder, resume, world, warn)
@@ -191,14 +198,29 @@ def test_a_model_of_other_shape_is_refused(tmp_path: Path) -> None:
         ({"num_skipped": 6}, "num_skipped: expected 0 to 5, found 6"),
         ({"num_skipped": 2, "num_skipped_in_a_row": 3}, "num_skipped_in_a_row: expected 0 to 2, found 3"),
         ({"num_skipped": 2, "num_skipped_in_a_row": -1}, "num_skipped_in_a_row: expected 0 to 2, found -1"),
-        ([], "num_skipped: expected 0 to 5, found None"),
     ],
 )
 def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
-    facts: object, message: str, tmp_path: Path
+    facts: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "state.json"
-    path.write_text(json.dumps(facts), encoding="utf-8")
+    path.write_text(json.dumps({"step": 5} | facts), encoding="utf-8")
     with pytest.raises(UserError) as error:
         checkpoint.skipped_steps(checkpoint.Manifest(tmp_path, 5, 1, {}, {}))
     assert str(error.value) == f"{path}: {message}"
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    with pytest.raises(UserError, match="is a folder of checkpoints, not one of them"):
+        checkpoint.verify(tmp_path)
+
+
+def test_a_training_checkpoint_or_a_run_is_no_model(tmp_path: Path) -> None:
+    saved = _saved(tmp_path / "checkpoints")
+    with pytest.raises(
+        UserError, match="is a training checkpoint; `lptune export` makes a model folder of it"
+    ):
+        checkpoint.read_index(saved)
+    with pytest.raises(UserError, match=r"is a run's folder; the model it trained is .*export"):
+        checkpoint.read_index(tmp_path)

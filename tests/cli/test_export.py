@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -157,11 +158,29 @@ def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> 
     assert code == 2
     assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "ok"]
     assert f"{_state(run)}: its content does not match the manifest's sha256" in out
-    assert err == f"error: {run}: 1 of 3 do not hold what they promise\n"
+    assert err == f"error: {run}: 1 of 3 are bad; see above\n"
     next((run / "export").glob("*.safetensors")).unlink()
     code, out, err = command("verify", str(run))
     assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "bad", "bad"]
     assert "2 of 3" in err
+
+
+def test_verify_sees_a_flipped_bit_in_an_export_and_sha256sum_agrees(run: Path, command: Command) -> None:
+    export = run / "export"
+    sums = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=export, check=False)
+    assert sums.returncode == 0
+    listed = {line.split("  ")[1] for line in (export / "SHA256SUMS").read_text("utf-8").splitlines()}
+    assert listed == {path.name for path in export.iterdir()} - {"README.md", "SHA256SUMS"}
+    (export / "README.md").write_text("mine", encoding="utf-8")
+    assert f"{len(listed)} files as they were exported" in command("verify", str(export))[1]
+
+    weights = next(export.glob("*.safetensors"))
+    _flip(weights)
+    code, _, err = command("verify", str(export))
+    assert code == 2
+    assert err == f"error: {weights}: is not what was exported (see SHA256SUMS); export again\n"
+    (export / "SHA256SUMS").write_text("?", encoding="utf-8")
+    assert "SHA256SUMS: is not what sha256sum writes" in command("verify", str(export))[2]
 
 
 def test_verify_of_a_run_without_anything_says_so(tmp_path: Path, command: Command) -> None:
@@ -175,6 +194,7 @@ def test_verify_of_a_run_without_anything_says_so(tmp_path: Path, command: Comma
 
 def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Command) -> None:
     export = run / "export"
+    (export / "SHA256SUMS").unlink()  # an export says more than a download
     notes = export / ".cache" / "huggingface" / "download"
     notes.mkdir(parents=True)
     weights = next(export.glob("*.safetensors"))
@@ -288,7 +308,7 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
             "the hub does not accept the token; set another HF_TOKEN; nothing was written",
         ),
         ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
-        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub does not take it: "),
+        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached: "),
     ],
 )
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(

@@ -223,7 +223,7 @@ def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_li
     os.kill(launcher.pid if to_launcher else pids[0], number)
     _, stderr = launcher.communicate(timeout=30)
     name = "SIGTERM" if number == signal.SIGHUP else number.name
-    assert (launcher.returncode, stderr.splitlines()[-1]) == (143, f"stopped by {name}: nothing to save yet")
+    assert (launcher.returncode, stderr.splitlines()[-1]) == (143, f"stopped by {name}: nothing new to save")
     assert wait_until_gone(pids)
 
 

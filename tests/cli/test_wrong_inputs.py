@@ -279,9 +279,24 @@ def two_held_out_sets(job: Job) -> None:
     job.data(eval_fraction=0.1, eval_source="builtin")
 
 
-@case("job.yaml: checkpoint.keep_best: needs evaluations; set data.eval_fraction", on=(CONFIG,))
+@case("job.yaml: checkpoint.keep_best: needs evaluations; set data.eval_fraction", on=(GENERATED,))
 def the_best_of_what_is_never_evaluated(job: Job) -> None:
     job.values["checkpoint"] = {"keep_best": 1}
+
+
+@case(
+    "job.yaml: checkpoint.keep_best: goes by evaluations",
+    "a multiple of eval_every_steps (4)",
+    on=(GENERATED,),
+)
+def the_best_of_checkpoints_that_miss_the_evaluations(job: Job) -> None:
+    job.data(eval_fraction=0.1)
+    job.values |= {"checkpoint": {"keep_best": 1, "every_steps": 6}, "eval_every_steps": 4}
+
+
+@case("job.yaml: output_dir: checkpoint would be written over the model in model.path", on=(GENERATED,))
+def the_models_folder_for_output(job: Job) -> None:
+    job.values["output_dir"] = "checkpoint"
 
 
 @case("job.yaml: model.path: Environment variable 'LPTUNE_TEST_NOT_SET' not found", on=(CONFIG,))

@@ -378,7 +378,9 @@ def write_state(root: Path) -> Path:
 
 def read_state(folder: Path) -> None:
     """What a run reads of a checkpoint before it builds anything."""
-    checkpoint.started_on(checkpoint.verify(folder))
+    manifest = checkpoint.verify(folder)
+    checkpoint.started_on(manifest)
+    checkpoint.check_fingerprint(manifest, {"fingerprint": {}})
 
 
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

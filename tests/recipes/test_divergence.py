@@ -87,19 +87,19 @@ TRAINED = ("loss", "grad_norm", "lr", "num_target_tokens", "num_skipped", "eval_
 def test_a_recipe_with_dropout_and_skipped_steps_resumes_bit_for_bit(
     kind: str, num_ranks: int, ranks: Ranks, tmp_path: Path, tiny_config: Path
 ) -> None:
-    recipe = _copied(tmp_path, 1, 3, 4)
+    recipe = _copied(tmp_path, 1, 2, 4)
     keys = [f"precision.kind={kind}", f"precision.emulate={str(kind == 'float8_delayed').lower()}"]
     keys += ["precision.stochastic_rounding=true"] if kind == "int8_rowcol" else []
     keys += ["checkpoint.every_steps=2", "checkpoint.keep_last=9", "num_steps=6", "eval_every_steps=3"]
     whole, part = tmp_path / "whole", tmp_path / "part"
     ranks.run(_run, num_ranks, recipe, tiny_config, [*keys, f"output_dir={whole}"])
-    # Two steps were skipped before step 4, the last of them just before.
+    # Two steps were skipped before step 4, one comes after it.
     saved = whole / "checkpoints" / "step-00000004"
     ranks.run(_run, num_ranks, recipe, tiny_config, [*keys, f"output_dir={part}", f"resume={saved}"])
 
     expected = [{key: record.get(key) for key in TRAINED} for record in read_metrics(whole)]
-    assert [record["num_skipped"] for record in expected[1:]] == [0, 1, 1, 2, 3, 3]
-    assert [record["loss"] is None for record in expected[1:]] == [False, True, False, True, True, False]
+    assert [record["num_skipped"] for record in expected[1:]] == [0, 1, 2, 2, 3, 3]
+    assert [record["loss"] is None for record in expected[1:]] == [False, True, True, False, True, False]
     actual = [{key: record.get(key) for key in TRAINED} for record in read_metrics(part)]
     assert actual == expected[-2:]
     last = [folder / "checkpoints" / "step-00000006" for folder in (whole, part)]
@@ -120,17 +120,17 @@ def test_so_many_steps_in_a_row_end_the_run_and_name_the_newest_checkpoint(
     ranks: Ranks, tmp_path: Path, tiny_config: Path
 ) -> None:
     recipe, run = _copied(tmp_path, 1, 3, 4, 5), tmp_path / "run"
-    newest = run / "checkpoints" / "step-00000004"
-    keys = ["checkpoint.every_steps=2", "checkpoint.keep_last=9", "num_steps=8", "eval_every_steps=0"]
+    newest = run / "checkpoints" / "step-00000003"
+    keys = ["checkpoint.every_steps=1", "checkpoint.keep_last=2", "num_steps=8", "eval_every_steps=0"]
     for message in ranks.run(_run, 2, recipe, tiny_config, keys):
         assert message.startswith("diverged at step 6: loss nan, gradient norm nan, not finite for 3 steps")
         assert f"the weights are still those of step 3, and the newest checkpoint is {newest}." in message
     assert [record["num_skipped"] for record in read_metrics(run)] == [0, 1, 1, 2, 3, 4]
-    # The checkpoint knows how many it follows; with the next two they are three again.
+    # Checkpoints of skipped steps would have driven it out.
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step-00000001", newest.name]
+    assert checkpoint.verify(newest).step == 3
     again = ranks.run(_run, 2, recipe, tiny_config, keys)
     assert again[0] == message
-    # Taken in the midst of it, and whole.
-    assert checkpoint.verify(newest).step == 4
     assert not (run / "export").exists()
 
 

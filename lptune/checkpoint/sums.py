@@ -1,0 +1,62 @@
+"""SHA256SUMS: the digests of an export's files, as `sha256sum` writes and `sha256sum --check` reads them.
+
+An index and finite values do not tell a flipped bit. README.md is left out, being there to be edited.
+"""
+
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
+from lptune.config import MEBI, UserError
+
+NAME = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\s][^/]*)")
+_MAX_BYTES = MEBI  # ten thousand files
+
+
+def write_part(folder: Path, rank: int, files: Iterable[str]) -> None:
+    """What `rank` has written into `folder`, for `write_sums`."""
+    write_text(folder / f".{NAME}-{rank:05d}", "".join(_lines(folder, files)))
+
+
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS of all that is in `folder`: from the ranks' parts, and of files that no rank named."""
+    parts = sorted(folder.glob(f".{NAME}-*"))
+    lines = [line for part in parts for line in part.read_text("utf-8").splitlines(keepends=True)]
+    for part in parts:
+        part.unlink()
+    named = {line.split("  ", 1)[1].rstrip("\n") for line in lines} | {"README.md"}
+    lines += _lines(folder, (path.name for path in folder.iterdir() if path.name not in named))
+    write_text(folder / NAME, "".join(sorted(lines, key=lambda line: line.split("  ", 1)[1])))
+
+
+def verify_sums(folder: Path) -> int:
+    """Compares the files with SHA256SUMS, where there is one; returns how many. UserError names a fault."""
+    path = folder / NAME
+    if not path.is_file():
+        return 0
+    lines = read_bytes(path, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
+    entries = [_LINE.fullmatch(line) for line in lines]
+    if not lines or None in entries:
+        raise UserError(f"{path}: is not what sha256sum writes; the file was changed")
+    wanted = {entry[2]: entry[1] for entry in entries if entry}
+    try:
+        found = dict(zip(wanted, _digests(folder, wanted), strict=True))
+    except OSError as error:
+        raise UserError(f"{why(error)}; {NAME} names it; export again") from None
+    for name, digest in wanted.items():
+        if found[name] != digest:
+            raise UserError(f"{folder / name}: is not what was exported (see {NAME}); export again")
+    return len(wanted)
+
+
+def _lines(folder: Path, files: Iterable[str]) -> list[str]:
+    names = list(files)
+    return [f"{digest}  {name}\n" for digest, name in zip(_digests(folder, names), names, strict=True)]
+
+
+def _digests(folder: Path, names: Iterable[str]) -> list[str]:
+    with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
+        return list(pool.map(lambda name: sha256(folder / name), names))
