@@ -219,7 +219,12 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
 def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_line(
     tmp_path: Path, toy: list[str], to_launcher: bool, number: signal.Signals
 ) -> None:
-    launcher, pids = start(tmp_path, toy, "sleep")
+    # Where the tests run under nohup it is ignored, which a launcher would inherit and respect.
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        launcher, pids = start(tmp_path, toy, "sleep")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
     os.kill(launcher.pid if to_launcher else pids[0], number)
     _, stderr = launcher.communicate(timeout=30)
     name = "SIGTERM" if number == signal.SIGHUP else number.name
