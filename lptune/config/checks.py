@@ -29,6 +29,10 @@ def check_path(key: str, value: str) -> None:
         raise UserError(f"{key}: is empty; name a file or folder")
     if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
         raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
+    if os.path.expanduser(value).startswith("~"):
+        raise UserError(
+            f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"
+        )
 
 
 def positive(key: str, value: float) -> None:

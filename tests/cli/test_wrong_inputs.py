@@ -279,6 +279,11 @@ def two_held_out_sets(job: Job) -> None:
     job.data(eval_fraction=0.1, eval_source="builtin")
 
 
+@case("job.yaml: model.path: ~nobody-here/model: there is no such user's home", on=(GENERATED,))
+def home_of_nobody(job: Job) -> None:
+    job.values["model"] = {"path": "~nobody-here/model"}
+
+
 @case("job.yaml: checkpoint.keep_best: needs evaluations; set data.eval_fraction", on=(GENERATED,))
 def the_best_of_what_is_never_evaluated(job: Job) -> None:
     job.values["checkpoint"] = {"keep_best": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config, to_yaml
@@ -204,6 +204,10 @@ def test_text_that_looks_like_a_number_stays_text_in_a_written_config(tmp_path: 
 @given(st.fixed_dictionaries({}, optional={key: a_value(key, hint) for key, hint in FREE.items()}))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_to_yaml_and_load_config_are_inverse(tmp_path: Path, chosen: dict[str, typing.Any]) -> None:
+    # What is an error is no config: a home of nobody, a run in its own model's folder.
+    assume(not any(isinstance(value, str) and value.startswith("~") for value in chosen.values()))
+    output_dir, model = Path(chosen.get("output_dir", "runs")), Path(chosen.get("model.path", "a"))
+    assume(model.absolute() not in (output_dir.absolute(), output_dir.absolute() / "export"))
     nested: dict[str, typing.Any] = {"model": {"path": "a"}, "data": {"source": "builtin"}}
     for key, value in chosen.items():
         *sections, leaf = key.split(".")
