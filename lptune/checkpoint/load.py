@@ -25,11 +25,10 @@ from lptune.checkpoint.stored import (
     as_shard,
     fused_rows_of,
     model_tensors,
-    on_this_rank,
     optimizer_tensors,
 )
 from lptune.config import UserError
-from lptune.distributed import Piece, fused_rows, local_pieces
+from lptune.distributed import Piece, fused_rows, local_pieces, on_this_rank
 from lptune.linear import dequantized, int8_rows, plain_rows, row_scales, weights_changed
 
 

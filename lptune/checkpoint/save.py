@@ -60,11 +60,19 @@ from lptune.checkpoint.stored import (
     fused_rows_of,
     int8_scales,
     model_tensors,
-    on_this_rank,
     optimizer_tensors,
 )
 from lptune.config import CheckpointConfig, UserError
-from lptune.distributed import Piece, SideGroup, World, fused_rows, is_first_holder, local_pieces, reshard
+from lptune.distributed import (
+    Piece,
+    SideGroup,
+    World,
+    fused_rows,
+    is_first_holder,
+    local_pieces,
+    on_this_rank,
+    reshard,
+)
 from lptune.linear import dequantized, int8_rows, plain_rows
 
 # A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lptune.checkpoint.manifest import Shard
 from lptune.distributed import Piece
@@ -55,8 +54,3 @@ def as_shard(file: str, piece: Piece) -> Shard:
     """Where `file` holds `piece`, as the manifest says it."""
     rows, columns = (*piece.values.shape, 1, 1)[:2]
     return Shard(file, piece.row, rows, piece.column, columns, piece.at)
-
-
-def on_this_rank(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -26,6 +26,7 @@ from lptune.distributed.shards import (
     is_first_holder,
     local_pieces,
     local_rows,
+    on_this_rank,
 )
 from lptune.distributed.side_group import SideGroup, side_group
 from lptune.distributed.styles import (
@@ -69,6 +70,7 @@ __all__ = [
     "is_first_holder",
     "local_pieces",
     "local_rows",
+    "on_this_rank",
     "materialize",
     "mesh_axes",
     "parallelize",

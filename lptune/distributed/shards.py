@@ -56,6 +56,11 @@ def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
     return pieces
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a tensor whose rows alone are cut, and the number of its first row."""
     tensor = plain_rows(tensor)

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lptune.distributed import first_column, local_rows
+from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import QuantizedRows, dequantize, random_key
@@ -95,7 +94,7 @@ class Int8AdamW(torch.optim.Optimizer):
         weight, first_row = local_rows(parameter)
         assert isinstance(weight, Int8Weight)
         assert parameter.grad is not None
-        tensors = [_local(t) for t in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [on_this_rank(t) for t in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         num_rows, k = weight.shape
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
         for start in range(0, num_rows, chunk):
@@ -135,7 +134,3 @@ def _unless(found_inf: Tensor, updated: QuantizedRows, was: QuantizedRows) -> Qu
     updates = found_inf.to(torch.int8) - 1  # all bits or none
     q_MK = was.q_MK ^ ((was.q_MK ^ updated.q_MK) & updates)
     return QuantizedRows(q_MK, torch.where(found_inf == 1, was.scale_M1, updated.scale_M1))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

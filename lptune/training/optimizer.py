@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.config import OptimizerConfig
-from lptune.distributed import is_first_holder
+from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.int8_adamw import Int8AdamW
 
@@ -57,7 +57,7 @@ def grad_squares(model: nn.Module) -> Tensor:
     By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mine = [_local(gradient) for gradient in gradients if is_first_holder(gradient)]
+    mine = [on_this_rank(gradient) for gradient in gradients if is_first_holder(gradient)]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in mine]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
@@ -68,7 +68,3 @@ def scale_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     """Multiplies all gradients by max_norm / norm where that is below 1; 0: leaves them."""
     if max_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=False)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
