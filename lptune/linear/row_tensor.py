@@ -310,6 +310,16 @@ def _new_zeros(tensor: RowTensor, size: Sequence[int], **kwargs: Any) -> Any:
     return tensor.map(lambda part: part.new_zeros((size[0], part.shape[1])))
 
 
+def _pin_memory(tensor: RowTensor, device: Any = None) -> Any:
+    # FSDP pins what it offloads to the host. A plain tensor in return would have no hooks, and the weight
+    # would be gathered in high precision.
+    return tensor.map(lambda part: part.pin_memory()) if is_matrix(tensor) else NotImplemented
+
+
+def _is_pinned(tensor: RowTensor, device: Any = None) -> bool:
+    return all(part.is_pinned() for part in tensor.parts())
+
+
 def _zeros_like(
     tensor: RowTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
@@ -339,5 +349,7 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.empty_like.default: _empty_like,
     _aten.new_zeros.default: _new_zeros,
     _aten.zeros_like.default: _zeros_like,
+    _aten._pin_memory.default: _pin_memory,
+    _aten.is_pinned.default: _is_pinned,
 }
 """What every RowTensor lives through."""

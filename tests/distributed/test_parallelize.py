@@ -1,14 +1,13 @@
 """Sharding, checkpointing and compilation change where and when things are computed, not what."""
 
 import copy
-import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
@@ -21,7 +20,7 @@ from lptune.config import (
     UserError,
 )
 from lptune.distributed import check_compiler, local_rows
-from lptune.kernels import RECOMPUTED, record_gemms
+from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
 from tests.launch import run_ranks
 
 
@@ -65,6 +64,9 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
         loss = model(batch_BS[:, :-1], None, batch_BS[:, 1:])
         (loss * (world.data_size / tokens.numel())).backward()
         total += loss.detach()
+    for name, module in model.named_modules():
+        if isinstance(module, linear.LowPrecisionLinear):
+            assert gathered_bytes(module.number) != 0, f"{name} was not gathered in 8 bits"
     gradients = {"loss": torch.tensor(world.sum(total))}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -200,11 +202,28 @@ def test_sums_over_ranks_are_float64(tmp_path: Path) -> None:
     assert float((tmp_path / "sum").read_text(encoding="utf-8")) == 2**53 - 1
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_weight_only"])
-def test_offloaded_weights_are_gathered_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is to see of it without a GPU: the paths of offloading, with memory that is not pinned."""
-    module = importlib.import_module("lptune.distributed.parallelize")
-    monkeypatch.setattr(module, "CPUOffloadPolicy", lambda: CPUOffloadPolicy(pin_memory=False))
+@pytest.fixture
+def pinned_addresses() -> Iterator[set[int]]:
+    """Stands in for pinning, which needs a GPU: a pinned copy is a clone whose address is remembered."""
+    addresses: set[int] = set()
+
+    def pin(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        copy = tensor.clone()
+        addresses.add(copy.untyped_storage().data_ptr())
+        return copy
+
+    def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+        return tensor.untyped_storage().data_ptr() in addresses
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_pin_memory", pin, "CPU", allow_override=True)
+    library.impl("is_pinned", is_pinned, "CPU", allow_override=True)
+    yield addresses
+    library._destroy()
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_tensorwise", "int8_weight_only"])
+def test_offloaded_weights_are_pinned_and_gathered_alike(kind: str, pinned_addresses: set[int]) -> None:
     results = []
     for offload in (False, True):
         cfg = _config(
@@ -214,6 +233,8 @@ def test_offloaded_weights_are_gathered_alike(kind: str, monkeypatch: pytest.Mon
         with distributed.session("cpu") as world:
             results.append(_gradients(world, cfg, tied=False))
     expected, actual = results
+    # The 14 linear layers, the head, the embedding and the norms; in INT8 rows and scales apart.
+    assert len(pinned_addresses) >= 21
     for name, tensor in expected.items():
         # Offloaded gradients are reduced and added micro-batch by micro-batch: another order.
         assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
