@@ -22,7 +22,7 @@ from lptune.config import FinetuneConfig
 def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
-        distributed.session(cfg.device, cfg.parallel, cfg.seed) as world,
+        distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
         checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
@@ -54,9 +54,10 @@ def main(cfg: FinetuneConfig) -> None:
         facts = checkpoint.run_facts(cfg, rows.train.digest, started_on, tokenizer.chat_template)
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
-            if step >= num_steps and run.exported_step() == step:
+            if step >= num_steps and (run.exported_step() == step or not cfg.export.enabled):
                 world.print(
-                    f"already finished: {saved.folder} is step {step} (num_steps: {num_steps}) and exported; "
+                    f"already finished: {saved.folder} is step {step} (num_steps: {num_steps})"
+                    f"{' and exported' if cfg.export.enabled else ''}; "
                     "raise num_steps to go on, or choose another output_dir for another run"
                 )
                 return
@@ -79,7 +80,9 @@ def main(cfg: FinetuneConfig) -> None:
             run.write_config(cfg)
             run.write_plan(plan.to_json())
         compute_dtype = getattr(torch, cfg.compute_dtype)
-        attention = model.attention_backend(world.device, compute_dtype)
+        attention = model.attention_backend(
+            world.device, compute_dtype, one_document_per_row=rows.train.one_document_per_row
+        )
         world.print("\n".join([*rows.report, plan.table()]))
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(
@@ -156,9 +159,9 @@ def main(cfg: FinetuneConfig) -> None:
                 writer.check()
                 # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
                 is_new = not update.num_skipped_in_a_row
-                if stopped or is_last or (is_new and is_due(step, cfg.checkpoint.every_steps, is_last)):
-                    eval_loss, at_end = record.get("eval_loss"), bool(stopped) or is_last
-                    now = {**facts, **update.counts()}
+                at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
+                if at_end or (is_new and is_due(step, cfg.checkpoint.every_steps, False)):
+                    now, eval_loss = {**facts, **update.counts()}, record.get("eval_loss")
                     last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:
                     how = "" if cfg.resume == "auto" else " with resume=auto"
@@ -170,6 +173,10 @@ def main(cfg: FinetuneConfig) -> None:
         # --- Result.
         if held_out is not None:
             show_samples(model, tokenizer, held_out, cfg, world, "after training")
+        if not cfg.export.enabled:
+            newest = f"the newest checkpoint is {last_saved}" if last_saved else "there is no checkpoint"
+            world.print(f"no export (export.enabled: false); {newest}")
+            return
         assert last_saved is not None  # the last step's, or the one that this run continues
         checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
         if world.is_main:
@@ -202,7 +209,9 @@ def forward_backward(
 def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
     """Sum of the cross-entropy over the batch's target tokens, float32."""
     batch = batch.to(world.device)
-    documents = models.Documents(batch.positions_BS, batch.document_BS, batch.offsets)
+    # None, each row is one document: plain causal attention.
+    packed = models.Documents(batch.positions_BS, batch.document_BS, batch.offsets)
+    documents = None if batch.one_document_per_row else packed
     loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS)
     return loss
 

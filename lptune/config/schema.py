@@ -181,6 +181,9 @@ class CheckpointConfig:
 
     every_steps: int = 0
     """Save every so many steps; 0 saves at the end only."""
+    at_end: bool = True
+    """Save after the last step, too. false: a trial run that leaves no weights behind (a run that a signal
+    stops is saved all the same)."""
     async_save: bool = True
     """Write and hash in the background while training goes on, from a copy in host memory (of this rank's
     part, 12 bytes per parameter)."""
@@ -202,6 +205,8 @@ class CheckpointConfig:
 class ExportConfig:
     """The Hugging Face folder written at the end."""
 
+    enabled: bool = True
+    """Write it. false: `lptune export` does later, from a checkpoint."""
     dtype: str = "original"
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
     max_shard_gib: float = 0.0
@@ -244,6 +249,9 @@ class FinetuneConfig:
     """bfloat16 | float32: dtype of activations and gathered weights; master weights are float32."""
     compile: str = "block"
     """block (each decoder block) | model | none."""
+    deterministic: bool = False
+    """On CUDA: only algorithms that give the same bits each time, so that a resumed run is bitwise an
+    uninterrupted one. Costs time. A CPU needs no switch."""
     activation_checkpointing: str = "selective"
     """none | selective (keep GEMM and attention outputs, recompute the rest) | full (recompute blocks)."""
     global_batch_size: int = 32
@@ -313,6 +321,10 @@ class FinetuneConfig:
                 f"checkpoint.keep_best: goes by evaluations, so checkpoint.every_steps "
                 f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
                 f"({self.eval_every_steps})"
+            )
+        if self.export.enabled and not self.checkpoint.at_end:
+            raise UserError(
+                "checkpoint.at_end: false leaves nothing to export; set export.enabled=false as well"
             )
         output_dir, model = (
             Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)

@@ -43,11 +43,15 @@ class Batch(NamedTuple):
     """
     num_targets: int
     """Labels that are not -100."""
+    one_document_per_row: bool
+    """Whether no row of the data has more than one document: plain causal attention is then enough. The
+    padding after it sees it, and has no targets.
+    """
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
         moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], self.num_targets)
+        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
 
 
 class Rows:
@@ -100,6 +104,13 @@ class Rows:
         lengths = self.documents.lengths[self.packing.documents]
         tokens_in_row = np.add.reduceat(lengths, self.packing.row_offsets[:-1])
         return int((np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len)).max())
+
+    @cached_property
+    def one_document_per_row(self) -> bool:
+        """Whether no row has more than one document, its padding apart. Of all rows, so that the batches of a
+        run are alike.
+        """
+        return bool((np.diff(self.packing.row_offsets) == 1).all())
 
     @cached_property
     def digest(self) -> str:
@@ -170,4 +181,12 @@ class Rows:
         arrays = (tokens_BS, labels_BS, positions_BS, document_BS, offsets)
         tensors = [torch.from_numpy(array) for array in arrays]
         num_targets = int(np.count_nonzero(labels_BS != IGNORE))
-        return Batch(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], num_targets)
+        return Batch(
+            tensors[0],
+            tensors[1],
+            tensors[2],
+            tensors[3],
+            tensors[4],
+            num_targets,
+            self.one_document_per_row,
+        )

@@ -30,7 +30,7 @@ from lptune.config import ParallelConfig, UserError
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear import gather_in_8_bits
-from lptune.models import Decoder
+from lptune.models import Decoder, activate_attention
 
 
 class Settings(Protocol):
@@ -133,6 +133,7 @@ def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
 
 def materialize(model: Decoder, world: World, cfg: Settings) -> None:
     """Gives `model`, parallelized on meta, storage of unspecified values, and its buffers their values."""
+    activate_attention(world.device)
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
     model.reset_buffers(world.device)
 

@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lptune import ranks
 from lptune.config import ParallelConfig, UserError
 from lptune.ranks import preemption
+from lptune.trials import check_trials
 
 
 @dataclass(frozen=True)
@@ -125,15 +126,18 @@ def session(
     device: str = "auto",
     parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
     seed: int | None = None,
+    deterministic: bool = False,
 ) -> Iterator[World]:
     """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
     rank.
 
     An exception that leaves the session ends all ranks of the launch.
 
-    device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. Raises UserError when cuda
-    is asked for and not there, and when the ranks cannot form the mesh. The group is destroyed at exit.
+    device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. deterministic: see the
+    function of this name. Raises UserError when cuda is asked for and not there, and when the ranks cannot
+    form the mesh. The group is destroyed at exit.
     """
+    check_trials()
     device_type = _device_type(device)
     if parallel.cpu_offload and device_type != "cuda":
         raise UserError(
@@ -163,7 +167,8 @@ def session(
         world = World(rank=rank, size=size, device=here, mesh=mesh)
         if seed is not None:
             world.seed(seed)
-        yield world
+        with deterministic_algorithms() if deterministic else nullcontext():
+            yield world
     except GeneratorExit:  # a session that was never closed, collected as garbage
         raise
     except BaseException as error:
@@ -178,6 +183,32 @@ def session(
         # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
         # have the GIL.
         time.sleep(0.1)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Within the block, and before the first use of CUDA, the same inputs give the same bits each time.
+
+    Some CUDA kernels add by atomics, in whatever order the hardware comes to: the backward of flash attention
+    and of an embedding, sums by index. Here their deterministic forms run, and what has none raises. cuBLAS
+    keeps to a fixed workspace, and the compiler chooses among reductions without timing them. lptune's own
+    kernels are deterministic in any case (lptune/kernels/triton/tuning.py).
+    """
+    import torch._inductor.config as inductor
+
+    # Read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), inductor.deterministic
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    inductor.deterministic = True
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        inductor.deterministic = before[1]
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:

@@ -40,7 +40,10 @@ from lptune.numerics import (
     MX_BLOCK,
     Noise,
     dequantize,
+    dequantize_blocks,
+    expand_blocks,
     quantization_step,
+    quantize_blocks,
     quantize_rows,
     rounding_noise,
 )
@@ -183,10 +186,14 @@ def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> tuple[_
 
 def _weight(spec: LinearSpec, w_NK: Tensor) -> _Operand:
     """W as `output` quantizes it."""
+    noise = rounding_noise(w_NK, _weight_block(spec, w_NK), FORMATS[spec.fmt], power_of_two=spec.power_of_two)
+    return _exact(w_NK).plus(noise)
+
+
+def _weight_block(spec: LinearSpec, w_NK: Tensor) -> tuple[int, int]:
     if spec.scaling == "blockwise":
-        return _exact(w_NK).plus(rounding_noise(w_NK, (_BLOCK, _BLOCK), FORMATS[spec.fmt]))
-    how = _ROW if spec.scaling in ("rowwise", "mx") else _TENSOR
-    return _quantized(spec, w_NK, how, spec.fmt)
+        return _BLOCK, _BLOCK
+    return _block(spec, w_NK, _ROW if spec.scaling in ("rowwise", "mx") else _TENSOR)
 
 
 def _gradient(spec: LinearSpec, g_TN: Tensor, how: str) -> _Operand:
@@ -223,7 +230,7 @@ def _requantized(spec: LinearSpec, w_NK: Tensor) -> _Operand:
     # Scales that are powers of two make nested grids: a number of the finer one lies on the coarser or evenly
     # between its points. With m points to a step the mean square is step**2 / 12 * (1 + 2 / m**2), for m = 1
     # it is 0.
-    first = quantization_step(w_NK, _block(spec, w_NK, _ROW), fmt, power_of_two=True)
+    first = quantization_step(rows, _block(spec, rows, _ROW), fmt, power_of_two=True)
     second = quantization_step(rows, _block(spec, rows, _COLUMN), fmt, power_of_two=True)
     nested = second.square() / 12 * (1 + 2 * (first / second).square())
     again = torch.where((second > first) & (rows != 0), nested, 0.0)
@@ -231,6 +238,12 @@ def _requantized(spec: LinearSpec, w_NK: Tensor) -> _Operand:
 
 
 def _cast(spec: LinearSpec, w_NK: Tensor) -> Noise:
-    """What dequantizing W to its dtype adds; a float8 number times a power of two is exact there."""
-    variance = w_NK.to(torch.float64).square() * (0.0 if spec.power_of_two else _rounding(w_NK.dtype))
-    return Noise(torch.zeros_like(variance), variance)
+    """What rounding the dequantized W to its dtype adds. No noise but a known error: the 8-bit values and the
+    scales are those of this very W. In bfloat16 there is none where scales are powers of two.
+    """
+    block = _weight_block(spec, w_NK)
+    quantized = quantize_blocks(w_NK, block, FORMATS[spec.fmt], power_of_two=spec.power_of_two)
+    q_NK, scale_NK = quantized.q_MK, expand_blocks(quantized.scale, block, (w_NK.shape[0], w_NK.shape[1]))
+    exact = q_NK.to(torch.float64) * scale_NK.to(torch.float64)
+    mean = dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - exact
+    return Noise(mean, torch.zeros_like(mean))

@@ -16,6 +16,7 @@ from lptune.models.families import FAMILIES, config_from_dict, read_config
 from lptune.models.presets import PRESETS
 
 if TYPE_CHECKING:
+    from lptune.models.attention import activate_attention
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
     from lptune.models.documents import Documents
     from lptune.models.loss import IGNORE_INDEX, chunked_cross_entropy
@@ -31,6 +32,7 @@ __all__ = [
     "LayerConfig",
     "RMSNorm",
     "RopeConfig",
+    "activate_attention",
     "build_on_meta",
     "chunked_cross_entropy",
     "config_from_dict",
@@ -46,6 +48,7 @@ _LAZY = {
     "num_parameters": "lptune.models.decoder",
     "Documents": "lptune.models.documents",
     "IGNORE_INDEX": "lptune.models.loss",
+    "activate_attention": "lptune.models.attention",
     "chunked_cross_entropy": "lptune.models.loss",
 }
 

@@ -1,10 +1,12 @@
-"""Attention over packed rows: one formula, four backends, chosen once per forward by `choose_backend`.
+"""Attention over packed rows: one formula, five backends, chosen once per forward by `choose_backend`.
 
     scores = softcap(q @ k.T * scale);  out = softmax(scores where visible, in float32) @ v
 
 - `varlen` (CUDA, half precision): flash attention over the flattened tokens; document boundaries are offsets,
   so nothing is spent on pairs of tokens that do not see each other. Its window argument counts keys to the
   left, without the query's own.
+- `cudnn` (CUDA, half precision, every row one document, LPTUNE_TRY=cudnn_attention): plain causal attention
+  by cuDNN. Layers with a window take `varlen`.
 - `flex` (CUDA, soft-capped): flash attention has no tanh in it; flex_attention compiles one in and skips
   blocks.
 - `sdpa` (everything else): scaled_dot_product_attention with a boolean mask, made once per kind of layer and
@@ -13,32 +15,40 @@
 
 Grouped queries: M key heads serve N query heads, each key head the next N / M of them.
 
+The modules of torch that compile or launch these are imported where they run: two of them import the
+compiler, which a run without compilation does not need.
+
 Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
 """
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
+from lptune.config import UserError
+from lptune.constant import constant_result
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
 from lptune.planned import planned_device_type
+from lptune.trials import tries
 
-BACKENDS = ("varlen", "flex", "sdpa", "explicit")
+BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
 
-# torch 2.11 has no enable_gqa: key heads are repeated there, until we require torch >= 2.13.
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # The flash kernels behind varlen end at this head size.
 _VARLEN_MAX_HEAD_DIM = 256
+_CUDNN_MAX_HEAD_DIM = 128
 
 
-def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments alone."""
+def choose_backend(
+    config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
+) -> str:
+    """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments and
+    LPTUNE_TRY alone.
+    """
     is_cuda = (planned_device_type() or device.type) == "cuda"
     if config.attention_softcap is not None:
         return "flex" if is_cuda else "explicit"
@@ -49,16 +59,42 @@ def choose_backend(config: DecoderConfig, device: torch.device, dtype: torch.dty
         and config.head_dim % 8 == 0
         and _compute_capability(device) >= (8, 0)
     )
+    if has_flash and one_document_per_row and config.head_dim <= _CUDNN_MAX_HEAD_DIM:
+        return "cudnn" if tries("cudnn_attention") else "varlen"
     return "varlen" if has_flash else "sdpa"
 
 
-# Constant, so that compiling a whole model need not trace the CUDA driver.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def activate_attention(device: torch.device) -> None:
+    """Makes `varlen` run flash attention 3 where LPTUNE_TRY=fa3_attention asks for it. Raises UserError
+    without its package.
+    """
+    if device.type != "cuda" or not tries("fa3_attention"):
+        return
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            "LPTUNE_TRY: fa3_attention needs the package of flash attention 3 (flash_attn_interface); "
+            f"install it or leave the name out: {error}"
+        ) from None
+
+
+@constant_result  # so that compiling a whole model need not trace the CUDA driver
 def _compute_capability(device: torch.device) -> tuple[int, int]:
     # Without a GPU nobody asks but a dry run, which plans for Hopper.
     if not torch.cuda.is_available():
         return (9, 0)
     return torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+
+
+@constant_result
+def _varlen_takes_groups() -> bool:
+    # torch 2.11 does not say that its kernel takes groups. To be dropped when we require torch >= 2.13.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def make_visibility(
@@ -72,7 +108,9 @@ def make_visibility(
     """What a layer with this window needs, in the backend's form. `documents` None: a row is a document."""
     if window is not None and window >= seq_len:
         window = None  # it never ends before the row does
-    if backend == "varlen" or (backend == "flex" and planned_device_type()):
+    if backend == "cudnn" and window is None:
+        return Visibility()
+    if backend in ("varlen", "cudnn") or (backend == "flex" and planned_device_type()):
         offsets = documents.offsets if documents else Documents.single(batch, seq_len, device).offsets
         return Visibility(offsets=offsets)
     if backend == "flex":
@@ -91,7 +129,7 @@ def make_visibilities(
     dtype: torch.dtype,
 ) -> dict[LayerConfig, Visibility]:
     """One Visibility per kind of layer; kinds with the same window share one."""
-    backend = choose_backend(config, device, dtype)
+    backend = choose_backend(config, device, dtype, one_document_per_row=documents is None)
     windows = dict.fromkeys(layer.window for layer in config.layer_kinds)
     by_window = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
     return {layer: by_window[layer.window] for layer in config.layer_kinds}
@@ -121,28 +159,40 @@ def attend(
     elif softcap is not None:
         out_BNSD = _explicit(q_BNSD, k_BMSD, v_BMSD, visible, scale, softcap)
     else:
-        out_BNSD = F.scaled_dot_product_attention(
-            q_BNSD,
-            k_BMSD,
-            v_BMSD,
-            attn_mask=visible.mask_B1SS,
-            is_causal=visible.mask_B1SS is None,
-            scale=scale,
-            enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
-        )
+        with _preferring_cudnn(q_BNSD.is_cuda):
+            out_BNSD = F.scaled_dot_product_attention(
+                q_BNSD,
+                k_BMSD,
+                v_BMSD,
+                attn_mask=visible.mask_B1SS,
+                is_causal=visible.mask_B1SS is None,
+                scale=scale,
+                enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
+            )
     return out_BNSD.transpose(1, 2)
+
+
+def _preferring_cudnn(is_cuda: bool) -> AbstractContextManager[None]:
+    if not (is_cuda and tries("cudnn_attention")):
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
 
 
 def _varlen(
     q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, offsets: Tensor, scale: float, window: int | None
 ) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
     batch, seq_len, num_heads, _ = q_BSND.shape
     num_groups = num_heads // k_BSMD.shape[2]
     options: dict[str, Any] = {}
     if num_groups > 1:
-        if _VARLEN_HAS_GQA:
+        if _varlen_takes_groups():
             options["enable_gqa"] = True
-        else:
+        elif not tries("grouped_varlen"):
             k_BSMD, v_BSMD = (x.repeat_interleave(num_groups, dim=2) for x in (k_BSMD, v_BSMD))
     out_TND = varlen_attn(
         q_BSND.flatten(0, 1),
@@ -164,6 +214,8 @@ def _varlen(
 def _flex(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, visible: Visibility, scale: float, softcap: float | None
 ) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap) if softcap is not None else score
 

@@ -241,9 +241,11 @@ class Decoder(nn.Module):
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def attention_backend(self, device: torch.device, dtype: torch.dtype) -> str:
+    def attention_backend(
+        self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
+    ) -> str:
         """The attention that forward runs on this device in this compute dtype, for the log."""
-        return choose_backend(self.config, device, dtype)
+        return choose_backend(self.config, device, dtype, one_document_per_row=one_document_per_row)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Recompute what no checkpoint holds (the rope frequencies), on `device` or where they are."""

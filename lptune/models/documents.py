@@ -7,11 +7,13 @@ layer with a window, i - j < window. This file says that in the forms that the a
 Shapes: B batch, S sequence.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+if TYPE_CHECKING:  # it imports the compiler
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Documents(NamedTuple):
@@ -41,7 +43,7 @@ class Visibility(NamedTuple):
     """bool, True where query (dim 2) sees key (dim 3); B may be 1."""
     offsets: Tensor | None = None
     """As in Documents, for varlen."""
-    blocks: BlockMask | None = None
+    blocks: "BlockMask | None" = None
     """For flex_attention."""
 
 
@@ -62,8 +64,10 @@ def visibility_mask(
 
 def visibility_blocks(
     documents: Documents | None, batch: int, seq_len: int, window: int | None, device: torch.device
-) -> BlockMask:
+) -> "BlockMask":
     """The same as a BlockMask, which lets flex_attention skip the blocks that nothing is seen in."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     index_BS = None if documents is None else documents.index_BS
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

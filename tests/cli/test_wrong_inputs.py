@@ -299,6 +299,13 @@ def the_best_of_checkpoints_that_miss_the_evaluations(job: Job) -> None:
     job.values |= {"checkpoint": {"keep_best": 1, "every_steps": 6}, "eval_every_steps": 4}
 
 
+@case(
+    "job.yaml: checkpoint.at_end: false leaves nothing to export; set export.enabled=false", on=(GENERATED,)
+)
+def an_export_of_nothing(job: Job) -> None:
+    job.values["checkpoint"] = {"at_end": False}
+
+
 @case("job.yaml: output_dir: checkpoint would be written over the model in model.path", on=(GENERATED,))
 def the_models_folder_for_output(job: Job) -> None:
     job.values["output_dir"] = "checkpoint"

@@ -88,3 +88,20 @@ def test_a_signal_after_the_first_question_asks_to_stop_until_the_session_ends(
             assert time.monotonic() < deadline_s
         assert asked == number
     assert (signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (handler, mask)
+
+
+def test_deterministic_algorithms_are_on_within_the_session_and_off_after_it() -> None:
+    import torch._inductor.config as inductor
+
+    def state() -> tuple[bool, bool, bool]:
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        return torch.are_deterministic_algorithms_enabled(), inductor.deterministic, fills
+
+    before = state()
+    assert before[0] is False
+    with distributed.session("cpu", deterministic=True):
+        assert state() == (True, True, False)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert state() == before
+    with distributed.session("cpu"):
+        assert state() == before

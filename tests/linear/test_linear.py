@@ -106,6 +106,20 @@ def test_every_gemm_of_every_kind_is_off_by_the_formats_noise_no_more_and_no_les
 
 
 @pytest.mark.parametrize(
+    ("kind", "grad_input"),
+    [("int8_rowcol", "requantized"), ("int8_rowcol", "high"), ("float8_rowwise", "requantized")],
+)
+def test_a_weight_that_is_rounded_twice_is_predicted_from_both_sides(kind: str, grad_input: str) -> None:
+    layer = _layer(torch.bfloat16, kind, grad_input=grad_input)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, g = torch.randn(T, K, generator=generator), torch.randn(T, N, generator=generator)
+        with torch.no_grad():
+            layer.weight.uniform_(-(K**-0.5), K**-0.5, generator=generator)
+        _assert_predicted(layer, x.bfloat16(), g.bfloat16())
+
+
+@pytest.mark.parametrize(
     ("kind", "grad_weight"),
     [
         ("int8_rowcol", "column"),

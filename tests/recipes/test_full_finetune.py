@@ -153,6 +153,7 @@ def test_accumulation_does_not_change_the_loss(run_recipe: Run, tmp_path: Path) 
         ("activation_checkpointing=selective",),
         ("activation_checkpointing=full",),
         ("parallel.reshard_after_forward=false", "parallel.reduce_every_micro_batch=true"),
+        ("deterministic=true",),  # on a CPU everything is
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -232,6 +233,32 @@ def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, t
         ranks=2,
     )
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(7))
+
+
+def test_a_trial_run_leaves_no_weights_behind(run_recipe: Run, tmp_path: Path) -> None:
+    trial = ("num_steps=3", "checkpoint.at_end=false", "export.enabled=false")
+    done = run_recipe(*trial)
+    assert "no export (export.enabled: false); there is no checkpoint" in done.stdout
+    run = tmp_path / "run"
+    assert len(losses(run)) == 3
+    assert not (run / "export").exists()
+    assert not list((run / "checkpoints").glob("*"))
+    # What is due on the way is saved all the same, the last step's only where it is due.
+    done = run_recipe(*trial, "checkpoint.every_steps=2")
+    newest = run / "checkpoints" / "step-00000002"
+    assert f"no export (export.enabled: false); the newest checkpoint is {newest}" in done.stdout
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [newest.name]
+
+
+def test_a_run_without_an_export_is_finished_and_exports_when_asked(run_recipe: Run, tmp_path: Path) -> None:
+    run_recipe("num_steps=2", "export.enabled=false")
+    assert not (tmp_path / "run" / "export").exists()
+    again = run_recipe("num_steps=2", "export.enabled=false").stdout
+    assert "already finished" in again
+    assert "and exported" not in again
+    assert "export: " in run_recipe("num_steps=2").stdout
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_what_a_resume_may_not_change_is_refused_with_both_values(run_recipe: Run, tmp_path: Path) -> None:
