@@ -9,8 +9,9 @@ from types import ModuleType
 import torch
 
 from lptune.config import UserError
-from lptune.kernels import native
+from lptune.kernels import cublaslt, native
 from lptune.planned import planned_device_type
+from lptune.trials import tries
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,17 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     # cuBLASLt has no scales in its epilogue for int8: a second pass over the accumulator, four bytes each.
     "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("triton", "torch", "reference")},
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
-    # What torch has no fast kernel for: see scaled_mm.py.
-    "float8_other_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
-    "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    # Scales of rows, and not fast accumulation into bfloat16: see scaled_mm.py.
+    "float8_rowwise_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
+    # Sizes that torch refuses.
+    "float8_odd_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    # Whole blocks of 128; and any other blocks, MX's of 32 among them.
+    "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
+    "other_block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
     "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
 }
-_FLOAT8_GEMMS = ("float8_gemm", "float8_other_gemm", "block_gemm")
+_FLOAT8_GEMMS = ("float8_gemm", "float8_rowwise_gemm", "float8_odd_gemm", "block_gemm", "other_block_gemm")
+_TRIALS = {"float8_rowwise_gemm": "cublaslt_rowwise", "block_gemm": "cublaslt_blocks"}
 NAMES = ("torch", "triton", "native", "float32", "reference")
 
 
@@ -47,9 +53,13 @@ def choose_backend(operation: str, device_type: str) -> str:
     reference  plain torch: float64 for INT8 (exact), float32 for float8
 
     `LPTUNE_KERNELS` overrides the choice where the operation has a backend of that name, for debugging.
+    `LPTUNE_TRY` (lptune/trials.py) takes cuBLASLt for what else Triton runs; UserError where that cannot.
     """
     candidates = BACKENDS[operation].get(device_type, ("reference",))
-    name = requested_backend()
+    name, trial = requested_backend(), _TRIALS.get(operation)
+    if name is None and trial is not None and tries(trial) and "torch" in candidates:
+        cublaslt.check_vector_scales(trial)
+        name = "torch"
     if name is None or name not in candidates:
         name = next(each for each in candidates if _works(each, operation, device_type))
     logger.info("%s on %s runs on backend %r", operation, device_type, name)
@@ -85,6 +95,8 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
         return False
     # Without a GPU nobody asks but a dry run, which plans for Hopper.
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    if backend == "torch" and operation == "block_gemm":
+        return cublaslt.has_vector_scales()
     if operation in _FLOAT8_GEMMS:
         return capability >= (8, 9)  # Ada and Hopper
     return backend != "triton" or capability >= (8, 0)

@@ -8,8 +8,9 @@ blocks of 32 with E8M0 scales.
 import torch
 from torch import Tensor
 
+from lptune.kernels import cublaslt
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.record import GEMMS, note
+from lptune.kernels.record import GRAD_WEIGHT, note
 from lptune.numerics import MX_BLOCK, expand_blocks
 
 _TRITON_BLOCKS = (MX_BLOCK, 128)  # the steps its GEMM can take
@@ -64,20 +65,22 @@ def _block_scaled_mm(
     gemm: int,
     emulate: bool,
 ) -> Tensor:
-    backend = "reference" if emulate else choose_backend("block_gemm", a_MK.device.type)
+    whole = block == cublaslt.BLOCK and cublaslt.takes_blocks(a_MK, b_KN)
+    operation = "block_gemm" if whole else "other_block_gemm"
+    backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
     if backend == "triton" and block in _TRITON_BLOCKS:
-        contracted = gemm == GEMMS.index("grad_weight")
-        on_triton: Tensor = triton_kernels().block_scaled_mm(
-            a_MK, b_KN, scale_a, scale_b, block, out_dtype, tokens_contracted=contracted
+        out_MN: Tensor = triton_kernels().block_scaled_mm(
+            a_MK, b_KN, scale_a, scale_b, block, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
         )
-        note(layer, gemm)
-        return on_triton
-    (m, k), n = a_MK.shape, b_KN.shape[1]
-    b_columns = 1 if scale_b.shape[1] == n else block
-    # Dequantized operands instead of scaled partial sums: the same products, rounded at another place.
-    a32 = a_MK.to(torch.float32) * expand_blocks(scale_a, (1, block), (m, k))
-    b32 = b_KN.to(torch.float32) * expand_blocks(scale_b, (block, b_columns), (k, n))
-    out_MN = (a32 @ b32).to(out_dtype)
+    elif backend == "torch":
+        out_MN = cublaslt.block_scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype)
+    else:
+        (m, k), n = a_MK.shape, b_KN.shape[1]
+        b_columns = 1 if scale_b.shape[1] == n else block
+        # Dequantized operands instead of scaled partial sums: the same products, rounded at another place.
+        a32 = a_MK.to(torch.float32) * expand_blocks(scale_a, (1, block), (m, k))
+        b32 = b_KN.to(torch.float32) * expand_blocks(scale_b, (block, b_columns), (k, n))
+        out_MN = (a32 @ b32).to(out_dtype)
     note(layer, gemm)
     return out_MN
 

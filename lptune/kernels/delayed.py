@@ -46,16 +46,21 @@ def forget_amaxes(number: int) -> None:
     _layers.pop(number, None)
 
 
-def quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: str) -> QuantizedTensor:
-    """`x` by the scale of its history. layer: `layer_handle`; operand: one of OPERANDS.
+def quantize_delayed(
+    x_MK: Tensor, fmt: str, layer: Tensor, operand: str, *, transposed: bool = False
+) -> QuantizedTensor:
+    """`x` by the scale of its history. layer: `layer_handle`; operand: one of OPERANDS. transposed: q_MK is
+    stored column by column.
 
     An inf or NaN in x makes the scale NaN, as everywhere.
     """
-    return QuantizedTensor(*_quantize_delayed(x_MK, fmt, layer, OPERANDS.index(operand)))
+    return QuantizedTensor(*_quantize_delayed(x_MK, fmt, layer, OPERANDS.index(operand), transposed))
 
 
 @torch.library.custom_op("lptune::quantize_delayed", mutates_args=())
-def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tuple[Tensor, Tensor]:
+def _quantize_delayed(
+    x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
     amaxes, chosen = _layers.get(int(layer[NUMBER])), amax
     if amaxes is not None:
@@ -67,10 +72,12 @@ def _quantize_delayed(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tu
         chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
     q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
-    return q.contiguous(), torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
+    q = q.t().contiguous().t() if transposed else q.contiguous()
+    return q, torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
 
 
 @_quantize_delayed.register_fake
-def _(x_MK: Tensor, fmt: str, layer: Tensor, operand: int) -> tuple[Tensor, Tensor]:
-    q = x_MK.new_empty(x_MK.shape, dtype=FORMATS[fmt].dtype)
+def _(x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    shape, dtype = x_MK.shape, FORMATS[fmt].dtype
+    q = x_MK.new_empty(shape[::-1], dtype=dtype).t() if transposed else x_MK.new_empty(shape, dtype=dtype)
     return q, x_MK.new_empty((1, 1), dtype=torch.float32)

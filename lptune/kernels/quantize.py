@@ -77,21 +77,62 @@ def quantize_rows_and_columns(
     return QuantizedRows(q_rows, scale_M1), QuantizedColumns(q_columns, scale_1K)
 
 
-def quantize_tensor(x_MK: Tensor, fmt: str, *, power_of_two: bool = False) -> QuantizedTensor:
-    """`numerics.quantize_tensor(x_MK)`."""
-    return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two))
+def quantize_tensor(
+    x_MK: Tensor, fmt: str, *, power_of_two: bool = False, transposed: bool = False
+) -> QuantizedTensor:
+    """`numerics.quantize_tensor(x_MK)`. transposed: q_MK is stored column by column."""
+    return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two, transposed))
+
+
+def quantize_tensor_both_ways(
+    x_MK: Tensor, fmt: str, *, power_of_two: bool = False
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`numerics.quantize_tensor(x_MK)`, stored row by row and stored column by column."""
+    q, turned, scale = _quantize_tensor_both_ways(x_MK, fmt, power_of_two)
+    return QuantizedTensor(q, scale), QuantizedTensor(turned, scale)
 
 
 def quantize_blocks(
-    x_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool = False
+    x_MK: Tensor,
+    block: tuple[int, int],
+    fmt: str,
+    *,
+    power_of_two: bool = False,
+    transposed: bool = False,
 ) -> QuantizedBlocks:
-    """`numerics.quantize_blocks(x_MK, block)`."""
-    return QuantizedBlocks(*_quantize_blocks(x_MK, block[0], block[1], fmt, power_of_two))
+    """`numerics.quantize_blocks(x_MK, block)`. transposed: q_MK is stored column by column."""
+    return QuantizedBlocks(*_quantize_blocks(x_MK, block[0], block[1], fmt, power_of_two, transposed))
 
 
-def quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> QuantizedMX:
+def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedMX:
     """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
-    return QuantizedMX(*_quantize_mx(x_MK, dim, fmt))
+    return QuantizedMX(*_quantize_mx(x_MK, dim, fmt, transposed))
+
+
+def quantize_row_and_column_blocks(
+    x_MK: Tensor, size: int, fmt: str, *, transposed: bool = False
+) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+    """`quantize_blocks` by (1, size) and by (size, 1): both operands that backward makes of a gradient.
+
+    transposed: of the second; the first is always stored row by row.
+    """
+    q, scale, turned, turned_scale = _quantize_row_and_column_blocks(x_MK, size, fmt, False, transposed)
+    return QuantizedBlocks(q, scale), QuantizedBlocks(turned, turned_scale)
+
+
+def quantize_mx_rows_and_columns(
+    x_MK: Tensor, fmt: str, *, transposed: bool = False
+) -> tuple[QuantizedMX, QuantizedMX]:
+    """`quantize_mx` along dim 1 and along dim 0; `transposed` as for `quantize_row_and_column_blocks`."""
+    q, scale, turned, turned_scale = _quantize_row_and_column_blocks(
+        x_MK, numerics.MX_BLOCK, fmt, True, transposed
+    )
+    return QuantizedMX(q, scale), QuantizedMX(turned, turned_scale)
+
+
+def turned(q_MK: Tensor) -> Tensor:
+    """`q_MK` stored column by column: a copy, where what is stored row by row was not quantized here."""
+    return q_MK.t().contiguous().t()
 
 
 def quantize_by_amax(
@@ -165,37 +206,62 @@ def _quantize_rows_and_columns(
 
 
 @torch.library.custom_op("lptune::quantize_tensor", mutates_args=())
-def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     backend = choose_backend("quantize", x_MK.device.type)
     if backend == "triton":
-        q, scale = triton_kernels().quantize_tensor(x_MK, fmt, power_of_two)
+        q, scale = triton_kernels().quantize_tensor(x_MK, fmt, power_of_two, transposed)
         return q, scale
     if backend == "native" and fmt == "int8" and not power_of_two:
-        return native.quantize_tensor(x_MK)
-    q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, False), scale
+        q, scale = native.quantize_tensor(x_MK)
+    else:
+        q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
+    return _store(q, transposed), scale
+
+
+@torch.library.custom_op("lptune::quantize_tensor_both_ways", mutates_args=())
+def _quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "triton":
+        q, turned, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
+        return q, turned, scale
+    q, scale = _quantize_tensor(x_MK, fmt, power_of_two, False)
+    return q, q.t().clone(memory_format=torch.contiguous_format).t(), scale
 
 
 @torch.library.custom_op("lptune::quantize_blocks", mutates_args=())
 def _quantize_blocks(
-    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool
+    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     block = (block_rows, block_columns)
     if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile(block):
-        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, power_of_two)
+        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, power_of_two, transposed)
         return q, scale
     q, scale = numerics.quantize_blocks(x_MK, block, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, False), scale.contiguous()
+    return _store(q, transposed), scale.contiguous()
 
 
 @torch.library.custom_op("lptune::quantize_mx", mutates_args=())
-def _quantize_mx(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+def _quantize_mx(x_MK: Tensor, dim: int, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     if choose_backend("quantize", x_MK.device.type) == "triton":
         block = (1, numerics.MX_BLOCK) if dim == 1 else (numerics.MX_BLOCK, 1)
-        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, True, e8m0=True)
+        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, True, transposed, e8m0=True)
         return q, scale
     q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
-    return _store(q, False), scale.contiguous()
+    return _store(q, transposed), scale.contiguous()
+
+
+@torch.library.custom_op("lptune::quantize_row_and_column_blocks", mutates_args=())
+def _quantize_row_and_column_blocks(
+    x_MK: Tensor, size: int, fmt: str, mx: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile((1, size)):
+        q, scale, turned, turned_scale = triton_kernels().quantize_row_and_column_blocks(
+            x_MK, size, fmt, mx, transposed
+        )
+        return q, scale, turned, turned_scale
+    if mx:
+        return *_quantize_mx(x_MK, 1, fmt, False), *_quantize_mx(x_MK, 0, fmt, transposed)
+    rows = _quantize_blocks(x_MK, 1, size, fmt, False, False)
+    return *rows, *_quantize_blocks(x_MK, size, 1, fmt, False, transposed)
 
 
 @torch.library.custom_op("lptune::quantize_by_amax", mutates_args=())
@@ -267,16 +333,32 @@ def _(
 
 
 @_quantize_tensor.register_fake
-def _(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    return _empty(x_MK, fmt, False), _scale(x_MK, 1, 1)
+def _(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
+    return _empty(x_MK, fmt, transposed), _scale(x_MK, 1, 1)
+
+
+@_quantize_tensor_both_ways.register_fake
+def _(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(x_MK, fmt, False), _empty(x_MK, fmt, True), _scale(x_MK, 1, 1)
 
 
 @_quantize_blocks.register_fake
 def _(
-    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool
+    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     m, k = x_MK.shape
-    return _empty(x_MK, fmt, False), _scale(x_MK, -(-m // block_rows), -(-k // block_columns))
+    return _empty(x_MK, fmt, transposed), _scale(x_MK, -(-m // block_rows), -(-k // block_columns))
+
+
+@_quantize_row_and_column_blocks.register_fake
+def _(x_MK: Tensor, size: int, fmt: str, mx: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), dtype = x_MK.shape, torch.float8_e8m0fnu if mx else torch.float32
+    return (
+        _empty(x_MK, fmt, False),
+        x_MK.new_empty((m, -(-k // size)), dtype=dtype),
+        _empty(x_MK, fmt, transposed),
+        x_MK.new_empty((-(-m // size), k), dtype=dtype),
+    )
 
 
 @_quantize_by_amax.register_fake
@@ -287,7 +369,7 @@ def _(
 
 
 @_quantize_mx.register_fake
-def _(x_MK: Tensor, dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+def _(x_MK: Tensor, dim: int, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     (m, k), size = x_MK.shape, numerics.MX_BLOCK
     shape = (m, -(-k // size)) if dim == 1 else (-(-m // size), k)
-    return _empty(x_MK, fmt, False), x_MK.new_empty(shape, dtype=torch.float8_e8m0fnu)
+    return _empty(x_MK, fmt, transposed), x_MK.new_empty(shape, dtype=torch.float8_e8m0fnu)

@@ -9,11 +9,12 @@ products for certain; longer contractions (many tokens in grad_weight, a 152k vo
 split into parts of 133,120, each exact, whose sum is rounded to float32.
 
 Float8 accumulates in float32 (products of two float8 numbers are exact there); the order of the sum is the
-backend's, and with it the last bits. On CUDA one scale per tensor is torch's (cuBLASLt). One scale per row is
-fast there in one case only, bfloat16 out of the tensor core's own accumulator, which on Hopper keeps about 14
-bits: "fast accumulation", what torchao takes for `output` and nothing else. `grad_input`, `grad_weight` and
-other dtypes would pay a second pass over the result for their scales, so those run on lptune's kernel, and so
-do sizes that are no multiples of 16, which torch refuses.
+backend's, and with it the last bits. On CUDA one scale per tensor is torch's (cuBLASLt). So is one scale per
+row where it is bfloat16 out of the tensor core's own accumulator, which on Hopper keeps about 14 bits: "fast
+accumulation", what torchao takes for `output` and nothing else. `grad_input`, `grad_weight` and other dtypes
+run on lptune's kernel: before CUDA 12.9 torch pays a second pass over the result for their scales. With 12.9
+it does not, on Hopper; `LPTUNE_TRY=cublaslt_rowwise` takes it there, until a measurement decides. Sizes that
+are no multiples of 16, which torch refuses, are lptune's in any case.
 """
 
 import functools
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.kernels import native
+from lptune.kernels import cublaslt, native
 from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.record import GRAD_WEIGHT, OUTPUT, note
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
@@ -168,32 +169,22 @@ def _float8_mm(
     gemm: int,
     emulate: bool,
 ) -> Tensor:
-    rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
-    accumulates_fast = rowwise and gemm == OUTPUT and out_dtype == torch.bfloat16
-    aligned = b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0
-    operation = "float8_gemm" if aligned and (accumulates_fast or not rowwise) else "float8_other_gemm"
+    scales = (scale_a_M1, scale_b_1N)
+    rowwise = any(scale is not None and scale.numel() != 1 for scale in scales)
+    fast = rowwise and gemm == OUTPUT and out_dtype == torch.bfloat16
+    operation = "float8_gemm" if fast or not rowwise else "float8_rowwise_gemm"
+    if not cublaslt.takes(b_KN):
+        operation = "float8_odd_gemm"
     backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
-    if backend == "torch" and not aligned:
-        backend = "reference"  # without Triton; torch refuses such sizes
     if backend == "triton":
         out_MN: Tensor = triton_kernels().scaled_mm(
-            a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
+            a_MK, b_KN, *scales, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
         )
         return out_MN
-    if backend == "reference":
-        acc_MN = a_MK.to(torch.float32) @ b_KN.to(torch.float32)
-        return _apply_scales(acc_MN, scale_a_M1, scale_b_1N).to(out_dtype)
-    # Not yet run on hardware.
-    one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
-    scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
-    if rowwise:  # which takes vectors on both sides
-        scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
-        scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
-    # cuBLASLt wants a row-major and b column-major.
-    a_MK, b_KN = a_MK.contiguous(), b_KN.t().contiguous().t()
-    dtype = torch.bfloat16 if rowwise else out_dtype  # the only one that rowwise knows
-    out_MN = torch._scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype=dtype, use_fast_accum=accumulates_fast)
-    return out_MN.to(out_dtype)
+    if backend == "torch":
+        return cublaslt.scaled_mm(a_MK, b_KN, *scales, out_dtype, fast=fast)
+    acc_MN = a_MK.to(torch.float32) @ b_KN.to(torch.float32)
+    return _apply_scales(acc_MN, *scales).to(out_dtype)
 
 
 def _int_mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -7,13 +7,25 @@
 
 Scales change along the contraction, so the GEMM applies them block by block inside the sum (block_scaled_mm).
 An outlier then coarsens its own block only. The square block of W serves `output` and `grad_input` with one
-set of 8-bit values; MX blocks are vectors, so W is quantized once along K and once along N.
+set of 8-bit values; MX blocks are vectors, so W is quantized once along K and once along N. g is wanted along
+N and along T, and is read once for both.
 """
 
 import torch
 from torch import Tensor
 
-from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, quantize_blocks, quantize_mx
+from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    block_scaled_mm,
+    k_major,
+    quantize_blocks,
+    quantize_mx,
+    quantize_mx_rows_and_columns,
+    quantize_row_and_column_blocks,
+    turned,
+)
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
@@ -52,29 +64,49 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
     (x_TK,) = saved
-    dtype, size, gx_TK, gw_NK = g_TN.dtype, _SIZES[spec.scaling], None, None
-    if needs_grad_input and spec.grad_input == "high":
+    dtype, size, turn = g_TN.dtype, _SIZES[spec.scaling], k_major(g_TN.device)
+    low_input = needs_grad_input and spec.grad_input != "high"
+    low_weight = needs_grad_weight and spec.grad_weight != "high"
+    g_rows, g_columns = _gradient(spec, g_TN, low_input, low_weight, turn)
+    gx_TK, gw_NK = None, None
+    if needs_grad_input and g_rows is None:
         gx_TK = g_TN @ _high_weight(spec, w_NK, dtype)
-    elif needs_grad_input:
-        g, w = _quantize(spec, g_TN, 1, spec.grad_fmt), _quantize_weight(spec, w_NK, 0)
+    elif g_rows is not None:
+        g, w = g_rows, _quantize_weight(spec, w_NK, 0, turn)
         gx_TK = block_scaled_mm(
             g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
         )
-    if needs_grad_weight and spec.grad_weight == "high":
+    if needs_grad_weight and g_columns is None:
         gw_NK = g_TN.t() @ x_TK
-    elif needs_grad_weight:
-        g, x = _quantize(spec, g_TN, 0, spec.grad_fmt), _quantize(spec, x_TK, 0, spec.fmt)
+    elif g_columns is not None:
+        g, x = g_columns, _quantize(spec, x_TK, 0, spec.fmt, turn)
         gw_NK = block_scaled_mm(
             g.q_MK.t(), x.q_MK, g.scale.t(), x.scale, size, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
         )
     return gx_TK, gw_NK
 
 
-def _quantize(spec: LinearSpec, tensor: Tensor, dim: int, fmt: str) -> QuantizedBlocks:
+def _gradient(
+    spec: LinearSpec, g_TN: Tensor, for_input: bool, for_weight: bool, turn: bool
+) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
+    """g in blocks along N, for grad_input, and along T, for grad_weight; None where it is not wanted."""
+    if not (for_input and for_weight):
+        rows = _quantize(spec, g_TN, 1, spec.grad_fmt) if for_input else None
+        return rows, _quantize(spec, g_TN, 0, spec.grad_fmt, turn) if for_weight else None
     if spec.scaling == "mx":
-        return QuantizedBlocks(*quantize_mx(tensor, dim, fmt))
+        both = quantize_mx_rows_and_columns(g_TN, spec.grad_fmt, transposed=turn)
+        return QuantizedBlocks(*both[0]), QuantizedBlocks(*both[1])
+    return quantize_row_and_column_blocks(g_TN, _SIZES[spec.scaling], spec.grad_fmt, transposed=turn)
+
+
+def _quantize(
+    spec: LinearSpec, tensor: Tensor, dim: int, fmt: str, transposed: bool = False
+) -> QuantizedBlocks:
+    if spec.scaling == "mx":
+        return QuantizedBlocks(*quantize_mx(tensor, dim, fmt, transposed=transposed))
     size = _SIZES[spec.scaling]
-    return quantize_blocks(tensor, (1, size) if dim == 1 else (size, 1), fmt)
+    block = (1, size) if dim == 1 else (size, 1)
+    return quantize_blocks(tensor, block, fmt, transposed=transposed)
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,10 +118,10 @@ def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_blocks(_quantize_weight(spec, w_NK, 1), block, dtype)
 
 
-def _quantize_weight(spec: LinearSpec, w_NK: Tensor, dim: int) -> QuantizedBlocks:
+def _quantize_weight(spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
     if isinstance(w_NK, GatheredWeight):
-        return QuantizedBlocks(w_NK.q_NK, w_NK.scale)
+        return QuantizedBlocks(turned(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
     if spec.scaling == "mx":
-        return _quantize(spec, w_NK, dim, spec.fmt)
+        return _quantize(spec, w_NK, dim, spec.fmt, transposed)
     size = _SIZES[spec.scaling]
-    return quantize_blocks(w_NK, (size, size), spec.fmt)
+    return quantize_blocks(w_NK, (size, size), spec.fmt, transposed=transposed)

@@ -33,6 +33,7 @@ from lptune.kernels import (
     quantize_rows_and_columns,
     quantize_rows_stochastic,
     scaled_mm,
+    turned,
 )
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
@@ -121,8 +122,7 @@ def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> Qu
     """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
     if not isinstance(w_NK, GatheredWeight):
         return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
-    q_NK = w_NK.q_NK.t().contiguous().t() if transposed else w_NK.q_NK
-    return QuantizedRows(q_NK, w_NK.scale)
+    return QuantizedRows(turned(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
 
 
 def _grad_input(
@@ -173,12 +173,13 @@ def _grad_weight(
                 power_of_two=spec.power_of_two,
                 transposed=turn,
             )
-        x_scale_1K = None
+        xq_TK, x_scale_1K = turned(xq_TK) if turn else xq_TK, None
     else:
         xq_TK, x_scale_1K = quantize_columns(
             saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=turn
         )
     assert g is not None
+    gq_TN = turned(g.q_MK) if turn and spec.stochastic else g.q_MK
     return scaled_mm(
-        g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
+        gq_TN.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )

@@ -81,10 +81,10 @@ class LinearSpec(NamedTuple):
     def operations(self) -> tuple[str, ...]:
         """What kernels.choose_backend calls the 8-bit GEMMs of this spec, `output`'s first."""
         if self.scaling in ("blockwise", "mx"):
-            return ("block_gemm",)
+            return ("block_gemm",) if self.scaling == "blockwise" else ("other_block_gemm",)
         if self.fmt == "int8":
             return ("int8_gemm",)
-        return ("float8_gemm", "float8_other_gemm") if self.scaling == "rowwise" else ("float8_gemm",)
+        return ("float8_gemm", "float8_rowwise_gemm") if self.scaling == "rowwise" else ("float8_gemm",)
 
     @property
     def weight_scales(self) -> str:

@@ -8,6 +8,9 @@ value.
 g takes e5m2 in float8 by default: gradients spread over more orders of magnitude than e4m3 holds
 (arXiv:2209.05433).
 
+Where the device wants both operands of a GEMM contiguous along the contraction, g, W and x have to be stored
+the other way round for the two GEMMs of backward; g both ways, in one pass.
+
 `delayed` differs in where the scale comes from: the largest amax of past steps instead of this tensor's own,
 so that no reduction has to come before quantizing (lptune/kernels/delayed.py).
 """
@@ -19,10 +22,13 @@ from lptune.kernels import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
+    k_major,
     quantize_delayed,
     quantize_tensor,
+    quantize_tensor_both_ways,
     quantize_tensor_stochastic,
     scaled_mm,
+    turned,
 )
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
@@ -62,27 +68,49 @@ def backward(
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
-    dtype, gx_TK, gw_NK = g_TN.dtype, None, None
+    dtype, turn, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
     low_input = needs_grad_input and spec.grad_input != "high"
     low_weight = needs_grad_weight and spec.grad_weight != "high"
-    g = _quantize(spec, g_TN, layer, "g") if low_input or low_weight else None
+    g, g_turned = _gradient(spec, g_TN, layer, low_input, low_weight, turn)
     if needs_grad_input:
-        if g is not None and low_input:
-            w = _quantize(spec, w_NK, layer, "w")
+        if g is None:
+            gx_TK = g_TN @ _high_weight(spec, w_NK, layer, dtype)
+        else:
+            w = _quantize(spec, w_NK, layer, "w", turn)
             gx_TK = scaled_mm(
                 g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
-        else:
-            gx_TK = g_TN @ _high_weight(spec, w_NK, layer, dtype)
     if needs_grad_weight:
-        if g is None or not low_weight:
+        if g_turned is None:
             gw_NK = g_TN.t() @ saved[0]
         else:
-            x = QuantizedTensor(*saved) if len(saved) == 2 else _quantize(spec, saved[0], layer, "x")
+            x = _saved(spec, saved, layer, turn)
+            g_NT, scale_11 = g_turned.q_MK.t(), g_turned.scale_11
             gw_NK = scaled_mm(
-                g.q_MK.t(), x.q_MK, g.scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
+                g_NT, x.q_MK, scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
             )
     return gx_TK, gw_NK
+
+
+def _gradient(
+    spec: LinearSpec, g_TN: Tensor, layer: Tensor, for_input: bool, for_weight: bool, turn: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """g as grad_input multiplies it, row by row, and as grad_weight does; None where it is not wanted."""
+    if turn and for_input and for_weight and spec.scaling != "delayed" and not spec.stochastic:
+        return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
+    if turn and for_weight and not for_input:
+        return None, _quantize(spec, g_TN, layer, "g", turn)
+    g = _quantize(spec, g_TN, layer, "g") if for_input or for_weight else None
+    g_turned = g._replace(q_MK=turned(g.q_MK)) if g and turn and for_weight else g
+    return g if for_input else None, g_turned if for_weight else None
+
+
+def _saved(spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, turn: bool) -> QuantizedTensor:
+    """x as grad_weight multiplies it."""
+    if len(saved) == 1:
+        return _quantize(spec, saved[0], layer, "x", turn)
+    q_TK, scale_11 = saved
+    return QuantizedTensor(turned(q_TK) if turn else q_TK, scale_11)
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,12 +118,15 @@ def _high_weight(spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dty
     return dequantize(_quantize(spec, w_NK, layer, "w"), dtype) if spec.high_uses_8_bit_weight else w_NK
 
 
-def _quantize(spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str) -> QuantizedTensor:
+def _quantize(
+    spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool = False
+) -> QuantizedTensor:
     if isinstance(tensor, GatheredWeight):
-        return QuantizedTensor(tensor.q_NK, tensor.scale)
+        return QuantizedTensor(turned(tensor.q_NK) if transposed else tensor.q_NK, tensor.scale)
     fmt = spec.grad_fmt if operand == "g" else spec.fmt
     if spec.scaling == "delayed":
-        return quantize_delayed(tensor, fmt, layer, operand)
+        return quantize_delayed(tensor, fmt, layer, operand, transposed=transposed)
     if spec.stochastic and operand == "g":
-        return quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
-    return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two)
+        rounded = quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
+        return rounded._replace(q_MK=turned(rounded.q_MK)) if transposed else rounded
+    return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two, transposed=transposed)

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from lptune.config import UserError
 from lptune.data import Tokenizer, load_tokenizer
@@ -120,6 +121,10 @@ def test_ids_equal_transformers_on_any_text(real: dict, name: str, text: str) ->
 def test_every_familys_choice_of_class_is_followed(
     tokenizer_folder: Callable[..., Path], declared: str | None, model_type: str
 ) -> None:
+    if declared == "LlamaTokenizerFast" and Version(transformers.__version__) < Version("5.22"):
+        pytest.skip(
+            "transformers before 5.22 replaces the parts of a byte-level tokenizer.json by Llama's own"
+        )
     folder = tokenizer_folder(tokenizer_class=declared, bos_token="<s>", pad_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)

@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton
+from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+triton_version = Version(triton.__version__)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""What a program can have on each architecture (CUDA C++ programming guide, "technical specifications")."""
 
 
 class Compiled(NamedTuple):
@@ -21,6 +27,11 @@ class Compiled(NamedTuple):
     registers: int
     spilled_bytes: int  # the stack of a thread; Triton's kernels use it for nothing else
     shared_bytes: int
+
+    @property
+    def waits(self) -> set[int]:
+        """How many groups of Hopper's tensor core instructions may be pending where the kernel waits."""
+        return {int(pending) for pending in re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", self.ptx)}
 
     @property
     def tensor_core(self) -> str:
@@ -38,7 +49,7 @@ def compile_for(
     Pointers and sizes are taken to be multiples of 16, as the launcher finds them for real shapes; a size
     given as "1" is the constant 1.
     """
-    if arch >= 100 and triton.__version__ < "3.7":
+    if arch >= 100 and triton_version < Version("3.7"):
         pytest.skip("Triton 3.6 spills up to 392 bytes in some configurations on sm_100")
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):

@@ -1,7 +1,7 @@
 """Every backend of every quantizer gives the bits of its twin in lptune.numerics."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -73,13 +73,44 @@ def test_scales_may_be_powers_of_two(fmt: str) -> None:
     assert (torch.frexp(actual.scale_M1[actual.scale_M1 > 0]).mantissa == 0.5).all()
 
 
-def test_transposed_changes_the_strides_and_nothing_else() -> None:
+QUANTIZERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "rows": kernels.quantize_rows,
+    "columns": kernels.quantize_columns,
+    "tensor": kernels.quantize_tensor,
+    "blocks": lambda x, fmt, **keys: kernels.quantize_blocks(x, (16, 16), fmt, **keys),
+    "mx": lambda x, fmt, **keys: kernels.quantize_mx(x, 1, "e4m3", **keys),
+    "delayed": lambda x, fmt, **keys: kernels.quantize_delayed(x, fmt, kernels.layer_handle(-1), "x", **keys),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_transposed_changes_the_strides_and_nothing_else(name: str) -> None:
     x = _matrix((20, 36), torch.bfloat16)
-    for quantize in (kernels.quantize_rows, kernels.quantize_columns):
-        plain, turned = quantize(x, "int8"), quantize(x, "int8", transposed=True)
-        _assert_equal(turned, plain)
-        assert plain[0].is_contiguous()
-        assert turned[0].t().is_contiguous()
+    plain, turned = QUANTIZERS[name](x, "int8"), QUANTIZERS[name](x, "int8", transposed=True)
+    _assert_equal(turned, plain)
+    assert plain[0].is_contiguous()
+    assert turned[0].t().is_contiguous()
+
+
+@pytest.mark.parametrize("fmt", list(FORMATS))
+def test_what_backward_wants_twice_comes_in_one_call(fmt: str) -> None:
+    x, form = _matrix((70, 300), torch.bfloat16), FORMATS[fmt]
+    plain, turned = kernels.quantize_tensor_both_ways(x, fmt)
+    for ours in (plain, turned):
+        _assert_equal(ours, numerics.quantize_tensor(x, form))
+    assert plain.q_MK.is_contiguous()
+    assert turned.q_MK.t().is_contiguous()
+    for transposed in (False, True):
+        rows, columns = kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=transposed)
+        mx_rows, mx_columns = kernels.quantize_mx_rows_and_columns(x, "e4m3", transposed=transposed)
+        _assert_equal(rows, numerics.quantize_blocks(x, (1, 128), form))
+        _assert_equal(columns, numerics.quantize_blocks(x, (128, 1), form))
+        _assert_equal(mx_rows, numerics.quantize_mx(x, 1))
+        _assert_equal(mx_columns, numerics.quantize_mx(x, 0))
+        for q in (rows.q_MK, mx_rows.q_MK):
+            assert q.is_contiguous()
+        for q in (columns.q_MK, mx_columns.q_MK):
+            assert (q.t() if transposed else q).is_contiguous()
 
 
 def test_input_strides_do_not_matter() -> None:
@@ -124,12 +155,19 @@ def test_opcheck() -> None:
         (ops.quantize_rows, (x, None, "e4m3", True, True)),
         (ops.quantize_columns, (x, column, "int8", False, True)),
         (ops.quantize_rows_and_columns, (x, vector, "int8", False, True)),
-        (ops.quantize_tensor, (x, "int8", False)),
-        (ops.quantize_blocks, (x, 16, 16, "e4m3", False)),
-        (ops.quantize_mx, (x, 0, "e4m3")),
+        (ops.quantize_tensor, (x, "int8", False, False)),
+        (ops.quantize_tensor, (x, "int8", False, True)),
+        (ops.quantize_tensor_both_ways, (x, "int8", False)),
+        (ops.quantize_blocks, (x, 16, 16, "e4m3", False, False)),
+        (ops.quantize_blocks, (x, 16, 16, "e4m3", False, True)),
+        (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", False, True)),
+        (ops.quantize_row_and_column_blocks, (x, 32, "e4m3", True, False)),
+        (ops.quantize_mx, (x, 0, "e4m3", False)),
+        (ops.quantize_mx, (x, 1, "e4m3", True)),
         (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8", False, None, 0)),
         (ops.quantize_by_amax, (x, torch.rand(3, 3), "e4m3", True, 16, 12)),
-        (ops.quantize_delayed, (x, "e4m3", layer, 0)),
+        (ops.quantize_delayed, (x, "e4m3", layer, 0, False)),
+        (ops.quantize_delayed, (x, "e4m3", layer, 0, True)),
     ):
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(op.default, args, test_utils=tests)

@@ -11,7 +11,7 @@ from lptune import numerics
 from lptune.numerics import FORMATS
 from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
 
-from lptune.kernels.triton import blocks, launch  # isort: skip  # only once there is a device
+from lptune.kernels.triton import block_mm, blocks, launch  # isort: skip  # only once there is a device
 
 pytestmark = [
     # NumPy, in the interpreter, speaks up where a GPU computes inf and NaN in silence.
@@ -41,7 +41,6 @@ def _agree(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], block:
     assert same_bits(scale, scale_reference)
     known = ~numerics.expand_blocks(scale32, block, tuple(q.shape)).isnan()
     assert q.dtype == q_reference.dtype
-    assert q.is_contiguous()
     assert torch.equal(q.cpu().view(torch.uint8)[known], q_reference.view(torch.uint8)[known])
 
 
@@ -52,8 +51,28 @@ def test_every_shape_gives_the_reference_bits(
     shape: tuple[int, int], block: tuple[int, int], fmt: str, power_of_two: bool
 ) -> None:
     x = _matrix(*shape)
-    ours = blocks.quantize_blocks(x.to(DEVICE), block, fmt, power_of_two)
-    _agree(ours, numerics.quantize_blocks(x, block, FORMATS[fmt], power_of_two=power_of_two), block)
+    expected = numerics.quantize_blocks(x, block, FORMATS[fmt], power_of_two=power_of_two)
+    for transposed in (False, True):
+        ours = blocks.quantize_blocks(x.to(DEVICE), block, fmt, power_of_two, transposed)
+        assert (ours[0].t() if transposed else ours[0]).is_contiguous()
+        _agree(ours, expected, block)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [128, 32])
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_rows_and_columns_come_out_of_one_reading(shape: tuple[int, int], size: int, fmt: str) -> None:
+    x = _matrix(*shape)
+    x[0, 0] = 1e4
+    for transposed in (False, True):
+        row_q, row_scale, column_q, column_scale = blocks.quantize_row_and_column_blocks(
+            x.to(DEVICE), size, fmt, False, transposed
+        )
+        assert row_q.is_contiguous()
+        assert (column_q.t() if transposed else column_q).is_contiguous()
+        form = FORMATS[fmt]
+        _agree((row_q, row_scale), numerics.quantize_blocks(x, (1, size), form), (1, size))
+        _agree((column_q, column_scale), numerics.quantize_blocks(x, (size, 1), form), (size, 1))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -67,8 +86,12 @@ def test_zero_blocks_outliers_and_what_is_not_finite(block: tuple[int, int]) -> 
     x[133] *= 1e-44
     for matrix in (x, x.t(), x[::2, 1:]):
         on_device = x.to(DEVICE).as_strided(matrix.shape, matrix.stride(), matrix.storage_offset())
-        ours = blocks.quantize_blocks(on_device, block, "e4m3", False)
+        ours = blocks.quantize_blocks(on_device, block, "e4m3", False, False)
         _agree(ours, numerics.quantize_blocks(matrix, block, FORMATS["e4m3"]), block)
+    if min(block) == 1:
+        both = blocks.quantize_row_and_column_blocks(x.to(DEVICE), max(block), "e4m3", False, True)
+        ours = both[:2] if block[0] == 1 else both[2:]
+        _agree(ours, numerics.quantize_blocks(x, block, FORMATS["e4m3"]), block)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -78,15 +101,20 @@ def test_mx_blocks_have_e8m0_scales(dim: int) -> None:
     x[65, 3] = math.nan
     x[66, 70] = 1e30
     block = (1, 32) if dim == 1 else (32, 1)
-    ours = blocks.quantize_blocks(x.to(DEVICE), block, "e4m3", True, e8m0=True)
-    assert ours[1].dtype == torch.float8_e8m0fnu
-    _agree(ours, numerics.quantize_mx(x, dim), block)
+    both = blocks.quantize_row_and_column_blocks(x.to(DEVICE), 32, "e4m3", True, True)
+    for ours in (
+        blocks.quantize_blocks(x.to(DEVICE), block, "e4m3", True, False, e8m0=True),
+        both[:2] if dim == 1 else both[2:],
+    ):
+        assert ours[1].dtype == torch.float8_e8m0fnu
+        _agree(ours, numerics.quantize_mx(x, dim), block)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_an_empty_matrix_stays_empty(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-    q, scale = blocks.quantize_blocks(x, (1, 128), "e4m3", False)
+    q, scale = blocks.quantize_blocks(x, (1, 128), "e4m3", False, False)
+    assert blocks.quantize_row_and_column_blocks(x, 128, "e4m3", False, True)[2].shape == x.shape
     expected = numerics.quantize_blocks(x.cpu(), (1, 128), FORMATS["e4m3"])
     assert q.shape == expected.q_MK.shape
     assert scale.shape == expected.scale.shape
@@ -116,7 +144,7 @@ def _run(operands: tuple[Any, ...], **kwargs: Any) -> Tensor:
         pytest.skip("this device has no TMA")
     a, b, scale_a, scale_b, block = operands[:5]
     tensors = (x.to(DEVICE) for x in (a, b, scale_a, scale_b))
-    return blocks.block_scaled_mm(*tensors, block, torch.float32, **kwargs).cpu()
+    return block_mm.block_scaled_mm(*tensors, block, torch.float32, **kwargs).cpu()
 
 
 def _within_bound(out: Tensor, operands: tuple[Any, ...]) -> bool:
@@ -145,7 +173,7 @@ def test_every_configuration_is_right_and_a_gpu_gives_the_same_bits_with_each(ki
     operands = _operands(*((140, 272, 150) if INTERPRETED else (1000, 4112, 2064)), kind)
     major = 9 if INTERPRETED else launch.capability(DEVICE)[0]
     name = kind if kind != "mx" else "native" if major == 10 else "vector"
-    results = [_run(operands, config=config) for config in blocks.block_mm_configs(name, major)]
+    results = [_run(operands, config=config) for config in block_mm.block_mm_configs(name, major)]
     assert all(_within_bound(result, operands) for result in results)
     # In the interpreter a tile's product is a BLAS call, whose order of summation depends on its size.
     assert INTERPRETED or all(same_bits(result, results[0]) for result in results)
@@ -155,10 +183,10 @@ def test_every_configuration_is_right_and_a_gpu_gives_the_same_bits_with_each(ki
 def test_layouts_that_are_not_k_major_and_strided_scales_give_the_same() -> None:
     operands = _operands(65, 256, 130, "vector")
     a, b, scale_a, scale_b = (x.to(DEVICE) for x in operands[:4])
-    expected = blocks.block_scaled_mm(a, b, scale_a, scale_b, 128, torch.float32)
+    expected = block_mm.block_scaled_mm(a, b, scale_a, scale_b, 128, torch.float32)
     a, b = a.t().contiguous().t(), b.contiguous()
     scale_a, scale_b = scale_a.t().contiguous().t(), scale_b.contiguous()
-    assert same_bits(blocks.block_scaled_mm(a, b, scale_a, scale_b, 128, torch.float32), expected)
+    assert same_bits(block_mm.block_scaled_mm(a, b, scale_a, scale_b, 128, torch.float32), expected)
 
 
 @needs_float8

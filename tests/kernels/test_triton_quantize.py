@@ -83,10 +83,15 @@ def _check_all(x: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> Non
     _agree(both[2:], columns)
     assert both[0].is_contiguous()
     assert (both[2].t() if transposed else both[2]).is_contiguous()
-    _agree(
-        quantize.quantize_tensor(on_device, fmt, power_of_two),
-        numerics.quantize_tensor(x, form, power_of_two=power_of_two),
-    )
+    tensor = numerics.quantize_tensor(x, form, power_of_two=power_of_two)
+    once = quantize.quantize_tensor(on_device, fmt, power_of_two, transposed)
+    _agree(once, tensor)
+    assert (once[0].t() if transposed else once[0]).is_contiguous()
+    plain, turned, scale = quantize.quantize_tensor_both_ways(on_device, fmt, power_of_two)
+    for q in (plain, turned.t()):
+        assert q.is_contiguous()
+    _agree((plain, scale), tensor)
+    _agree((turned, scale), tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -137,7 +142,7 @@ def test_an_empty_matrix_has_empty_values_and_no_scale_but_zero(shape: tuple[int
         numerics.quantize_rows(x.cpu(), FORMATS["e4m3"]),
     )
     _agree(quantize.quantize_columns(x, None, "int8", False, True), numerics.quantize_columns(x.cpu()))
-    _agree(quantize.quantize_tensor(x, "int8", False), numerics.quantize_tensor(x.cpu()))
+    _agree(quantize.quantize_tensor(x, "int8", False, False), numerics.quantize_tensor(x.cpu()))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

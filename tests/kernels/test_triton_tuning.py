@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
+from lptune.kernels.triton import launch
 from lptune.kernels.triton.tuning import Tuner, bucket, cache_path
 
 
@@ -95,6 +98,78 @@ def test_two_processes_keep_each_others_choices(tmp_path: Path) -> None:
     first.choose("k", (SLOW, FAST), clock.run)
     second.choose("l", (SLOW,), clock.run)
     assert json.loads(path.read_text()) == {"k": list(FAST), "l": list(SLOW)}
+
+
+@pytest.fixture
+def no_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_fitting", {})
+
+
+@pytest.mark.usefixtures("no_choices")
+def test_without_measuring_the_first_configuration_that_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device with 99 KB of shared memory, where the first would need 128."""
+    launched: list[Config] = []
+
+    def run(config: Config) -> None:
+        launched.append(config)
+        if config == BROKEN:
+            raise OutOfResources(131096, 101376, "shared memory")
+
+    monkeypatch.setenv("LPTUNE_AUTOTUNE", "0")
+    cuda = torch.device("cuda")
+    assert launch.tuned("k", (BROKEN, SLOW, FAST), run, cuda) == SLOW
+    assert launch.tuned("k", (BROKEN, SLOW, FAST), run, cuda) == SLOW
+    assert launched == [BROKEN, SLOW]
+    # Where none does, the launch itself says what is missing.
+    assert launch.tuned("l", (BROKEN,), run, cuda) == BROKEN
+
+
+@pytest.mark.usefixtures("no_choices")
+def test_under_capture_nothing_is_measured_and_what_was_measured_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock()
+    tuner = Tuner(tmp_path / "c.json", clock)
+    tuner.choose("k", (SLOW, FAST), clock.run)
+    monkeypatch.setattr(launch, "_tuner", lambda device: tuner)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cuda = torch.device("cuda")
+    assert launch.tuned("k", (SLOW, FAST), clock.run, cuda) == FAST
+    assert launch.tuned("l", (SLOW, FAST), clock.run, cuda) == SLOW
+    assert clock.num_measured == 2
+
+
+def test_a_time_is_of_the_device_ten_launches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a GPU: launching takes the host 30 us, running the device 20."""
+    host, device, waits = [0.0], [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at_us = 0.0
+
+        def record(self) -> None:
+            self.at_us = max(host[0], device[0])
+
+        def synchronize(self) -> None:
+            host[0] = max(host[0], device[0])
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at_us - self.at_us) / 1000
+
+    def launch_kernel() -> None:
+        host[0] += 30
+        device[0] = max(device[0], host[0]) + 20
+
+    def sleep(cycles: int) -> None:
+        waits.append(cycles)
+        device[0] = max(device[0], host[0]) + cycles / 2000  # at 2 GHz
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    assert launch.median_ms(launch_kernel) == pytest.approx(0.020)
+    assert len(waits) == launch.BATCHES
 
 
 def test_token_counts_of_one_bucket_share_a_choice() -> None:

@@ -10,10 +10,13 @@ bfloat16 wrongly. Tensor descriptors, int8 and float8 operands of `tl.dot` and i
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import triton
+from packaging.version import Version
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -27,9 +30,26 @@ if not INTERPRETED and not torch.cuda.is_available():
     )
 
 
+if INTERPRETED and Version(triton.__version__) < Version("3.7"):
+    # Its scalars are arrays of one element, which NumPy 2.5 no longer takes for an integer.
+    from triton.runtime import interpreter
+
+    patch_tensor: Callable[[Any, Any], None] = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
 @pytest.fixture(autouse=True)
-def poisoned_outputs() -> Iterator[None]:
-    """What a kernel forgets to write is NaN, or the largest integer."""
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a kernel forgets to write is NaN, or the largest integer.
+
+    Nothing is tuned: it would compile every configuration for every shape; they have tests of their own.
+    """
+    monkeypatch.setenv("LPTUNE_AUTOTUNE", "0")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3, device=DEVICE).isnan().all()

@@ -1,6 +1,8 @@
 """The three GEMMs of a low-precision linear layer against float64, in every mode, eager and compiled."""
 
 import itertools
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 from lptune import linear, numerics
 from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.kernels import GEMMS
+from lptune.linear import blockwise, rowwise, tensorwise
+from lptune.planned import planned_for
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
 MODES = [
@@ -21,6 +25,10 @@ MODES = [
     )
 ]
 T, K, N = 96, 128, 80
+
+
+def _default(kind: str) -> tuple[str, str]:
+    return PRECISION_KINDS[kind].grad_input[0], PRECISION_KINDS[kind].grad_weight[0]
 
 
 def _layer(dtype: torch.dtype, kind: str = "int8_rowcol", **keys: str | bool) -> linear.LowPrecisionLinear:
@@ -206,3 +214,48 @@ def test_folded_grad_weight_saves_the_input_in_8_bits() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         layer(x.requires_grad_())
     assert [t.dtype for t in saved if t.shape == (T, K)] == [torch.int8]
+
+
+LAYOUT_MODES = [
+    *(mode for mode in MODES if mode[0] != "int8_weight_only"),
+    *(
+        (kind, *_default(kind), "stochastic")
+        for kind in KINDS
+        if PRECISION_KINDS[kind].can_round_stochastically
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "grad_input", "grad_weight", "grad_format"), LAYOUT_MODES)
+def test_where_the_device_wants_it_every_operand_is_stored_along_the_contraction(
+    kind: str, grad_input: str, grad_weight: str, grad_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the GEMM copies it, for each layer anew, a byte at a time. What is stored changes no bit."""
+    seen: list[bool] = []
+
+    def watched(module: ModuleType, name: str) -> None:
+        multiply = getattr(module, name)
+
+        def call(a_MK: torch.Tensor, b_KN: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
+            seen.append(a_MK.stride(1) == 1 and b_KN.stride(0) == 1)
+            result: torch.Tensor = multiply(a_MK, b_KN, *args, **keys)
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    watched(rowwise, "scaled_mm")
+    watched(tensorwise, "scaled_mm")
+    watched(blockwise, "block_scaled_mm")
+    keys = {"grad_input": grad_input, "grad_weight": grad_weight, "grad_format": grad_format}
+    if grad_format == "stochastic":
+        keys = {"stochastic_rounding": True}
+    layer = _layer(torch.bfloat16, kind, **keys)
+    plan = linear.Plan(kind, (linear.LayerPlan("", K, N, layer.spec),))
+    linear.StochasticRounding(layer, plan, seed=0).start(0, 0)
+    x, g = _inputs(torch.bfloat16)
+    expected = _run(layer, x, g)
+    seen.clear()
+    with planned_for("cuda"):
+        actual = _run(layer, x, g)
+    assert seen == [True] * sum(layer.spec.is_low(gemm) for gemm in GEMMS)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -18,6 +18,10 @@ import math
 from typing import NamedTuple
 
 import pytest
+
+# Not every machine with a GPU has it.
+pytest.importorskip("torchao", reason="torchao is not installed (extra `test`)")
+
 import torch
 import torchao.float8.float8_utils as ao_utils
 import torchao.prototype.quantized_training.int8_mixed_precision as ao_int8

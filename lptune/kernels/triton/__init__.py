@@ -3,7 +3,8 @@
     formats.py    from an amax to a scale, from a value to 8 bits: device functions
     quantize.py   by row, by column, by tensor
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
-    blocks.py     one scale per block: quantizers, and the GEMM that applies them inside its sum
+    blocks.py     one scale per block: the quantizers
+    block_mm.py   one scale per block: the GEMM, which applies them inside its sum
     launch.py     what a launch asks of the device
     tuning.py     which configuration is fastest here, kept on disk
 
@@ -12,21 +13,25 @@ in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.
 the same comparisons on hardware. That has not happened yet.
 """
 
-from lptune.kernels.triton.blocks import block_scaled_mm, quantize_blocks
+from lptune.kernels.triton.block_mm import block_scaled_mm
+from lptune.kernels.triton.blocks import quantize_blocks, quantize_row_and_column_blocks
 from lptune.kernels.triton.gemm import scaled_mm
 from lptune.kernels.triton.quantize import (
     quantize_columns,
     quantize_rows,
     quantize_rows_and_columns,
     quantize_tensor,
+    quantize_tensor_both_ways,
 )
 
 __all__ = [
     "block_scaled_mm",
     "quantize_blocks",
     "quantize_columns",
+    "quantize_row_and_column_blocks",
     "quantize_rows",
     "quantize_rows_and_columns",
     "quantize_tensor",
+    "quantize_tensor_both_ways",
     "scaled_mm",
 ]

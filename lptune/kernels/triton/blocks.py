@@ -1,34 +1,23 @@
-"""One scale per block: quantizers, and the GEMM that applies such scales inside its sum.
+"""Quantizers with one scale per block.
 
 A block's amax needs its own elements only, so every quantizer here reads x once, whatever the block: rows
 1 x 128, columns 128 x 1, squares 128 x 128, and MX's 1 x 32 and 32 x 1 with E8M0 scales. A tile is made of
-whole blocks and lives in registers.
+whole blocks and lives in registers. Backward needs g by rows and by columns; one tile gives both.
 
-In the GEMM the scales change along the contraction, so each block's product is scaled before it joins the
-sum: `acc += (a_block @ b_block) * scale_a * scale_b`. The product is formed in the tensor core and the sum in
-float32 registers, which on Hopper is also what keeps it precise (gemm.py). It costs a second accumulator, and
-with it the larger tiles.
-
-MX blocks of 32 would interrupt the tensor core four times as often. Blackwell applies E8M0 scales inside it
-(`tl.dot_scaled` compiles to `tcgen05.mma` with block scaling); before Blackwell that is emulated here, in
-steps of 32, right and not fast.
-
-Not run on hardware yet: interpreted, except the Blackwell path, which the interpreter does not know, and
-compiled ahead of time without spills.
+Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lptune.kernels.triton import launch
 from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
-from lptune.kernels.triton.gemm import GROUP_M, GemmConfig, fits_tma, gemm_key, k_major, tile_of
-from lptune.numerics import FORMATS, MX_BLOCK
+from lptune.kernels.triton.quantize import empty_q
+from lptune.numerics import FORMATS
 
 
 class BlockTile(NamedTuple):
@@ -46,6 +35,14 @@ def block_tile(rows: int, columns: int) -> BlockTile:
     return BlockTile(block_m, block_k, block_m * block_k // 1024)
 
 
+def square_tile(size: int) -> BlockTile:
+    """The tile for both `size` x 1 and 1 x `size`: at 32, with half as many elements a thread, since two
+    results spilled.
+    """
+    tile = block_tile(size, size)
+    return tile._replace(num_warps=max(tile.num_warps, 8))
+
+
 @triton.jit
 def quantize_blocks_kernel(
     x_ptr,
@@ -55,6 +52,8 @@ def quantize_blocks_kernel(
     K,
     stride_m,
     stride_k,
+    q_stride_m,
+    q_stride_k,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -65,18 +64,88 @@ def quantize_blocks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of (BLOCK_M / ROWS) x (BLOCK_K / COLUMNS) blocks. q and scale are stored row by row."""
+    """One tile of (BLOCK_M / ROWS) x (BLOCK_K / COLUMNS) blocks. scale is stored row by row."""
+    x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
+    _store_blocks(
+        x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO, E8M0,
+        HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_row_and_column_blocks_kernel(
+    x_ptr,
+    row_q_ptr,
+    row_scale_ptr,
+    column_q_ptr,
+    column_scale_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    row_q_stride_m,
+    row_q_stride_k,
+    column_q_stride_m,
+    column_q_stride_k,
+    SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    E8M0: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of x, read once: in blocks of 1 x SIZE, and in blocks of SIZE x 1."""
+    x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
+    _store_blocks(
+        x, row_q_ptr, row_scale_ptr, M, K, row_q_stride_m, row_q_stride_k, 1, SIZE, FORMAT, MAX, POWER_OF_TWO,
+        E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+    )  # fmt: skip
+    _store_blocks(
+        x, column_q_ptr, column_scale_ptr, M, K, column_q_stride_m, column_q_stride_k, SIZE, 1, FORMAT, MAX,
+        POWER_OF_TWO, E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows64, columns64 = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     # The zeros beyond the end do not change an amax.
-    x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_blocks(
+    x,
+    q_ptr,
+    scale_ptr,
+    M,
+    K,
+    q_stride_m,
+    q_stride_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    E8M0: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Quantizes this program's tile x in blocks of ROWS x COLUMNS."""
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     blocks = tl.reshape(x, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLUMNS, COLUMNS))
     amax_bits = tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1)
     scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
     q = round_to(blocks * inverse[:, None, :, None], FORMAT, MAX, HARDWARE_FLOAT8)
-    tl.store(q_ptr + rows64 * K + columns64, tl.reshape(q, (BLOCK_M, BLOCK_K)), mask=inside)
+    at = rows.to(tl.int64)[:, None] * q_stride_m + columns.to(tl.int64)[None, :] * q_stride_k
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    tl.store(q_ptr + at, tl.reshape(q, (BLOCK_M, BLOCK_K)), mask=inside)
 
     block_rows = tl.program_id(1) * (BLOCK_M // ROWS) + tl.arange(0, BLOCK_M // ROWS)
     block_columns = tl.program_id(0) * (BLOCK_K // COLUMNS) + tl.arange(0, BLOCK_K // COLUMNS)
@@ -91,16 +160,11 @@ def quantize_blocks_kernel(
 
 
 def quantize_blocks(
-    x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, e8m0: bool = False
+    x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, transposed: bool, e8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_blocks`; with `e8m0` (and power_of_two) the scales of `lptune::quantize_mx`."""
-    (m, k), (rows, columns), device = x_MK.shape, block, x_MK.device
-    q = torch.empty(m, k, dtype=torch.int8, device=device)
-    scale = torch.empty(
-        *(triton.cdiv(m, rows), triton.cdiv(k, columns)),
-        dtype=torch.uint8 if e8m0 else torch.float32,
-        device=device,
-    )
+    (m, k), (rows, columns) = x_MK.shape, block
+    q, scale = empty_q(x_MK, transposed), _empty_scale(x_MK, block, e8m0)
     if m > 0 and k > 0:
         tile = block_tile(rows, columns)
         quantize_blocks_kernel[(triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m))](
@@ -110,187 +174,64 @@ def quantize_blocks(
             m,
             k,
             *x_MK.stride(),
+            *q.stride(),
             ROWS=rows,
             COLUMNS=columns,
-            FORMAT=fmt,
-            MAX=FORMATS[fmt].max,
             POWER_OF_TWO=power_of_two,
-            E8M0=e8m0,
-            HARDWARE_FLOAT8=launch.rounds_float8(device),
-            BLOCK_M=tile.block_m,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            enable_fp_fusion=False,
+            **_options(x_MK, fmt, e8m0, tile),
         )
-    return q.view(FORMATS[fmt].dtype), scale.view(torch.float8_e8m0fnu) if e8m0 else scale
+    return q.view(FORMATS[fmt].dtype), _as_e8m0(scale, e8m0)
 
 
-@triton.jit
-def _load_scale(pointers, mask, E8M0: tl.constexpr):
-    """float32 scales; E8M0's bits become a float32's exponent."""
-    if E8M0:
-        bits = tl.load(pointers, mask=mask, other=0).to(tl.int32)
-        # 2**-127 is subnormal in float32, and 0xff is NaN.
-        bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = tl.load(pointers, mask=mask, other=0.0)
-    return scale
-
-
-@triton.jit
-def block_mm_kernel(
-    a,
-    b,
-    out_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
-    M,
-    N,
-    K,
-    stride_a,
-    stride_b,
-    scale_a_stride_m,
-    scale_a_stride_k,
-    scale_b_stride_n,
-    scale_b_stride_k,
-    B_COLUMNS: tl.constexpr,
-    E8M0: tl.constexpr,
-    NATIVE: tl.constexpr,
-    TMA: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """As `scaled_mm_kernel`, with a scale per row of a and B_COLUMNS rows of b for each step of BLOCK_K.
-
-    NATIVE: the tensor core applies E8M0 scales of 32 elements, BLOCK_K / 32 of them in each step.
-    """
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    steps = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS, flatten=True):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        rows, columns = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
-        scale_rows = scale_a_ptr + rows.to(tl.int64) * scale_a_stride_m
-        scale_columns = scale_b_ptr + (columns // B_COLUMNS).to(tl.int64) * scale_b_stride_n
-        if not TMA:
-            inner = tl.arange(0, BLOCK_K)[None, :]
-            a_rows = a + (rows % M).to(tl.int64)[:, None] * stride_a + inner
-            b_rows = b + (columns % N).to(tl.int64)[:, None] * stride_b + inner
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            start_k = step * BLOCK_K
-            if TMA:
-                a_tile = a.load([start_m, start_k])
-                b_tile = b.load([start_n, start_k])
-            else:
-                inside = inner < K - start_k
-                a_tile = tl.load(a_rows + start_k, mask=inside, other=0.0)
-                b_tile = tl.load(b_rows + start_k, mask=inside, other=0.0)
-            if NATIVE:
-                each = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)[None, :]
-                known = each < tl.cdiv(K, 32)
-                scale_a = tl.load(
-                    scale_rows[:, None] + each * scale_a_stride_k, mask=known & (rows < M)[:, None], other=0
-                )
-                scale_b = tl.load(
-                    scale_columns[:, None] + each * scale_b_stride_k,
-                    mask=known & (columns < N)[:, None],
-                    other=0,
-                )
-                A_FORMAT: tl.constexpr = "e4m3" if a_tile.dtype == tl.float8e4nv else "e5m2"
-                B_FORMAT: tl.constexpr = "e4m3" if b_tile.dtype == tl.float8e4nv else "e5m2"
-                acc = tl.dot_scaled(a_tile, scale_a, A_FORMAT, b_tile.T, scale_b, B_FORMAT, acc)
-            else:
-                scale_a = _load_scale(scale_rows + step * scale_a_stride_k, rows < M, E8M0)
-                scale_b = _load_scale(scale_columns + step * scale_b_stride_k, columns < N, E8M0)
-                product = tl.dot(a_tile, b_tile.T, out_dtype=tl.float32)
-                acc += product * scale_a[:, None] * scale_b[None, :]
-        at = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
-
-
-def block_mm_configs(kind: str, major: int) -> tuple[GemmConfig, ...]:
-    """What autotuning may choose on a device of compute capability `major`; the first is the default.
-
-    kind: "square" blocks of b, one scale for 128 columns; "vector", one for each column; "native", applied
-    by the tensor core. All step by one block, or by 128 where native, so a choice changes no bit. Only what
-    compiles without spills (tests/kernels/test_triton_aot.py): with a scale per element of the product, tiles
-    of 128 x 128 do not fit the registers.
-    """
-    if kind == "vector":
-        narrow = (GemmConfig(64, 128, 4, 3, 1), GemmConfig(64, 128, 4, 4, 1))
-        return narrow if major >= 10 else (*narrow, GemmConfig(64, 64, 4, 3, 2), GemmConfig(128, 64, 8, 4, 1))
-    common = (GemmConfig(128, 128, 8, 3, 1), GemmConfig(128, 128, 8, 4, 1), GemmConfig(128, 64, 4, 4, 2))
-    if kind == "native":  # with fewer than 128 rows Triton takes bfloat16 instructions instead
-        return (*common, GemmConfig(256, 128, 8, 3, 1), GemmConfig(128, 256, 8, 3, 1))
-    return (*common, GemmConfig(64, 128, 4, 4, 1), GemmConfig(64, 64, 4, 4, 2))
-
-
-def block_scaled_mm(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block: int,
-    out_dtype: torch.dtype,
-    *,
-    tokens_contracted: bool = False,
-    config: GemmConfig | None = None,
-    tma: bool | None = None,
-) -> Tensor:
-    """Same as `kernels.block_scaled_mm`; `block` is 32 or 128. The rest as for `gemm.scaled_mm`."""
-    (m, k), n, device = a_MK.shape, b_KN.shape[1], a_MK.device
-    out_MN = torch.empty(m, n, dtype=out_dtype, device=device)
-    if m == 0 or n == 0 or k == 0:
-        return out_MN.zero_()
-    a, b_NK = k_major(a_MK), k_major(b_KN.t())
-    e8m0 = scale_a.dtype == torch.float8_e8m0fnu
-    if e8m0:
-        scale_a, scale_b = scale_a.view(torch.uint8), scale_b.view(torch.uint8)
-    b_columns = 1 if scale_b.shape[1] == n else block
-    native = e8m0 and block == MX_BLOCK and b_columns == 1 and launch.capability(device)[0] == 10
-    kind = "native" if native else "vector" if b_columns == 1 else "square"
-    block_k = 128 if native else block
-    use_tma = (launch.has_tma(device) if tma is None else tma) and fits_tma(a) and fits_tma(b_NK)
-    processors = launch.num_processors(device)
-
-    def run(config: GemmConfig) -> None:
-        num_programs = processors * config.per_processor
-        num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        block_mm_kernel[(min(num_programs, num_tiles),)](
-            TensorDescriptor.from_tensor(a, [config.block_m, block_k]) if use_tma else a,
-            TensorDescriptor.from_tensor(b_NK, [config.block_n, block_k]) if use_tma else b_NK,
-            out_MN,
-            scale_a,
-            scale_b,
+def quantize_row_and_column_blocks(
+    x_MK: Tensor, size: int, fmt: str, e8m0: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`lptune::quantize_row_and_column_blocks`: reads x once, for both."""
+    (m, k), dtype = x_MK.shape, FORMATS[fmt].dtype
+    row_q, column_q = empty_q(x_MK, False), empty_q(x_MK, transposed)
+    row_scale, column_scale = (_empty_scale(x_MK, block, e8m0) for block in ((1, size), (size, 1)))
+    if m > 0 and k > 0:
+        tile = square_tile(size)
+        quantize_row_and_column_blocks_kernel[(triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m))](
+            x_MK,
+            row_q,
+            row_scale,
+            column_q,
+            column_scale,
             m,
-            n,
             k,
-            a.stride(0),
-            b_NK.stride(0),
-            *scale_a.stride(),
-            scale_b.stride(1),
-            scale_b.stride(0),
-            B_COLUMNS=b_columns,
-            E8M0=e8m0,
-            NATIVE=native,
-            TMA=use_tma,
-            NUM_PROGRAMS=num_programs,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=block_k,
-            GROUP_M=GROUP_M,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=False,
+            *x_MK.stride(),
+            *row_q.stride(),
+            *column_q.stride(),
+            SIZE=size,
+            POWER_OF_TWO=e8m0,
+            **_options(x_MK, fmt, e8m0, tile),
         )
+    return (
+        row_q.view(dtype),
+        _as_e8m0(row_scale, e8m0),
+        column_q.view(dtype),
+        _as_e8m0(column_scale, e8m0),
+    )
 
-    if config is None:
-        key = gemm_key(f"block_mm {block} {kind}", a, b_NK, out_dtype, use_tma, tokens_contracted)
-        config = launch.tuned(key, block_mm_configs(kind, launch.capability(device)[0]), run, device)
-    run(config)
-    return out_MN
+
+def _empty_scale(x_MK: Tensor, block: tuple[int, int], e8m0: bool) -> Tensor:
+    shape = [triton.cdiv(size, of) for size, of in zip(x_MK.shape, block, strict=True)]
+    return torch.empty(shape, dtype=torch.uint8 if e8m0 else torch.float32, device=x_MK.device)
+
+
+def _as_e8m0(scale: Tensor, e8m0: bool) -> Tensor:
+    return scale.view(torch.float8_e8m0fnu) if e8m0 else scale
+
+
+def _options(x_MK: Tensor, fmt: str, e8m0: bool, tile: BlockTile) -> dict[str, Any]:
+    return {
+        "FORMAT": fmt,
+        "MAX": FORMATS[fmt].max,
+        "E8M0": e8m0,
+        "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+        "enable_fp_fusion": False,
+    }

@@ -1,8 +1,9 @@
 """8-bit GEMM with the scales in the epilogue: `out = (a @ b) * scale_a * scale_b`, INT8 and float8 alike.
 
-Each program owns tiles of `out` and walks the contraction in steps of 128, accumulating in registers. The
-scales are constant along the contraction, so they meet the accumulator once, at the end, and the result is
-rounded once: no second pass over `out`, which is what a library GEMM without scales in its epilogue pays.
+Each program owns tiles of `out` and walks the contraction in steps of 128 (INT8 also of 256), accumulating
+in registers. The scales are constant along the contraction, so they meet the accumulator once, at the end,
+and the result is rounded once: no second pass over `out`, which is what a library GEMM without scales in its
+epilogue pays.
 
 - Persistent: as many programs as the device has processors, each taking every so many-th tile, so that one
   tile's epilogue overlaps the next one's loads. Tiles are numbered in groups of 8 rows of tiles: programs
@@ -14,11 +15,15 @@ rounded once: no second pass over `out`, which is what a library GEMM without sc
 - INT8 accumulates in int32, exactly: every backend gives the same bits. Float8 accumulates in the tensor
   core, which on Hopper keeps about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); so the
   accumulator is added to a float32 one every 128 products. cuBLAS calls the alternative "fast accumulation".
-- Every configuration steps by 128, so that it changes the time and no bit, float8 included (compared by the
-  gpu tests).
+- A configuration changes the time and no bit: INT8 is exact in any order, and float8 always steps by 128
+  (compared by the gpu tests).
+- On Hopper, Triton 3.6 and 3.7 wait for a step's INT8 products before they issue the next ones
+  (`wgmma.wait_group 0`): the tensor core idles while a step drains. Steps of 256 halve how often; with two
+  programs on a processor, one works while the other waits. Float8 waits with one step pending, but ptxas
+  drains it all the same, since the two accumulators are then added.
 
 Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
-On sm_100 Triton 3.7 compiles INT8 to `mma.sync`, as it has no INT8 instruction of the fifth generation.
+On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction since 3.8.
 """
 
 from typing import NamedTuple
@@ -43,6 +48,7 @@ class GemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     per_processor: int  # programs on one processor
+    block_k: int = BLOCK_K  # a step; where scales change along the contraction, one block of them instead
 
 
 _COMMON = (
@@ -53,18 +59,31 @@ _COMMON = (
     GemmConfig(64, 64, 4, 4, 2),
 )
 _WIDE, _TALL = GemmConfig(128, 256, 8, 3, 1), GemmConfig(256, 128, 8, 3, 1)
+_TWO_PROGRAMS = GemmConfig(64, 128, 4, 4, 2)
+_INT8_ON_HOPPER = (
+    GemmConfig(128, 128, 8, 2, 1, block_k=256),
+    GemmConfig(64, 128, 4, 2, 2, block_k=256),
+    GemmConfig(128, 128, 4, 2, 2),
+)
+_WIDE_STEPS = GemmConfig(128, 256, 8, 2, 1, block_k=256)
 
 
 def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]:
-    """What autotuning may choose on a device of compute capability `major`; the first is the default.
+    """What autotuning may choose on a device of compute capability `major`; the first that fits its shared
+    memory is the default.
 
     Only what compiles without spills (tests/kernels/test_triton_aot.py). Float8 on Hopper has two
     accumulators: at 128 x 256 they do not fit the registers, at 256 x 128 they do if no pointers are there
     too. On Blackwell the accumulator has a memory of its own, and 128 x 256 fits.
     """
+    if is_int8 and major == 9:
+        found = (*_COMMON, _WIDE, _TWO_PROGRAMS, *_INT8_ON_HOPPER)
+        return (*found, _WIDE_STEPS) if tma else found
     if is_int8 or major >= 10:
         return (*_COMMON, _WIDE)
-    return (*_COMMON, _TALL) if tma else _COMMON
+    if major == 9:
+        return (*_COMMON, _TWO_PROGRAMS, _TALL) if tma else (*_COMMON, _TWO_PROGRAMS)
+    return _COMMON
 
 
 @triton.jit
@@ -175,8 +194,8 @@ def scaled_mm(
         num_programs = processors * config.per_processor
         num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
         scaled_mm_kernel[(min(num_programs, num_tiles),)](
-            TensorDescriptor.from_tensor(a, [config.block_m, BLOCK_K]) if use_tma else a,
-            TensorDescriptor.from_tensor(b_NK, [config.block_n, BLOCK_K]) if use_tma else b_NK,
+            TensorDescriptor.from_tensor(a, [config.block_m, config.block_k]) if use_tma else a,
+            TensorDescriptor.from_tensor(b_NK, [config.block_n, config.block_k]) if use_tma else b_NK,
             out_MN,
             scale_a,
             scale_b,
@@ -191,7 +210,7 @@ def scaled_mm(
             NUM_PROGRAMS=num_programs,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_K=BLOCK_K,
+            BLOCK_K=config.block_k,
             GROUP_M=GROUP_M,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

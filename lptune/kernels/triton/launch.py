@@ -2,15 +2,20 @@
 
 import functools
 import os
+import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
-import triton.testing
+from triton.runtime.errors import OutOfResources
 
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
 
 __all__ = ["bucket", "capability", "has_tma", "num_processors", "rounds_float8", "tuned"]
+
+LAUNCHES, BATCHES = 10, 3
+"""A time is the median of BATCHES, each of LAUNCHES between two events."""
 
 
 @functools.cache
@@ -40,19 +45,63 @@ def num_processors(device: torch.device) -> int:
 def tuned(
     key: str, configs: Sequence[Config], run: Callable[[Config], object], device: torch.device
 ) -> Config:
-    """The fastest of `configs` on this device; the first of them where nothing can be measured."""
-    if device.type != "cuda" or os.environ.get("LPTUNE_AUTOTUNE") == "0":
+    """The fastest of `configs` on this device. Where nothing can be measured: what was measured before, or
+    the first that the device has the shared memory for.
+    """
+    if device.type != "cuda":
         return configs[0]
-    if torch.cuda.is_current_stream_capturing():
-        return configs[0]  # measuring would end up in the graph
-    return _tuner(device).choose(key, configs, run)
+    if os.environ.get("LPTUNE_AUTOTUNE") == "0":
+        return first_that_fits(key, configs, run)
+    tuner = _tuner(device)
+    if torch.cuda.is_current_stream_capturing():  # measuring would end up in the graph
+        return tuner.known(key, configs) or first_that_fits(key, configs, run)
+    return tuner.choose(key, configs, run)
+
+
+def first_that_fits(key: str, configs: Sequence[Config], run: Callable[[Config], object]) -> Config:
+    """The first of `configs` that the device can launch; remembered by key.
+
+    Consumer GPUs have 99 KB of shared memory for a program where Hopper has 227. What a configuration takes
+    is known when it is compiled; Triton compares the two before it launches.
+    """
+    if key not in _fitting:
+        for config in configs:
+            try:
+                run(config)
+            except OutOfResources:
+                continue
+            _fitting[key] = config
+            break
+        else:
+            return configs[0]  # whose launch says what is missing
+    fitting: Config = _fitting[key]
+    return fitting
+
+
+_fitting: dict[str, Any] = {}
 
 
 @functools.cache
 def _tuner(device: torch.device) -> Tuner:
     path = cache_path(torch.cuda.get_device_name(device), triton.__version__)
-    return Tuner(path, _median_ms)
+    return Tuner(path, median_ms)
 
 
-def _median_ms(run: Callable[[], object]) -> float:
-    return float(triton.testing.do_bench(run, warmup=5, rep=20, return_mode="median"))
+def median_ms(run: Callable[[], object]) -> float:
+    """Milliseconds that the device takes for `run`, which launches a kernel or two.
+
+    The launches of a batch are queued behind a kernel that only waits, so that their own time, of the order
+    of a short kernel's, is not measured. Nothing is allocated, since the device may be nearly full.
+    """
+    run()  # compiles
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(BATCHES):
+        torch.cuda._sleep(2_000_000)  # cycles: about 1 ms, in which ten launches are queued
+        start.record()
+        for _ in range(LAUNCHES):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / LAUNCHES)
+    return float(statistics.median(times))

@@ -167,6 +167,7 @@ def store_kernel(
     COLUMNS: tl.constexpr,
     MULTIPLY_ROWS: tl.constexpr,
     MULTIPLY_COLUMNS: tl.constexpr,
+    TWICE: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -174,7 +175,10 @@ def store_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Second phase: one tile, quantized by the amaxes of the first, each output by strides of its own."""
+    """Second phase: one tile, quantized by the amaxes of the first, each output by strides of its own.
+
+    TWICE: the values of the rows are stored where those of the columns would be, too, without COLUMNS.
+    """
     # Last tiles first: they are what the first phase left in the cache.
     tile_k = tl.num_programs(0) - 1 - tl.program_id(0)
     tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -194,6 +198,9 @@ def store_kernel(
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         q = round_to(folded * inverse[:, None], FORMAT, MAX, HARDWARE_FLOAT8)
         tl.store(row_q_ptr + rows64 * row_q_stride_m + columns64 * row_q_stride_k, q, mask=inside)
+        if TWICE:
+            at = rows64 * column_q_stride_m + columns64 * column_q_stride_k
+            tl.store(column_q_ptr + at, q, mask=inside)
         if tile_k == 0:
             tl.store(row_scale_ptr + rows, scale, mask=rows < (M if ROWS == 2 else 1))
     if COLUMNS:
@@ -263,10 +270,16 @@ def quantize_rows_and_columns(
     return _in_two_phases(x_MK, fmt, power_of_two, 2, True, multiplier_1K, None, transposed)
 
 
-def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_tensor`: reads x twice."""
-    q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, False)
+    q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, transposed)
     return q, scale
+
+
+def quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`lptune::quantize_tensor_both_ways`: reads x twice, for both."""
+    q, scale, turned, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, True, twice=True)
+    return q, turned, scale
 
 
 def _in_two_phases(
@@ -278,17 +291,20 @@ def _in_two_phases(
     multiplier_1K: Tensor | None,
     multiplier_M1: Tensor | None,
     transposed: bool,
+    twice: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(row q, row scale, column q, column scale). `transposed` is of the columns, or of the rows if alone.
 
-    rows: as ROWS of `amax_kernel`. What was not asked for is an empty tensor.
+    rows: as ROWS of `amax_kernel`. twice: column q holds row q once more. What was not asked for is an empty
+    tensor.
     """
     (m, k), device = x.shape, x.device
     num_row_scales = (0, 1, m)[rows]
     amaxes = torch.zeros(num_row_scales + (k if columns else 0), dtype=torch.int32, device=device)
     row_amax, column_amax = amaxes[:num_row_scales], amaxes[num_row_scales:]
-    row_q = _empty_q(x, transposed and not columns) if rows else amaxes[:0].view(torch.int8)
-    column_q = _empty_q(x, transposed) if columns else amaxes[:0].view(torch.int8)
+    second = columns or twice
+    row_q = empty_q(x, transposed and not second) if rows else amaxes[:0].view(torch.int8)
+    column_q = empty_q(x, transposed) if second else amaxes[:0].view(torch.int8)
     row_scale = torch.empty(num_row_scales, 1, dtype=torch.float32, device=device)
     column_scale = torch.empty(1, column_amax.numel(), dtype=torch.float32, device=device)
     dtype = FORMATS[fmt].dtype
@@ -332,8 +348,9 @@ def _in_two_phases(
             k,
             *x.stride(),
             *(row_q.stride() if rows else (0, 0)),
-            *(column_q.stride() if columns else (0, 0)),
+            *(column_q.stride() if second else (0, 0)),
             **flags,
+            TWICE=twice,
             FORMAT=fmt,
             MAX=FORMATS[fmt].max,
             POWER_OF_TWO=power_of_two,
@@ -343,13 +360,14 @@ def _in_two_phases(
         )
 
     # Running it twice is harmless: the amaxes of the same x are the same. Rows are tokens, or a weight's.
-    key = f"quantize rows={rows} columns={columns} transposed={transposed} {x.dtype} {fmt}"
+    key = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
     key += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
     run(launch.tuned(key, TILE_CONFIGS, run, device))
     return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
 
 
-def _empty_q(x: Tensor, transposed: bool) -> Tensor:
+def empty_q(x: Tensor, transposed: bool) -> Tensor:
+    """Uninitialised int8 of the shape of x, stored row by row or, transposed, column by column."""
     (m, k), device = x.shape, x.device
     if transposed:
         return torch.empty(k, m, dtype=torch.int8, device=device).t()

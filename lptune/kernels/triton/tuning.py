@@ -36,14 +36,19 @@ class Tuner:
         self._choices: dict[str, list[int]] = _read(path)
         self._can_write = True
 
+    def known(self, key: str, configs: Sequence[Config]) -> Config | None:
+        """What was measured for `key`, here or by an earlier process."""
+        choice = self._choices.get(key)
+        # Another: the file names a configuration of another version.
+        return next((config for config in configs if choice == list(config)), None)
+
     def choose(self, key: str, configs: Sequence[Config], run: Callable[[Config], object]) -> Config:
         """The fastest of `configs` for `key`. A configuration that raises is out; if all do, the first error
         is raised.
         """
-        known = self._choices.get(key)
-        for config in configs:
-            if known == list(config):  # else the file names a configuration of another version
-                return config
+        known = self.known(key, configs)
+        if known is not None:
+            return known
         best, best_time, errors = None, math.inf, []
         for config in configs:
             try:

@@ -1,0 +1,108 @@
+"""Float8 GEMMs of torch on CUDA: cuBLASLt, and CUTLASS where that has no scales of rows.
+
+What each call wants, and refuses otherwise:
+
+    operands     a row-major, b column-major, contraction and columns multiples of 16
+    rows         a scale for each row of a and each column of b, contiguous. On Hopper with CUDA 12.9 cuBLASLt
+                 applies them to the accumulator and gives any float; elsewhere CUTLASS gives bfloat16, and
+                 without "fast accumulation" in a second pass over the result
+    blocks       Hopper with CUDA 12.9; contraction and columns multiples of 128. A scale per 1 x 128 of a
+                 row is stored rows first (stride 1 along the rows); those of 128 x 128 squares contraction
+                 first, padded to a multiple of 4
+
+The rules of blocks are those of torch's ScaledBlas.cpp and cuBLAS's documentation ("1D and 128x128 2D block
+scaling"); tests/kernels/test_cublaslt.py holds the calls to them. Not run on hardware yet.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lptune.config import UserError
+
+BLOCK = 128
+
+
+def has_vector_scales() -> bool:
+    """Whether cuBLASLt applies scales of rows and blocks: Hopper, CUDA >= 12.9; where there is no GPU, a plan
+    is for such a one.
+    """
+    if not torch.cuda.is_available():
+        return True
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return torch.cuda.get_device_capability()[0] == 9 and version >= (12, 9)
+
+
+def check_vector_scales(trial: str) -> None:
+    """Raises UserError where LPTUNE_TRY asks for `trial` and the device cannot."""
+    if not has_vector_scales():
+        name, version = torch.cuda.get_device_name(), torch.version.cuda
+        raise UserError(
+            f"LPTUNE_TRY: {trial} needs a Hopper GPU and CUDA 12.9, this is {name} with CUDA {version}; "
+            "leave it out"
+        )
+
+
+def takes(b_KN: Tensor) -> bool:
+    """Whether torch multiplies float8 matrices of these sizes at all."""
+    return b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0
+
+
+def takes_blocks(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether these sizes are whole blocks."""
+    return a_MK.shape[0] % 16 == 0 and b_KN.shape[0] % BLOCK == 0 and b_KN.shape[1] % BLOCK == 0
+
+
+def scaled_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """As `kernels.scaled_mm`, of sizes that `takes`. fast: what the tensor core keeps of a sum is enough."""
+    rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
+    one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
+    scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
+    if rowwise:  # which takes vectors on both sides
+        scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
+        scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
+    dtype = torch.bfloat16 if rowwise and not has_vector_scales() else out_dtype
+    out_MN = torch._scaled_mm(
+        _row_major(a_MK), _row_major(b_KN.t()).t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
+    )
+    return out_MN.to(out_dtype)
+
+
+def block_scaled_mm(
+    a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """As `kernels.block_scaled_mm` with blocks of 128, of sizes that `takes_blocks`."""
+    recipes, n = F.ScalingType, b_KN.shape[1]
+    if scale_b.shape[1] == n:  # (K / 128, N)
+        recipe_b, scales_b = recipes.BlockWise1x128, _rows_first(scale_b.t())
+    else:  # (K / 128, N / 128)
+        recipe_b, num_blocks = recipes.BlockWise128x128, scale_b.shape[0]
+        scales_b = F.pad(scale_b.t(), (0, -num_blocks % 4)).contiguous().t()
+    return F.scaled_mm(
+        _row_major(a_MK),
+        _row_major(b_KN.t()).t(),
+        _rows_first(scale_a),
+        recipes.BlockWise1x128,
+        scales_b,
+        recipe_b,
+        output_dtype=out_dtype,
+    )
+
+
+def _row_major(x: Tensor) -> Tensor:
+    # Of a single row, or of rows of one element, torch calls other strides contiguous as well.
+    x = x.contiguous()
+    return x if x.stride() == (x.shape[1], 1) else x.as_strided(x.shape, (x.shape[1], 1))
+
+
+def _rows_first(scale: Tensor) -> Tensor:
+    """(rows, blocks) with stride 1 along the rows."""
+    return scale.t().contiguous().t()

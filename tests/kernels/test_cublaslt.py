@@ -1,0 +1,196 @@
+"""The calls of torch's float8 GEMMs, held to the rules of ScaledBlas.cpp by stand-ins that compute the same.
+
+There is no such GEMM on a CPU. A stand-in refuses what torch refuses, dequantizes and multiplies, so a call
+with a wrong layout or wrong scales fails here and not on the first GPU.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lptune import linear, numerics
+from lptune.config import PrecisionConfig
+from lptune.kernels import backend, block_mm, choose_backend, cublaslt, record_gemms
+
+Recipe = F.ScalingType
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    assert a.dtype.itemsize == b.dtype.itemsize == 1
+    assert a.stride() == (a.shape[1], 1), "a must be row-major"
+    assert b.stride() == (1, b.shape[0]), "b must be column-major"
+    assert b.shape[0] % 16 == b.shape[1] % 16 == 0
+    assert not a.dtype == b.dtype == torch.float8_e5m2
+
+
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool
+) -> Tensor:
+    """torch._scaled_mm: one scale each, or a vector each."""
+    _check_operands(a, b)
+    if scale_a.numel() != 1 or scale_b.numel() != 1:
+        assert scale_a.shape == (a.shape[0], 1)
+        assert scale_b.shape == (1, b.shape[1])
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        assert out_dtype == torch.bfloat16 or cublaslt.has_vector_scales()
+    return ((a.double() * scale_a) @ (b.double() * scale_b)).to(out_dtype)
+
+
+def _scaled_mm_v2(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    recipe_a: Recipe,
+    scale_b: Tensor,
+    recipe_b: Recipe,
+    *,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """F.scaled_mm with blocks: 1 x 128 of a, 1 x 128 or 128 x 128 of b."""
+    _check_operands(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    assert k % 128 == n % 128 == 0  # ours: whole blocks only
+    blocks = math.ceil(k / 128)
+    assert recipe_a == Recipe.BlockWise1x128
+    assert (scale_a.shape, scale_a.stride(0)) == ((m, blocks), 1)
+    assert blocks == 1 or scale_a.stride(1) == m
+    scales_a = scale_a.repeat_interleave(128, 1)
+    if recipe_b == Recipe.BlockWise1x128:
+        assert (scale_b.shape, scale_b.stride(0)) == ((n, blocks), 1)
+        assert blocks == 1 or scale_b.stride(1) == n
+        scales_b = scale_b.repeat_interleave(128, 1).t()
+    else:
+        assert recipe_b == Recipe.BlockWise128x128
+        padded = -(-blocks // 4) * 4
+        assert (scale_b.shape, scale_b.stride(0)) == ((padded, n // 128), 1)
+        assert n == 128 or scale_b.stride(1) == padded
+        scales_b = scale_b[:blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return ((a.double() * scales_a) @ (b.double() * scales_b)).to(output_dtype)
+
+
+@pytest.fixture
+def on_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends float8 GEMMs to torch's calls, and these to the stand-ins."""
+    choose_backend.cache_clear()
+    # The CPU as a device that has what CUDA has, and no Triton.
+    for operation in ("float8_gemm", "float8_rowwise_gemm", "block_gemm"):
+        monkeypatch.setitem(backend.BACKENDS[operation], "cpu", ("torch", "reference"))
+    monkeypatch.setattr(backend, "_works", lambda name, *args: name in ("torch", "reference"))
+    monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
+    monkeypatch.setattr(F, "scaled_mm", _scaled_mm_v2)
+    yield
+    choose_backend.cache_clear()
+
+
+def _layer(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype, emulate: bool = False
+) -> dict[str, Tensor]:
+    """The three results of a layer, and how many GEMMs ran."""
+    t, k, n = shape
+    generator = torch.Generator().manual_seed(0)
+    x, g, w = (torch.randn(size, generator=generator) for size in ((t, k), (t, n), (n, k)))
+    model = nn.Sequential(nn.Linear(k, n, bias=False, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(w)
+    linear.convert(model, PrecisionConfig(kind=kind, emulate=emulate))
+    x = x.to(dtype).requires_grad_()
+    with record_gemms() as executed:
+        out = model(x)
+        out.backward(g.to(dtype))
+    grad_weight = model[0].weight.grad
+    assert x.grad is not None
+    assert grad_weight is not None
+    results = {"output": out.detach(), "grad_input": x.grad, "grad_weight": grad_weight}
+    return results | {"executed": torch.tensor(sum(executed.values()))}
+
+
+@pytest.mark.usefixtures("on_torch")
+@pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_rowwise", "float8_blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 256, 384), (16 * 8 + 128, 640, 128)])
+def test_a_layer_computes_by_torchs_calls_what_the_reference_says(
+    kind: str, dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _layer(kind, shape, dtype, emulate=True)
+    called: list[Any] = []
+    for module, name in ((torch, "_scaled_mm"), (F, "scaled_mm")):
+        stand_in = getattr(module, name)
+
+        def counted(*args: Any, stand_in: Any = stand_in, **keys: Any) -> Any:
+            called.append(stand_in)
+            return stand_in(*args, **keys)
+
+        monkeypatch.setattr(module, name, counted)
+    actual = _layer(kind, shape, dtype)
+    assert len(called) == actual["executed"] == 3
+    for name in ("output", "grad_input", "grad_weight"):
+        # The stand-ins sum in float64 and round once, the reference in float32 and then to the dtype.
+        bound = 640 * 2.0**-24 + torch.finfo(dtype).eps
+        assert numerics.relative_error(actual[name], expected[name].double()) < bound, name
+
+
+@pytest.mark.usefixtures("on_torch")
+def test_a_single_row_gets_the_strides_that_torch_asks_for() -> None:
+    # contiguous() leaves such a row as it is: strides of size 1 mean nothing to it.
+    row = torch.randn(48, 1).to(torch.float8_e4m3fn).t()
+    assert row.is_contiguous()
+    assert row.stride() == (1, 1)
+    b, one = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.ones(1, 1)
+    out = cublaslt.scaled_mm(row, b, one, one, torch.float32, fast=False)
+    torch.testing.assert_close(out, row.float() @ b.float())
+
+
+def test_before_cuda_12_9_rows_come_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
+    monkeypatch.setattr(cublaslt, "has_vector_scales", lambda: False)
+    a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(16, 32).to(torch.float8_e4m3fn).t()
+    out = cublaslt.scaled_mm(a, b, torch.rand(16, 1), None, torch.float32, fast=False)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, out.bfloat16().float())
+
+
+@pytest.mark.parametrize("shape", [(8, 128, 128), (16, 64, 128), (16, 128, 64)])
+def test_sizes_that_are_no_whole_blocks_are_not_for_torch(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    assert not cublaslt.takes_blocks(torch.empty(m, k), torch.empty(k, n))
+    assert block_mm.cublaslt is cublaslt
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["float8_rowwise", "float8_blockwise"])
+def test_cublaslt_computes_on_the_gpu_what_the_reference_says(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cublaslt.has_vector_scales():
+        pytest.skip("needs Hopper and CUDA 12.9")
+    monkeypatch.setenv("LPTUNE_TRY", "cublaslt_rowwise,cublaslt_blocks")
+    monkeypatch.setenv("LPTUNE_AUTOTUNE", "0")
+    choose_backend.cache_clear()
+    results = {}
+    for emulate in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        x, g, w = (
+            torch.randn(s, generator=generator).bfloat16().cuda()
+            for s in ((256, 512), (256, 384), (384, 512))
+        )
+        model = nn.Sequential(nn.Linear(512, 384, bias=False, dtype=torch.bfloat16, device="cuda"))
+        with torch.no_grad():
+            model[0].weight.copy_(w)
+        linear.convert(model, PrecisionConfig(kind=kind, emulate=emulate))
+        x.requires_grad_()
+        out = model(x)
+        out.backward(g)
+        results[emulate] = (out.detach(), x.grad, model[0].weight.grad)
+    choose_backend.cache_clear()
+    for ours, reference in zip(results[False], results[True], strict=True):
+        assert ours is not None
+        assert reference is not None
+        # 14 bits of a sum in Hopper's tensor core, and one rounding to bfloat16.
+        assert numerics.relative_error(ours.cpu(), reference.cpu().double()) < 2.0**-8
