@@ -53,7 +53,7 @@ class Ranks:
         self.close()
 
     def run(
-        self, job: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 120.0
+        self, job: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 400.0
     ) -> list[Any]:
         """`job(rank, num_ranks, *arguments)` on the first `num_ranks` ranks: what each returned.
 

@@ -38,8 +38,8 @@ class Batch(NamedTuple):
     document_BS: torch.Tensor
     """int64, 0, 1, 2 … number of the document within its row."""
     offsets: torch.Tensor
-    """int32 (B * max_documents + 1,): starts of documents in the flattened tokens, padded at the end with B *
-    S.
+    """int32 (`Rows.most_documents(B)` + 1,): starts of documents in the flattened tokens, padded at the end
+    with B * S.
     """
     num_targets: int
     """Labels that are not -100."""
@@ -99,11 +99,21 @@ class Rows:
         return self.num_tokens / (self.num_rows * self.seq_len)
 
     @cached_property
-    def max_documents(self) -> int:
-        """The most documents of any row, its padding counted as one."""
+    def _documents_per_row(self) -> npt.NDArray[np.int64]:
+        """Documents of each row, its padding counted as one; the largest first."""
         lengths = self.documents.lengths[self.packing.documents]
         tokens_in_row = np.add.reduceat(lengths, self.packing.row_offsets[:-1])
-        return int((np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len)).max())
+        return np.sort(np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len))[::-1]
+
+    def most_documents(self, num_rows: int) -> int:
+        """The most documents that a batch of `num_rows` rows can have, padding and rows of padding counted.
+
+        Of the rows with most of them, not `num_rows` times that of one: flash attention's backward takes
+        memory for each, whether it is in the batch or not, and a row of a thousand tiny ones is rare. A row
+        may come twice in a batch, at the end of one epoch and at the beginning of the next.
+        """
+        times = 1 + -(-(num_rows - 1) // self.num_rows)
+        return int(np.repeat(self._documents_per_row, times)[:num_rows].sum())
 
     @cached_property
     def one_document_per_row(self) -> bool:
@@ -151,9 +161,8 @@ class Rows:
         labels_BS = np.full(shape, IGNORE, dtype=np.int64)
         positions_BS = np.empty(shape, dtype=np.int64)
         document_BS = np.empty(shape, dtype=np.int64)
-        offsets = np.full(
-            len(row_numbers) * self.max_documents + 1, len(row_numbers) * self.seq_len, dtype=np.int32
-        )
+        num_rows = len(row_numbers)
+        offsets = np.full(self.most_documents(num_rows) + 1, num_rows * self.seq_len, dtype=np.int32)
         num_offsets = 0
         documents, packing = self.documents, self.packing
         for b, row in enumerate(row_numbers):

@@ -15,11 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lptune.planned import planned_device_type
+from lptune.trials import tries
+
 IGNORE_INDEX = -100
 """Label of a token that no loss is on."""
 
 MAX_LOGITS_PER_CHUNK = 2**27
 """Half a gigabyte of float32."""
+
+
+def max_logits_per_chunk(device: torch.device) -> int:
+    """How many logits a chunk on `device` may have. Each chunk reads and writes the head's gradient once
+    more; LPTUNE_TRY=large_loss_chunks makes fewer of them, for more memory.
+    """
+    is_cuda = (planned_device_type() or device.type) == "cuda"
+    return 4 * MAX_LOGITS_PER_CHUNK if is_cuda and tries("large_loss_chunks") else MAX_LOGITS_PER_CHUNK
 
 
 def summed_cross_entropy(logits_tV: Tensor, labels_t: Tensor) -> Tensor:
@@ -34,19 +45,19 @@ def chunked_cross_entropy(
     vocab_size: int,
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
     *,
-    max_logits: int = MAX_LOGITS_PER_CHUNK,
+    max_logits: int | None = None,
 ) -> Tensor:
     """Same as F.cross_entropy(logits_of(hidden_TH).float(), labels_T, ignore_index=-100, reduction="sum").
 
-    `logits_of` maps (t, H) to logits (t, V). It is called once per chunk of at most `max_logits` / V tokens,
-    and where there is more than one chunk again in backward. cross_entropy: of such logits and their labels,
-    for logits of which a rank has a part. Returns a float32 scalar.
+    `logits_of` maps (t, H) to logits (t, V). It is called once per chunk of at most `max_logits` / V tokens
+    (None: `max_logits_per_chunk`), and where there is more than one chunk again in backward. cross_entropy:
+    of such logits and their labels, for logits of which a rank has a part. Returns a float32 scalar.
     """
 
     def chunk_loss(hidden_tH: Tensor, labels_t: Tensor) -> Tensor:
         return cross_entropy(logits_of(hidden_tH).float(), labels_t)
 
-    num_tokens = hidden_TH.shape[0]
+    num_tokens, max_logits = hidden_TH.shape[0], max_logits or max_logits_per_chunk(hidden_TH.device)
     num_chunks = max(1, -(-num_tokens * vocab_size // max_logits))
     if num_chunks == 1:
         return chunk_loss(hidden_TH, labels_T)

@@ -419,7 +419,7 @@ def test_the_evaluation_source_has_a_split_of_its_own(
 def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenizer) -> None:
     rows = run(jsonl(*PAIRS), tokenizer, packing=False).train
     assert rows.num_rows == rows.num_documents == len(PAIRS)
-    assert rows.max_documents == 2
+    assert rows.most_documents(1) == 2
     packed = run(jsonl(*PAIRS), tokenizer).train
     assert packed.num_rows < len(PAIRS)
     assert packed.num_target_tokens == rows.num_target_tokens

@@ -66,7 +66,7 @@ def test_a_batch_equals_the_naive_reference(lengths: list[int], packing: bool) -
         assert batch.document_BS[b].tolist() == document + [len(documents)] * rest
     assert batch.offsets.tolist()[: len(starts)] == starts
     assert set(batch.offsets.tolist()[len(starts) :]) == {len(numbers) * SEQ_LEN}
-    assert len(batch.offsets) == len(numbers) * rows.max_documents + 1
+    assert len(batch.offsets) == rows.most_documents(len(numbers)) + 1
     assert batch.num_targets == int((batch.labels_BS != IGNORE).sum())
 
 
@@ -89,6 +89,35 @@ def test_a_batch_has_the_promised_types_and_constant_shapes() -> None:
         assert [tensor.dtype for tensor in batch[:5]] == [torch.int64] * 4 + [torch.int32]
         shapes.add(tuple(tuple(tensor.shape) for tensor in batch[:5]))
     assert len(shapes) == 1
+
+
+def test_a_row_of_many_documents_does_not_make_every_batch_as_long() -> None:
+    # Flash attention's backward takes memory for each slot of `offsets`, and it was the longest row's number
+    # of documents times the rows of a batch.
+    rows = make_rows([2] * 8 + [16] * 30)
+    assert rows.most_documents(1) == 8
+    assert rows.most_documents(4) == 8 + 8 + 1 + 1  # that row may end an epoch and begin the next
+    assert rows.most_documents(rows.num_rows) == 8 + 8 + rows.num_rows - 2
+
+
+@given(st.lists(st.integers(2, SEQ_LEN), min_size=1, max_size=12), st.integers(1, 9))
+def test_no_batch_of_the_stream_has_more_documents_than_its_slots(lengths: list[int], size: int) -> None:
+    rows = make_rows(lengths)
+    for first in range(3 * rows.num_rows):
+        batch = rows.batch([rows.row_at(sample, 0) for sample in range(first, first + size)])
+        num_documents = int((batch.document_BS.amax(1) + 1).sum())
+        assert num_documents <= rows.most_documents(size) == len(batch.offsets) - 1
+
+
+def test_rows_say_whether_each_is_one_document() -> None:
+    assert make_rows([5, 16, 9], packing=False).one_document_per_row  # padding apart
+    assert make_rows([9, 16, 10]).one_document_per_row  # nothing fits beside another
+    packed = make_rows([5, 16, 9])
+    assert not packed.one_document_per_row
+    # A property of all rows: batches of one document among others are not told apart.
+    alone = next(row for row in range(packed.num_rows) if np.diff(packed.packing.row_offsets)[row] == 1)
+    assert not packed.batch([alone]).one_document_per_row
+    assert make_rows([16]).batch([0, EMPTY_ROW]).to("cpu").one_document_per_row
 
 
 def test_prompt_and_answer_are_the_documents_tokens() -> None:

@@ -323,9 +323,7 @@ def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, boo
         num_stages=config.num_stages,
     )
     if (arch, kind) == (100, "square") and triton_version >= Version("3.8") and compiled.spilled_bytes:
-        pytest.skip(
-            f"Triton {triton_version} spills {compiled.spilled_bytes} bytes here, where 3.7 spills none"
-        )
+        pytest.skip(f"Triton {triton_version} spills {compiled.spilled_bytes} bytes here, 3.7 none")
     _check(compiled)
     assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
     return compiled

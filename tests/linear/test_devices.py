@@ -54,10 +54,11 @@ def test_a_device_computes_what_the_emulation_says(kind: str, compiled: bool, de
     # A CPU has INT8 GEMMs of its own; float8 is emulated there, and only the compiler can go wrong.
     emulate = device == "cpu" and "int8" not in kind
     for name, actual in _results(kind, device, emulate, compiled).items():
-        if "int8" in kind or device == "cpu":
+        if device == "cpu" or ("int8" in kind and kind != "int8_weight_only"):
             # The sum is exact in INT8, and the very same in float8 where it is the same device's.
             assert torch.equal(actual, expected[name]), name
         else:
             # Tensor cores keep fewer bits of a float8 sum than float32 has (Hopper: 14, arXiv:2412.19437):
-            # that and one rounding to bfloat16 is what may differ.
+            # that and one rounding to bfloat16 is what may differ. int8_weight_only multiplies in bfloat16,
+            # whose order of summation is the device's.
             assert numerics.relative_error(actual, expected[name]) < 2.0**-8, name

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lptune.models import chunked_cross_entropy
+from lptune.models.loss import max_logits_per_chunk
+from lptune.planned import planned_for
 from tests.models.oracle import CHECKPOINTS, random_labels, random_tokens, twins
 
 
@@ -33,6 +35,28 @@ def test_chunked_loss_equals_cross_entropy_in_value_and_gradients(max_logits: in
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for grad, expected_grad in zip(torch.autograd.grad(loss, inputs), expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-6)
+
+
+def test_larger_chunks_can_be_tried_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert max_logits_per_chunk(cpu) == max_logits_per_chunk(cuda) == 2**27
+    monkeypatch.setenv("LPTUNE_TRY", "large_loss_chunks")
+    assert (max_logits_per_chunk(cpu), max_logits_per_chunk(cuda)) == (2**27, 2**29)
+    monkeypatch.setattr("lptune.models.loss.MAX_LOGITS_PER_CHUNK", 40 * 3)
+    calls: list[int] = []
+
+    def logits_of(hidden_tH: torch.Tensor) -> torch.Tensor:
+        calls.append(hidden_tH.shape[0])
+        return hidden_tH.repeat(1, 10)
+
+    hidden_TH, labels_T = torch.randn(24, 4), torch.arange(24)
+    expected = F.cross_entropy(hidden_TH.repeat(1, 10), labels_T, reduction="sum")
+    for device_type, sizes in (("cpu", [3] * 8), ("cuda", [12, 12])):
+        calls.clear()
+        with planned_for(device_type):
+            loss = chunked_cross_entropy(hidden_TH, labels_T, logits_of, 40)
+        assert calls == sizes
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 def test_labels_of_minus_100_alone_give_zero_loss_and_zero_gradients() -> None:
