@@ -1,70 +1,114 @@
 """Measures from which sizes on each kind is faster than bf16 and writes lptune/linear/crossover.json.
 
-    python benchmarks/crossover.py [--threads N] [--kind KIND]... [--rounds N] [--dry-run]
+    python benchmarks/crossover.py [--threads N] [--kind KIND]... [--rounds N] [--minutes M] [--json FILE]
+                                   [--dry-run]
 
 Forward and backward of one compiled layer, quantization included, over a grid of tokens, in_features and
 out_features; the fastest of several rounds in which the kinds take turns. Kinds that this device only
 emulates are left out. What other devices measured stays in the file. `precision.skip_small` reads it.
+
+Every point is on disk (--json) as soon as it is measured, and a run that finds points there goes on with the
+others. crossover.json is written when all of the grid is there.
 """
 
-import argparse
 import itertools
 import json
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from linear import fastest_ms, steps  # benchmarks/linear.py
+from harness import Results, device_name, device_type, fastest_ms, parser, strict_compilation
+from linear import bf16_step, one_layer, our_step  # benchmarks/linear.py
 
 from lptune.config import PRECISION_KINDS
 from lptune.linear import crossover
 
 GRIDS = {
     "cpu": ([128, 512, 2048], [256, 1024, 4096], [256, 1024, 4096]),
-    "cuda": ([512, 2048, 8192, 32768], [512, 1024, 2048, 4096, 8192], [512, 1024, 2048, 4096, 8192, 16384]),
+    "cuda": ([1024, 4096, 16384], [1024, 4096, 8192], [1024, 4096, 14336]),
 }
 
 
+def point(shape: tuple[int, int, int], kinds: list[str], rounds: int) -> dict[str, float]:
+    """Milliseconds of `none` and of each kind that this device runs in 8 bits."""
+    # What was compiled for other points only makes finding this one's code slower.
+    torch._dynamo.reset()
+    build = one_layer(shape, compiled=True)
+    timed = {"none": bf16_step(build)}
+    timed |= dict(our_step(build, kind) for kind in kinds)
+    return fastest_ms({label: once for label, once in timed.items() if label in PRECISION_KINDS}, rounds)
+
+
+def earlier_points(path: Path | None) -> list[dict[str, Any]]:
+    """Those that a run which was cut off left in `path`, of this device and torch."""
+    if path is None or not path.exists():
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    same = (before["device"], before["torch"]) == (device_name(), torch.__version__)
+    return list(before["rows"]) if same else []
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--kind", action="append", choices=list(PRECISION_KINDS))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", help="tokens, in and out all from these; with --dry-run"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments.add_argument("--kind", action="append", choices=list(PRECISION_KINDS))
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--minutes", type=float, default=float("inf"), help="begin no point after them")
+    arguments.add_argument("--sizes", type=int, nargs="+", help="tokens, in and out all from these; a trial")
+    arguments.add_argument("--dry-run", action="store_true", help="do not write crossover.json")
+    args = arguments.parse_args()
     torch.set_num_threads(args.threads)
-    torch._dynamo.config.recompile_limit = 1000
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {args.threads} threads"
+    deadline = time.monotonic() + 60 * args.minutes
     if args.sizes and not args.dry_run:
-        parser.error("--sizes is for trials: add --dry-run")
-    grid = (args.sizes,) * 3 if args.sizes else GRIDS[device]
+        arguments.error("--sizes is for trials: add --dry-run")
+    grid = (args.sizes,) * 3 if args.sizes else GRIDS[device_type()]
     # int8_weight_only saves memory and no time: its GEMMs are those of bf16.
     others = ("none", "int8_weight_only")
-    kinds = ["none", *(kind for kind in args.kind or PRECISION_KINDS if kind not in others)]
-    speedup: dict[str, Any] = {}
-    for (i, tokens), (j, k), (m, n) in itertools.product(*(enumerate(sizes) for sizes in grid)):
-        timed = steps((tokens, k, n), kinds, compiled=True, device=device, peers=False)
-        # An emulated kind is of no use here; its label says so.
-        timed = {label: once for label, once in timed.items() if label in PRECISION_KINDS}
-        times = fastest_ms(timed, device, args.rounds)
-        for kind in [kind for kind in times if kind != "none"]:
-            empty = [[[0.0] * len(grid[2]) for _ in grid[1]] for _ in grid[0]]
-            speedup.setdefault(kind, empty)[i][j][m] = round(times["none"] / times[kind], 3)
-        ratios = "  ".join(
-            f"{kind} {times['none'] / ms:.2f}x" for kind, ms in times.items() if kind != "none"
-        )
-        print(f"{tokens} x {k} x {n}: bf16 {times['none']:.2f} ms  {ratios}", flush=True)
-    if args.dry_run:
-        return
+    kinds = [kind for kind in args.kind or PRECISION_KINDS if kind not in others]
+    strict_compilation(2 + len(kinds))
+    known = earlier_points(args.json)
+    with Results(args.json, grid=grid, kinds=kinds) as results:
+        for row in known:
+            results.add(**row)
+        done = {tuple(row["shape"]): row["ms"] for row in known if set(kinds) <= set(row["kinds"])}
+        left_out = 0
+        for shape in itertools.product(*grid):
+            if shape in done:
+                continue
+            if time.monotonic() > deadline:
+                left_out += 1
+                continue
+            ms = point(shape, kinds, args.rounds)  # type: ignore[arg-type]
+            done[shape] = ms
+            results.add(shape=shape, kinds=kinds, ms=ms)
+            ratios = "  ".join(
+                f"{kind} {ms['none'] / value:.2f}x" for kind, value in ms.items() if kind != "none"
+            )
+            print(f"{' x '.join(map(str, shape))}: bf16 {ms['none']:.2f} ms  {ratios}", flush=True)
+        if left_out:
+            print(f"{left_out} points not measured, the time was over; the same command goes on with them")
+            results.content["left_out"] = left_out
+            return
+    if not args.dry_run:
+        write(grid, done)
+
+
+def write(grid: Any, done: dict[tuple[int, ...], dict[str, float]]) -> None:
+    """crossover.json with the points of this device."""
+    kinds = [kind for kind in next(iter(done.values())) if kind != "none"]
+    speedup = {
+        kind: [
+            [[round(done[t, k, n]["none"] / done[t, k, n][kind], 3) for n in grid[2]] for k in grid[1]]
+            for t in grid[0]
+        ]
+        for kind in kinds
+    }
     path = Path(crossover.__file__).with_name("crossover.json")
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known[device] = {
-        "device": name,
+    known[device_type()] = {
+        "device": device_name(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
         "tokens": grid[0],

@@ -8,17 +8,14 @@ turns within one process, step by step, so that what else the machine does meets
 operators of one sharded step that the plain one does not have: the gather's path.
 """
 
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from comm import build  # benchmarks/comm.py
+from harness import Results, device_name, parser, strict_compilation, synchronize
 from torch.profiler import ProfilerActivity, profile
 
 from lptune import distributed, linear, models, training
@@ -63,14 +60,12 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     return step
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
+def timed(step: Callable[[], None]) -> float:
     """Seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     started = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - started
 
 
@@ -78,7 +73,7 @@ def operators(step: Callable[[], None], device: torch.device) -> dict[str, tuple
     """Operator or kernel -> (calls, its own milliseconds) of one step."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
-        timed(step, device)
+        timed(step)
     return {
         each.key: (
             each.count,
@@ -89,22 +84,21 @@ def operators(step: Callable[[], None], device: torch.device) -> dict[str, tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="llama3_2/1b")
-    parser.add_argument("--kind", action="append")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--compile", default="block", choices=["block", "none"])
-    parser.add_argument("--emulate", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    args = parser.parse_args()
-    rows = []
-    with distributed.session() as world:
-        on_gpu = world.device.type == "cuda"
-        device = torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores"
-        print(f"{args.preset}, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}, {device}")
+    arguments = parser(__doc__)
+    arguments.add_argument("--preset", default="llama3_2/1b")
+    arguments.add_argument("--kind", action="append")
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--batch", type=int, default=2)
+    arguments.add_argument("--seq-len", type=int, default=2048)
+    arguments.add_argument("--compile", default="block", choices=["block", "none"])
+    arguments.add_argument("--emulate", action="store_true")
+    arguments.add_argument("--profile", action="store_true")
+    args = arguments.parse_args()
+    strict_compilation(16)
+    with distributed.session() as world, Results(args.json, preset=args.preset) as results:
+        print(
+            f"{args.preset}, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}, {device_name()}"
+        )
         print(f"{'':<28}{'plain ms':>10}{'sharded ms':>12}{'sharded / plain':>17}")
         for kind in args.kind or ["none", "int8_rowcol"]:
             steps = {
@@ -113,12 +107,12 @@ def main() -> None:
             seconds: dict[str, list[float]] = {way: [] for way in steps}
             for number in range(WARM_UP + args.steps):
                 for way, step in steps.items():
-                    took = timed(step, world.device)
+                    took = timed(step)
                     if number >= WARM_UP:
                         seconds[way].append(took)
             medians = {way: statistics.median(found) * 1e3 for way, found in seconds.items()}
             ratio = medians["sharded"] / medians["plain"]
-            rows.append({"kind": kind, **medians, "ratio": ratio})
+            results.add(kind=kind, plain_ms=medians["plain"], sharded_ms=medians["sharded"], ratio=ratio)
             print(f"{kind:<28}{medians['plain']:>10.2f}{medians['sharded']:>12.2f}{ratio:>17.4f}", flush=True)
             if args.profile:
                 plain, sharded = (operators(steps[way], world.device) for way in ("plain", "sharded"))
@@ -126,9 +120,6 @@ def main() -> None:
                 for name, (calls, ms) in sorted(extra.items(), key=lambda item: -item[1][1])[:15]:
                     print(f"    {name[:70]:<72}{calls:>6} x{ms:>9.3f} ms")
             del steps
-    if args.json:
-        facts = {"preset": args.preset, "torch": torch.__version__, "device": device}
-        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

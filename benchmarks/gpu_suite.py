@@ -1,104 +1,336 @@
-"""Everything that wants a GPU, a part at a time, each in one command of at most nine minutes.
+"""Everything that wants a GPU, in three calls of at most nine minutes, or a part at a time.
 
-    python benchmarks/gpu_suite.py --part tests|kernels|linear|crossover|fsdp|1b|3b [--out FOLDER] [--small]
+    python benchmarks/gpu_suite.py --call 1|2|3 [--out FOLDER] [--work FOLDER] [--small] …
+    python benchmarks/gpu_suite.py --part NAME …
 
-    tests      pytest -m gpu
-    kernels    GEMMs against the peak, quantizers against a copy           benchmarks/kernels.py
-    linear     forward and backward of a layer, every kind, torchao        benchmarks/linear.py
-    crossover  from which sizes on a kind is faster than bf16              benchmarks/crossover.py
-    fsdp       one rank with FSDP2 against none, the gather's kernels      benchmarks/fsdp.py
-    1b, 3b     training steps of Llama 3.2's shapes through the recipe     benchmarks/steps.py
+    call 1   tests      the tests marked gpu
+             kernels    GEMMs and quantizers against their rooflines, ours and torch's     kernels.py
+             linear     a linear layer in every kind, beside torchao's                     linear.py
+    call 2   3b         training steps of Llama 3.2 3B, beside torchao's; two profiles     steps.py
+             1b         the same of 1B
+    call 3   quality    300 steps in bf16, INT8 and float8: held-out losses                training.py
+             8b         8B on one GPU, memory beside its plan                              steps.py
+             variants   3B with what waits for a measurement (LPTUNE_TRY, keys)            steps.py
+             block      a decoder block in every kind, beside torchao's                    linear.py
+             crossover  from which sizes on a kind is faster than bf16                     crossover.py
+    apart    fsdp       one rank with FSDP2 against none                                   fsdp.py
 
-Needs no network, no checkpoint and no data. Writes FOLDER/PART.json and FOLDER/PART.txt, the output. What
-lptune imports must be there; where wheels were carried along, `--wheels FOLDER` installs them first, with no
-dependencies of theirs. --small (implied without a GPU) runs the same commands on sizes that a CPU finishes.
+What is worth most comes first in each call. OUT/call-N.json holds the results of every part as they come, and
+OUT/call-N.txt the output with its tables, so that a cut loses only the rest. Needs no network, and nothing
+but this folder: no checkpoint, no data; --checkpoint and --data give `quality` real ones. --wheels FOLDER
+installs the wheels there first, for this run alone. --small (implied without a GPU) runs the same commands on
+sizes that a CPU finishes.
 """
 
 import argparse
+import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-TIME_LIMIT_S = 9 * 60
+ROOT = HERE.parent
+CALLS = {
+    1: ("tests", "kernels", "linear"),
+    2: ("3b", "1b"),
+    3: ("quality", "8b", "variants", "block", "crossover"),
+}
+LIMITS_S = {
+    "tests": 240,
+    "kernels": 200,
+    "linear": 200,
+    "3b": 400,
+    "1b": 400,
+    "quality": 110,
+    "8b": 210,
+    "variants": 300,
+    "block": 150,
+    "crossover": 540,
+    "fsdp": 300,
+}
+"""Each is also cut at what the call has left."""
+LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
+VARIANTS = (
+    "int8_rowcol",
+    "int8_rowcol + cudnn_attention",
+    "int8_rowcol + large_loss_chunks",
+    "float8_rowwise",
+    "float8_rowwise + cublaslt_rowwise",
+    "int8_rowcol + grouped_varlen",
+    "int8_rowcol + deterministic=true",
+    "int8_rowcol + parallel.reshard_after_forward=true",
+    "float8_blockwise",
+    "float8_blockwise + cublaslt_blocks",
+)
+SMALL_STEPS = ["--preset", "llama3_2/tiny", "--override", "data.seq_len=64", "--override", "compile=none"]
 
 
-def command(part: str, small: bool, out: Path) -> list[str]:
-    """The command line of a part."""
-    json_file = ["--json", str(out / f"{part}.json")]
-    if part == "tests":
-        return [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            "-p",
-            "no:cacheprovider",
-            str(HERE.parent / "tests"),
-        ]
-    if part == "kernels":
-        return [sys.executable, str(HERE / "kernels.py"), *json_file]
-    if part == "linear":
-        shape = ["--shape", "256", "256", "256"] if small else []
-        return [sys.executable, str(HERE / "linear.py"), *shape, *json_file]
-    if part == "crossover":
-        options = ["--sizes", "64", "128", "--kind", "int8_rowcol", "--dry-run"] if small else []
-        return [sys.executable, str(HERE / "crossover.py"), *options]
-    if part == "fsdp":
-        options = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
-        return [sys.executable, str(HERE / "fsdp.py"), "--profile", *(options if small else []), *json_file]
-    preset = "llama3_2/tiny" if small else f"llama3_2/{part}"
-    options = ["--preset", preset, "--work", str(out / "work"), "--minutes", "8.5"]
+class Part(NamedTuple):
+    """A command of a call."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+
+def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -> Part:
+    """How `name` is run; it writes `json_file` and begins nothing new after `minutes`."""
+    small, work = args.small, args.work
+    until = ["--minutes", f"{minutes:.2f}"]
+
+    def script(file: str, *options: str) -> Part:
+        return Part([sys.executable, str(HERE / file), "--json", str(json_file), *options], {})
+
+    if name == "tests":
+        return _tests(args, json_file)
+    if name == "kernels":
+        return script("kernels.py", *(["--shape", "256", "256", "256"] if small else []))
+    if name == "linear":
+        sizes = ["--shape", "64", "64", "64", "--kind", "int8_rowcol"] if small else ["--rounds", "5"]
+        return script("linear.py", "--mode", "compiled", *sizes)
+    if name == "block":
+        tiny = ["llama3_2/tiny", "--tokens", "64", "--kind", "int8_rowcol", "--rounds", "2"]
+        return script("linear.py", "--mode", "compiled", "--block", *(tiny if small else ["llama3_2/3b"]))
+    if name == "crossover":
+        if small:
+            return script("crossover.py", "--sizes", "64", "--kind", "int8_rowcol", "--dry-run", *until)
+        kinds = ["--kind", "int8_rowcol", "--kind", "float8_rowwise"]
+        return script("crossover.py", *kinds, "--rounds", "3", "--dry-run", *until)
+    if name == "fsdp":
+        tiny = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
+        return script("fsdp.py", "--profile", *(tiny if small else []))
+    if name == "quality":
+        # Tuning would take longer than these small steps.
+        made = script("training.py", *_quality(args), "--out", str(work / "quality"), *until)
+        return made._replace(environment={"LPTUNE_AUTOTUNE": "0"})
+    labels: Sequence[str] = {"8b": LABELS_8B, "variants": VARIANTS}.get(name, ())
+    options = ["--work", str(work / "steps"), *until]
     if small:
-        options += ["--num-steps", "6", "--kind", "int8_rowcol", "--kind", "torchao int8_rowcol"]
-        options += ["--override", "data.seq_len=64", "--override", "compile=none"]
-    return [sys.executable, str(HERE / "steps.py"), *options, *json_file]
+        labels = labels[:2] or ("none", "int8_rowcol", "torchao int8_rowcol")
+        options += [*SMALL_STEPS, "--profile", "int8_rowcol"]
+    else:
+        options += ["--preset", {"8b": "llama3_1/8b", "1b": "llama3_2/1b"}.get(name, "llama3_2/3b")]
+        if name == "3b":
+            options += ["--profile", "none", "--profile", "int8_rowcol"]
+        if name == "8b":  # what memory allows
+            options += ["--override", "activation_checkpointing=full"]
+            options += ["--override", "parallel.reshard_after_forward=true"]
+    return script("steps.py", *options, *(word for label in labels for word in ("--label", label)))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ["tests", "kernels", "linear", "crossover", "fsdp", "1b", "3b"]
-    parser.add_argument("--part", choices=parts, required=True)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_suite"))
-    parser.add_argument("--wheels", type=Path, help="install these wheels first")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.wheels:
-        wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *wheels]
-        subprocess.run(pip, check=True)
-    small = args.small or not torch.cuda.is_available()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    }
-    started = time.monotonic()
-    log = args.out / f"{args.part}.txt"
-    with log.open("w", encoding="utf-8") as file:
+def _tests(args: argparse.Namespace, json_file: Path) -> Part:
+    # Only files with such tests: each worker collects what it is given.
+    files = [
+        str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()
+    ]
+    options = [
+        "-q",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+    ]
+    options += ["-p", "pytest_results", "-p", "no:benchmark"]
+    environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0"}
+    if importlib.util.find_spec("xdist") is not None:
+        options += ["-n", "2" if args.small else "8"]
+    if args.small:  # the recipe's tests run on a CPU, too; of the others there is nothing to see
+        files = [str(ROOT / "tests" / "recipes" / "test_on_gpu.py")]
+        options += ["-k", "int8_rowcol"]
+        environment["LPTUNE_GPU_TESTS_ON"] = "cpu"
+    return Part([sys.executable, "-m", "pytest", *options, *files], environment)
+
+
+def _quality(args: argparse.Namespace) -> list[str]:
+    variants = ["int8_rowcol", "float8_rowwise"] if not args.small else ["int8_rowcol"]
+    options = ["--seeds", "1", "--num-steps", "4" if args.small else "300"]
+    options += [word for variant in variants for word in ("--variant", variant)]
+    if args.checkpoint is not None:
+        options += ["--checkpoint", str(args.checkpoint), "--data", str(args.data)]
+    values = ["data.seq_len=256", "global_batch_size=8", "micro_batch_size=8", "optimizer.lr=1e-3"]
+    values += ["data.eval_fraction=0.05", "eval_every_steps=300", "compile=block"]
+    if args.small:
+        values += ["data.seq_len=64", "data.max_rows=200", "compile=none", "eval_every_steps=4"]
+    return [*options, *(word for value in values for word in ("--override", value))]
+
+
+class Call:
+    """The parts of a call, their results in one JSON file and their output in one log."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.json_file, self.log = args.out / f"{name}.json", args.out / f"{name}.txt"
+        self.content: dict[str, Any] = {"complete": False, "parts": {}}
+        self._args, self._lock = args, threading.Lock()
+        self._log_file = self.log.open("w", encoding="utf-8")
+        self._write()
+
+    def say(self, text: str) -> None:
+        """A line of the log, and of stdout."""
+        print(text, flush=True)
+        with self._lock:
+            self._log_file.write(text + "\n")
+            self._log_file.flush()
+
+    def run(self, name: str, limit_s: float) -> int:
+        """Runs a part for at most so long; its exit code, 124 where it was cut off."""
+        json_file = self._args.work / f"{name}.json"
+        json_file.unlink(missing_ok=True)
+        # It ends by itself where it can say what is missing; the limit is for what hangs.
+        command, more = part(name, self._args, json_file, max(limit_s - 15, 5) / 60)
+        self.say(f"\n=== {name}, at most {limit_s:.0f} s: {' '.join(command[1:])}")
+        started = time.monotonic()
+        entry = self.content["parts"][name] = {"exit": None, "limit_s": limit_s, "results": None}
+        self._write()
         process = subprocess.Popen(
-            command(args.part, small, args.out),
-            env=environment,
+            command,
+            env=_environment(self._args, more),
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
+            process_group=0,  # of its own: what it started ends with it
         )
+        reader = threading.Thread(target=self._copy, args=(process,), daemon=True)
+        reader.start()
+        cut = False
+        try:
+            while process.poll() is None:
+                time.sleep(0.5)
+                self._take(entry, json_file)
+                cut = time.monotonic() - started > limit_s
+                if cut:
+                    break
+        finally:
+            end_group(process)
+        reader.join(5)
+        assert process.stdout is not None
+        process.stdout.close()
+        self._take(entry, json_file)
+        seconds = time.monotonic() - started
+        entry |= {"exit": 124 if cut else process.returncode, "seconds": round(seconds, 1)}
+        self._write()
+        self.say(f"=== {name}: exit {entry['exit']} after {seconds:.0f} s")
+        return int(entry["exit"])
+
+    def finish(self) -> None:
+        """All parts were run."""
+        self.content["complete"] = True
+        self._write()
+        for name, entry in self.content["parts"].items():
+            self.say(
+                f"{name:<10} exit {entry['exit']}, {entry['seconds']:.0f} s of at most {entry['limit_s']:.0f}"
+            )
+        self.say(f"results: {self.json_file}, output: {self.log}")
+        self._log_file.close()
+
+    def _copy(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
-            if time.monotonic() - started > TIME_LIMIT_S:
-                process.kill()
-                print(f"stopped after {TIME_LIMIT_S // 60} minutes", flush=True)
-                break
-        code = process.wait()
-    print(f"part {args.part}: exit {code} after {time.monotonic() - started:.0f} s, output in {log}")
-    return code
+            self.say(line.rstrip("\n"))
+
+    def _take(self, entry: dict[str, Any], json_file: Path) -> None:
+        try:
+            results = json.loads(json_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        if results != entry["results"]:
+            entry["results"] = results
+            self._write()
+
+    def _write(self) -> None:
+        partial = self.json_file.with_name(f".{self.json_file.name}")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.json_file)
+
+
+def end_group(process: "subprocess.Popen[str]") -> None:
+    """Ends a process and everything that it started in its group: politely, then not."""
+    for sent, wait_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, sent)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and _group_lives(process.pid):
+            process.poll()
+            time.sleep(0.05)
+    process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _environment(args: argparse.Namespace, more: dict[str, str]) -> dict[str, str]:
+    paths = [str(ROOT), str(HERE), str(args.work / "site"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"} | more
+
+
+def _install(args: argparse.Namespace) -> None:
+    """The wheels, compiled, since torchao warns when it is compiled for the first time."""
+    wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
+    subprocess.run([*pip, "--target", str(args.work / "site"), *wheels], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--call", type=int, choices=CALLS)
+    which.add_argument("--part", choices=LIMITS_S)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_first"), help="where results go")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/gpu_first/work"), help="for what is thrown away"
+    )
+    parser.add_argument("--wheels", type=Path, help="install these wheels first")
+    parser.add_argument("--checkpoint", type=Path, help="a Hugging Face folder for `quality`")
+    parser.add_argument("--data", type=Path, help="rows for `quality`, with --checkpoint")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of a call")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    if (args.checkpoint is None) != (args.data is None):
+        parser.error("--checkpoint and --data go together")
+    started = time.monotonic()
+    for name in ("out", "work", "checkpoint", "data"):
+        path = getattr(args, name)
+        setattr(args, name, path and path.absolute())
+    for folder in (args.out, args.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.wheels:
+        _install(args)
+    args.small = args.small or not _has_gpu()
+    names = CALLS[args.call] if args.call else (args.part,)
+    call = Call(f"call-{args.call}" if args.call else args.part, args)
+    codes = []
+    for name in names:
+        left_s = 60 * args.minutes - (time.monotonic() - started) - 10  # to end, and to write
+        if left_s < 20:
+            call.say(f"=== {name}: not run, the call's time is over")
+            call.content["parts"][name] = {"exit": None, "limit_s": 0, "seconds": 0, "results": None}
+            continue
+        codes.append(call.run(name, min(left_s, LIMITS_S[name])))
+    call.finish()
+    return next((code for code in codes if code), 0)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

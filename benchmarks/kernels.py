@@ -1,151 +1,264 @@
-"""GEMMs against the device's peak, quantizers against its copy bandwidth.
+"""GEMMs against the device's peak, quantizers against its copy bandwidth: every way there is to run them.
 
-    python benchmarks/kernels.py [--shape T K N]... [--json FILE]
+    python benchmarks/kernels.py [--shape T K N]... [--skip-configs] [--json FILE]
 
 Each GEMM gets operands in the layouts that the layers pass, made by our quantizers: `output` (x, W.T),
-`grad_input` (g, W), `grad_weight` (g.T, x). Beside it the bfloat16 GEMM of the same shape and, where the
-device's peak is known, the share of it. A quantizer's bandwidth counts every byte once: the input read, the
-values written; beside it a copy of the same number of bytes. Medians of CUDA events, or of wall time on CPU.
+`grad_input` (g, W), `grad_weight` (g.T, x). Beside lptune's kernel stand torch's calls (cuBLASLt, CUTLASS),
+so that one run decides between them (LPTUNE_TRY, docs/gpu.md). Rooflines: the peak of the data sheet, and
+twice what a bfloat16 GEMM of the same shape reaches here. On CUDA each configuration of our kernel follows.
+
+A quantizer's bandwidth counts every byte once: the input read, the values written; beside it a copy of as
+many bytes. Inputs take turns, so that the cache helps no more than in training.
 """
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from harness import Results, device_name, device_type, median_ms, parser
 
 from lptune import kernels
-from lptune.kernels import layer_handle
+from lptune.config import UserError
+from lptune.kernels import choose_backend, layer_handle
 from lptune.training.utilization import peak_flops_per_s
 
-GPU_SHAPES = [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (8192, 4096, 1024)]
+GPU_SHAPES = [(8192, 4096, 14336), (16384, 3072, 8192), (8192, 4096, 4096), (8192, 4096, 1024)]
 CPU_SHAPES = [(512, 512, 512)]
+INPUT_SETS = 3
 _LAYER = layer_handle(-1)
+Call = Callable[[], object]
 
 
-def median_ms(run: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call, warmed up; enough calls for about 50 ms, five times."""
-    run()
-    if device != "cuda":
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - started))
-        return statistics.median(times)
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    repeat = max(3, int(50 / max(start.elapsed_time(end), 1e-3)))
-    times = []
-    for _ in range(5):
-        start.record()
-        for _ in range(repeat):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeat)
-    return statistics.median(times)
+@contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Within the block operations run by this backend where they have it; None: by what lptune chooses."""
+    before = os.environ.pop("LPTUNE_KERNELS", None)
+    if name is not None:
+        os.environ["LPTUNE_KERNELS"] = name
+    choose_backend.cache_clear()
+    try:
+        yield
+    finally:
+        os.environ.pop("LPTUNE_KERNELS", None)
+        if before is not None:
+            os.environ["LPTUNE_KERNELS"] = before
+        choose_backend.cache_clear()
 
 
-def gemms(fmt: str, shape: tuple[int, int, int], device: str) -> dict[str, Callable[[], object]]:
-    """The three GEMMs of a rowwise layer on 8-bit operands of the right layouts."""
+def random(*size: int) -> torch.Tensor:
+    """Gaussian bfloat16 on the device."""
+    return torch.randn(size, device=device_type(), dtype=torch.bfloat16)
+
+
+def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]:
+    """The three GEMMs of a layer on new 8-bit operands of the right layouts, and the operation that each is.
+
+    kind: int8, e4m3 (scales of rows), e4m3 tensor, e4m3 blocks.
+    """
     t, k, n = shape
-    dtype = torch.bfloat16
-    x, w, g = (torch.randn(size, device=device, dtype=dtype) for size in ((t, k), (n, k), (t, n)))
+    x, w, g = random(t, k), random(n, k), random(t, n)
     turn = kernels.k_major(x.device)
+    if kind == "e4m3 blocks":
+        return _block_gemms(x, w, g, turn)
+    fmt = kind.split()[0]
+    if kind == "e4m3 tensor":
+        x8, w8 = kernels.quantize_tensor(x, fmt), kernels.quantize_tensor(w, fmt)
+        w_turned = kernels.quantize_tensor(w, fmt, transposed=turn).q_MK
+        x_turned = kernels.quantize_tensor(x, fmt, transposed=turn).q_MK
+        g8, g_turned = kernels.quantize_tensor_both_ways(g, fmt)
+        return {
+            "output": _mm(x8.q_MK, w8.q_MK.t(), x8.scale_11, w8.scale_11, 0, "float8_gemm"),
+            "grad_input": _mm(g8.q_MK, w_turned, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
+            "grad_weight": _mm(g_turned.q_MK.t(), x_turned, g8.scale_11, x8.scale_11, 2, "float8_gemm"),
+        }
+    first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_rowwise_gemm")
     x_rows, w_rows = kernels.quantize_rows(x, fmt), kernels.quantize_rows(w, fmt)
-    w_turned = kernels.quantize_rows(w, fmt, transposed=turn)
+    w_turned = kernels.quantize_rows(w, fmt, transposed=turn).q_MK
     x_columns = kernels.quantize_columns(x, fmt, transposed=turn)
     g_rows, g_columns = kernels.quantize_rows_and_columns(
         g, fmt, multiplier_1K=w_rows.scale_M1.t(), transposed=turn
     )
-
-    def mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int) -> Callable[[], object]:
-        return lambda: kernels.scaled_mm(a, b, scale_a, scale_b, dtype, _LAYER, gemm)
-
+    gw_scales = (g_columns.scale_1K.t(), x_columns.scale_1K)
     return {
-        "output": mm(x_rows.q_MK, w_rows.q_MK.t(), x_rows.scale_M1, w_rows.scale_M1.t(), 0),
-        "grad_input": mm(g_rows.q_MK, w_turned.q_MK, g_rows.scale_M1, None, 1),
-        "grad_weight": mm(g_columns.q_MK.t(), x_columns.q_MK, g_columns.scale_1K.t(), x_columns.scale_1K, 2),
+        "output": _mm(x_rows.q_MK, w_rows.q_MK.t(), x_rows.scale_M1, w_rows.scale_M1.t(), 0, first),
+        "grad_input": _mm(g_rows.q_MK, w_turned, g_rows.scale_M1, None, 1, other),
+        "grad_weight": _mm(g_columns.q_MK.t(), x_columns.q_MK, *gw_scales, 2, other),
     }
 
 
-def quantizers(fmt: str, shape: tuple[int, int], device: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """(call, bytes it has to move) of each quantizer."""
-    m, k = shape
-    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-    multiplier, turn = torch.rand(1, k, device=device), kernels.k_major(x.device)
-    once, both = 3 * m * k, 4 * m * k
+def _mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int, operation: str) -> tuple[Call, str]:
+    return lambda: kernels.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, _LAYER, gemm), operation
+
+
+def _block_gemms(x: Any, w: Any, g: Any, turn: bool) -> dict[str, tuple[Call, str]]:
+    x8 = kernels.quantize_blocks(x, (1, 128), "e4m3")
+    w8 = kernels.quantize_blocks(w, (128, 128), "e4m3")
+    w_turned = kernels.quantize_blocks(w, (128, 128), "e4m3", transposed=turn).q_MK
+    x_columns = kernels.quantize_blocks(x, (128, 1), "e4m3", transposed=turn)
+    g_rows, g_columns = kernels.quantize_row_and_column_blocks(g, 128, "e4m3", transposed=turn)
+
+    def mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int) -> tuple[Call, str]:
+        arguments = (a, b, scale_a, scale_b, 128, torch.bfloat16, _LAYER, gemm)
+        return lambda: kernels.block_scaled_mm(*arguments), "block_gemm"
+
     return {
+        "output": mm(x8.q_MK, w8.q_MK.t(), x8.scale, w8.scale.t(), 0),
+        "grad_input": mm(g_rows.q_MK, w_turned, g_rows.scale, w8.scale, 1),
+        "grad_weight": mm(g_columns.q_MK.t(), x_columns.q_MK, g_columns.scale.t(), x_columns.scale, 2),
+    }
+
+
+def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
+    """Every kind and GEMM, by lptune's choice and by torch."""
+    t, k, n = shape
+    flops, peaks = 2 * t * k * n, peak_flops_per_s(device_name())
+    pairs = [(random(t, k), random(k, n)) for _ in range(INPUT_SETS)]
+    bf16 = flops / (1e-3 * median_ms([lambda a=a, b=b: a @ b for a, b in pairs]))  # type: ignore[misc]
+    share = f", {bf16 / peaks[0]:.1%} of peak" if peaks else ""
+    print(f"\n{t} x {k} x {n}: bfloat16 {bf16 / 1e12:.1f} TFLOP/s{share}", flush=True)
+    results.add(shape=shape, format="bfloat16", flops_per_s=bf16, of_peak=bf16 / peaks[0] if peaks else None)
+    for kind in ("int8", "e4m3", "e4m3 tensor", "e4m3 blocks"):
+        sets = [gemms(kind, shape) for _ in range(INPUT_SETS)]
+        for gemm, (_, operation) in sets[0].items():
+            for name in (None, "torch"):
+                with backend(name):
+                    try:
+                        runs_by = choose_backend(operation, device_type())
+                    except UserError:
+                        continue
+                    if name is not None and (runs_by != name or runs_by == results.rows[-1].get("backend")):
+                        continue  # it has no such backend, or that is lptune's choice already
+                    ms = median_ms([each[gemm][0] for each in sets])
+                rate = flops / (1e-3 * ms)
+                results.add(
+                    shape=shape,
+                    format=kind,
+                    gemm=gemm,
+                    backend=runs_by,
+                    chosen=name is None,
+                    ms=ms,
+                    flops_per_s=rate,
+                    of_peak=rate / peaks[1] if peaks else None,
+                    of_twice_bf16=rate / (2 * bf16),
+                )
+                of_peak = f"  {rate / peaks[1]:6.1%} of peak" if peaks else ""
+                print(
+                    f"  {kind:<12} {gemm:<12}{runs_by:<10}{rate / 1e12:9.1f} TFLOP/s"
+                    f"  {rate / bf16:5.2f}x of bf16  {rate / (2 * bf16):6.1%} of twice that{of_peak}",
+                    flush=True,
+                )
+
+
+def time_configs(shape: tuple[int, int, int], results: Results) -> None:
+    """The INT8 and float8 `output` by each configuration that autotuning may choose."""
+    from lptune.kernels.triton import gemm, launch
+
+    t, k, n = shape
+    flops, device = 2 * t * k * n, torch.device("cuda", torch.cuda.current_device())
+    print(f"\n{t} x {k} x {n}, output, by configuration (tile, warps, stages, programs, step)")
+    for fmt in ("int8", "e4m3"):
+        sets = []
+        for _ in range(INPUT_SETS):
+            x, w = kernels.quantize_rows(random(t, k), fmt), kernels.quantize_rows(random(n, k), fmt)
+            sets.append((x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), torch.bfloat16))
+        tma = launch.has_tma(device)
+        for config in gemm.gemm_configs(launch.capability(device)[0], fmt == "int8", tma):
+
+            def call(arguments: Any, config: Any = config) -> Call:
+                return lambda: gemm.scaled_mm(*arguments, config=config)
+
+            try:
+                rate = flops / (1e-3 * median_ms([call(arguments) for arguments in sets]))
+            except Exception as error:  # what the device has no shared memory for
+                results.add(shape=shape, format=fmt, config=list(config), failed=str(error)[:200])
+                print(f"  {fmt:<6}{tuple(config)!s:<32} failed: {str(error)[:80]}", flush=True)
+                continue
+            results.add(shape=shape, format=fmt, config=list(config), flops_per_s=rate)
+            print(f"  {fmt:<6}{tuple(config)!s:<32}{rate / 1e12:9.1f} TFLOP/s", flush=True)
+
+
+def quantizers(fmt: str, x: torch.Tensor) -> dict[str, tuple[Call, int]]:
+    """(call, bytes it has to move) of each quantizer of a matrix; `turned` beside what saves it."""
+    m, k = x.shape
+    multiplier, turn = torch.rand(1, k, device=x.device), kernels.k_major(x.device)
+    q = kernels.quantize_tensor(x, fmt).q_MK
+    once, both = 3 * m * k, 4 * m * k
+    made: dict[str, tuple[Call, int]] = {
         "rows": (lambda: kernels.quantize_rows(x, fmt), once),
         "rows, folded": (lambda: kernels.quantize_rows(x, fmt, multiplier_1K=multiplier), once),
-        "columns, transposed": (lambda: kernels.quantize_columns(x, fmt, transposed=turn), once),
-        "rows folded and columns": (
+        "columns, turned": (lambda: kernels.quantize_columns(x, fmt, transposed=turn), once),
+        "rows folded and columns turned": (
             lambda: kernels.quantize_rows_and_columns(x, fmt, multiplier_1K=multiplier, transposed=turn),
             both,
         ),
         "tensor": (lambda: kernels.quantize_tensor(x, fmt), once),
+        "tensor, both ways": (lambda: kernels.quantize_tensor_both_ways(x, fmt), both),
+        "torch's turning copy of 8 bits": (lambda: kernels.turned(q), 2 * m * k),
     }
+    if fmt == "e4m3":
+        made |= {
+            "blocks 1 x 128": (lambda: kernels.quantize_blocks(x, (1, 128), fmt), once),
+            "blocks 128 x 128, turned": (
+                lambda: kernels.quantize_blocks(x, (128, 128), fmt, transposed=turn),
+                once,
+            ),
+            "blocks by rows and by columns turned": (
+                lambda: kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=turn),
+                both,
+            ),
+        }
+    return made
 
 
-def copy_bytes_per_s(num_bytes: int, device: str) -> float:
-    """Of a copy that reads half of `num_bytes` and writes the other half."""
-    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return num_bytes / (1e-3 * median_ms(lambda: target.copy_(source), device))
+def time_quantizers(shape: tuple[int, int], results: Results) -> None:
+    """Every quantizer of matrices of this shape."""
+    m, k = shape
+    inputs = [random(m, k) for _ in range(INPUT_SETS)]
+    print(f"\n{m} x {k}: quantizers")
+    copies: dict[int, float] = {}
+    for fmt in ("int8", "e4m3"):
+        sets = [quantizers(fmt, x) for x in inputs]
+        for what, (_, num_bytes) in sets[0].items():
+            if num_bytes not in copies:
+                pairs = [
+                    (torch.empty(num_bytes // 2, dtype=torch.uint8, device=device_type()), torch.empty_like)
+                    for _ in range(INPUT_SETS)
+                ]
+                targets = [like(source) for source, like in pairs]
+                calls = [
+                    lambda source=source, target=target: target.copy_(source)  # type: ignore[misc]
+                    for (source, _), target in zip(pairs, targets, strict=True)
+                ]
+                copies[num_bytes] = num_bytes / (1e-3 * median_ms(calls))
+            rate = num_bytes / (1e-3 * median_ms([each[what][0] for each in sets]))
+            of_copy = rate / copies[num_bytes]
+            results.add(shape=shape, format=fmt, quantizer=what, bytes_per_s=rate, of_copy=of_copy)
+            print(
+                f"  {fmt:<5} {what:<38}{rate / 1e9:9.1f} GB/s  {of_copy:6.1%} of a copy "
+                f"({copies[num_bytes] / 1e9:,.0f} GB/s)",
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "K", "N"))
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    peaks = peak_flops_per_s(name)
-    shapes = [tuple(s) for s in args.shape] if args.shape else GPU_SHAPES if device == "cuda" else CPU_SHAPES
-    rows: list[dict[str, Any]] = []
-    print(f"torch {torch.__version__}, {name}")
-    for t, k, n in shapes:
-        flops = 2 * t * k * n
-        a, b = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in ((t, k), (k, n)))
-        bf16 = flops / (1e-3 * median_ms(lambda a=a, b=b: a @ b, device))  # type: ignore[misc]
-        print(f"\n{t} x {k} x {n}: bfloat16 {bf16 / 1e12:.1f} TFLOP/s")
-        for fmt in ("int8", "e4m3"):
-            for gemm, run in gemms(fmt, (t, k, n), device).items():
-                rate = flops / (1e-3 * median_ms(run, device))
-                share = rate / peaks[1] if peaks else None
-                row = {"shape": (t, k, n), "format": fmt, "gemm": gemm, "flops_per_s": rate, "of_peak": share}
-                rows.append(row | {"of_bf16": rate / bf16})
-                of_peak = f"  {share:6.1%} of peak" if share else ""
-                print(
-                    f"  {fmt:<5} {gemm:<12}{rate / 1e12:9.1f} TFLOP/s  {rate / bf16:5.2f}x of bf16{of_peak}"
-                )
-        for fmt in ("int8", "e4m3"):
-            for what, (run, num_bytes) in quantizers(fmt, (t, k), device).items():
-                copy = copy_bytes_per_s(num_bytes, device)
-                rate = num_bytes / (1e-3 * median_ms(run, device))
-                rows.append(
-                    {
-                        "shape": (t, k),
-                        "format": fmt,
-                        "quantizer": what,
-                        "bytes_per_s": rate,
-                        "of_copy": rate / copy,
-                    }
-                )
-                print(f"  {fmt:<5} {what:<26}{rate / 1e9:9.1f} GB/s  {rate / copy:6.1%} of a copy")
-    if args.json:
-        facts = {"torch": torch.__version__, "device": name, "rows": rows}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    arguments = parser(__doc__)
+    arguments.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "K", "N"))
+    arguments.add_argument(
+        "--skip-configs", action="store_true", help="leave the table of configurations out"
+    )
+    args = arguments.parse_args()
+    on_gpu = device_type() == "cuda"
+    shapes = [tuple(s) for s in args.shape] if args.shape else GPU_SHAPES if on_gpu else CPU_SHAPES
+    with Results(args.json) as results:
+        print(f"torch {torch.__version__}, {device_name()}")
+        # The first shape tells the most, and comes whole before the others.
+        for i, shape in enumerate(shapes):
+            time_gemms(shape, results)
+            time_quantizers(shape[:2], results)
+            if i == 0 and on_gpu and not args.skip_configs:
+                time_configs(shape, results)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,56 @@
-"""Forward and backward of one linear layer, quantization included: every kind against bf16 and torchao.
+"""Forward and backward of one linear layer, or of a decoder block: every kind against bf16 and torchao.
 
     python benchmarks/linear.py [--threads N] [--shape T K N]... [--kind KIND]... [--mode eager|compiled]...
-                                [--json FILE]
+    python benchmarks/linear.py --block llama3_2/3b [--tokens T] [--kind KIND]... [--mode eager|compiled]...
 
-Prints milliseconds (the fastest of several interleaved rounds: other work only ever adds time) and the
-ratio to bf16 in the same mode. torchao's layer stands beside ours where it is installed and has the kind.
-Runs on whatever device it finds; what a device has no 8-bit GEMM for runs emulated and is marked so: that
-time says nothing about the kind.
+Prints milliseconds (the fastest of several rounds, in which bf16, lptune's layer and torchao's take turns:
+other work only ever adds time) and the ratio to bf16 in the same rounds. torchao's layer stands beside ours
+where it is installed and has the kind. Runs on whatever device it finds; what a device has no 8-bit GEMM for
+runs emulated and is marked so: that time says nothing about the kind. A kind that fails is named, and the
+others go on.
+
+bf16 and ours are compiled as one graph or not at all. torchao's may break its graph, which is counted.
 """
 
-import argparse
-import json
 import platform
-import time
+import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
+from comm import build  # benchmarks/comm.py
+from harness import Results, device_name, device_type, fastest_ms, parser, strict_compilation
 from torch import nn
 
-from lptune import linear
+from lptune import linear, models
 from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.models.attention import make_visibilities
 
 CPU_SHAPES = [(2048, 2048, 2048), (2048, 2048, 5632)]
-GPU_SHAPES = [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (8192, 4096, 1024)]
+GPU_SHAPES = [(8192, 4096, 14336), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 1024)]
 ROUNDS = 9
 
 Shape = tuple[int, int, int]
+Once = Callable[[], None]
+Step = Callable[..., Once]
+Build = Callable[[], tuple[nn.Module, Step]]
+"""A new module to be converted, and what makes a forward and backward of it when it is."""
 
 
-def our_layer(kind: str, layer: nn.Sequential) -> tuple[str, linear.Plan]:
-    """Converts `layer` in place; the kind's label, marked where the device only emulates it, and the plan."""
+def convert_to_ours(kind: str, module: nn.Module) -> tuple[str, linear.Plan]:
+    """Converts `module` in place; the kind's label, marked where the device only emulates it, and the
+    plan.
+    """
     try:
-        plan = linear.convert(layer, PrecisionConfig(kind=kind))
+        plan = linear.convert(module, PrecisionConfig(kind=kind, skip=()))
     except UserError:
-        plan = linear.convert(layer, PrecisionConfig(kind=kind, emulate=True))
-    emulated = plan.backend(next(layer.parameters()).device.type) == "emulation"
+        plan = linear.convert(module, PrecisionConfig(kind=kind, skip=(), emulate=True))
+    emulated = plan.backend(next(module.parameters()).device.type) == "emulation"
     return f"{kind} (emulated)" if emulated else kind, plan
 
 
-def torchao_layer(kind: str, layer: nn.Sequential) -> str | None:
+def convert_to_torchao(kind: str, module: nn.Module) -> str | None:
     """torchao's conversion of the same kind in place, None where there is none."""
     try:
         if kind == "int8_rowcol":
@@ -47,113 +58,165 @@ def torchao_layer(kind: str, layer: nn.Sequential) -> str | None:
             from torchao.quantization import quantize_
 
             # Without module_swap it changes nothing at all since 0.15.
-            quantize_(layer, Int8MixedPrecisionTrainingConfig(module_swap=True))
+            quantize_(module, Int8MixedPrecisionTrainingConfig(module_swap=True))
             return "torchao int8_rowcol"
         recipe = {
             "float8_tensorwise": "tensorwise",
             "float8_rowwise": "rowwise",
             "float8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
         }.get(kind)
-        if recipe is None or not _has_float8(layer):
+        if recipe is None or not _has_float8():
             return None
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
+        convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
         return f"torchao {kind}"
     except ImportError:
         return None
 
 
-def _has_float8(layer: nn.Sequential) -> bool:
-    device = next(layer.parameters()).device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _has_float8() -> bool:
+    return device_type() == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 
-def step(layer: nn.Module, shape: Shape, compiled: bool) -> Callable[[], None]:
-    """One forward and backward through `layer`: x (T, K), weight (N, K), bfloat16."""
+def one_layer(shape: Shape, compiled: bool) -> Build:
+    """An nn.Linear of `shape` in bfloat16: x (T, K), weight (N, K)."""
     tokens, k, n = shape
-    device = next(layer.parameters()).device
-    run = torch.compile(layer, dynamic=False) if compiled else layer
-    x = torch.randn(tokens, k, dtype=torch.bfloat16, device=device, requires_grad=True)
-    g = torch.randn(tokens, n, dtype=torch.bfloat16, device=device)
+
+    def build_layer() -> tuple[nn.Module, Step]:
+        layer = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=device_type())
+        return nn.Sequential(layer), partial(_step, (tokens, k), (tokens, n), compiled, ())
+
+    return build_layer
+
+
+def one_block(preset: str, tokens: int, compiled: bool) -> Build:
+    """A decoder block of the preset in bfloat16, on one row of so many tokens, without recomputation."""
+
+    def build_block() -> tuple[nn.Module, Step]:
+        model = build(preset)
+        assert isinstance(model, models.Decoder)
+        device, config = torch.device(device_type()), model.config
+        block = model.model.layers[0].to(torch.bfloat16).to_empty(device=device)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, 0.0, 0.02)
+        tables = model.model.ropes
+        tables.to_empty(device=device)
+        model.reset_buffers(device)
+        layer = config.layers[0]
+        kinds = dict(zip(config.rope_kinds, tables, strict=True))
+        rope = kinds[layer.rope](None, tokens) if layer.rope else None
+        visible = make_visibilities(config, None, 1, tokens, device, torch.bfloat16)[layer]
+        size = (1, tokens, config.hidden_size)
+        return block, partial(_step, size, size, compiled, (rope, visible))
+
+    return build_block
+
+
+def _step(
+    x_size: tuple[int, ...],
+    g_size: tuple[int, ...],
+    compiled: bool,
+    more: tuple[Any, ...],
+    module: nn.Module,
+    *,
+    fullgraph: bool = True,
+) -> Once:
+    run = torch.compile(module, dynamic=False, fullgraph=fullgraph) if compiled else module
+    x = torch.randn(x_size, dtype=torch.bfloat16, device=device_type(), requires_grad=True)
+    g = torch.randn(g_size, dtype=torch.bfloat16, device=device_type())
 
     def once() -> None:
         x.grad = None
-        layer.zero_grad(set_to_none=True)
-        run(x).backward(g)
+        module.zero_grad(set_to_none=True)
+        run(x, *more).backward(g)
 
     once()
     return once
 
 
-def steps(
-    shape: Shape, kinds: list[str], compiled: bool, device: str, peers: bool = True
-) -> dict[str, Callable[[], None]]:
-    """What is timed under which label; ours is verified to run in 8 bits."""
+def bf16_step(build: Build) -> Once:
+    """What everything is compared with."""
+    module, step = build()
+    return step(module)
 
-    def new_layer() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(shape[1], shape[2], bias=False, dtype=torch.bfloat16, device=device))
 
-    found = {}
+def our_step(build: Build, kind: str) -> tuple[str, Once]:
+    """(label, forward and backward) of a converted module, verified to run in 8 bits."""
+    module, step = build()
+    label, plan = convert_to_ours(kind, module)
+    once = step(module)
+    with linear.verify_step(module, plan, 1):
+        once()
+    return label, once
+
+
+def torchao_step(build: Build, kind: str) -> tuple[str, Once] | None:
+    """The same of torchao's; None where it is not installed or has no such kind."""
+    module, step = build()
+    label = convert_to_torchao(kind, module)
+    return None if label is None else (label, step(module, fullgraph=False))
+
+
+def compare(build: Build, what: str, mode: str, kinds: list[str], rounds: int, results: Results) -> None:
+    """Each kind beside bf16, a kind at a time, so that what is cut off is the rest."""
+    torch._dynamo.reset()
+    bf16 = bf16_step(build)
+    print(f"\n{what}, {mode}: ms per forward + backward", flush=True)
     for kind in kinds:
-        layer = new_layer()
-        label, plan = our_layer(kind, layer)
-        found[label] = step(layer, shape, compiled)
-        with linear.verify_step(layer, plan, 1):
-            found[label]()
-        layer = new_layer()
-        theirs = torchao_layer(kind, layer) if peers else None
-        if theirs is not None:
-            found[theirs] = step(layer, shape, compiled)
-    return found
+        timed, row = {"none": bf16}, {"what": what, "mode": mode, "kind": kind}
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        for whose, make in (("lptune", our_step), ("torchao", torchao_step)):
+            breaks.clear()
+            try:
+                made = make(build, kind)
+            except Exception as error:
+                message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                results.add(**row, label=f"{whose} {kind}", failed=message[:500])
+                print(f"  {f'{whose} {kind}':<38}failed: {message[:120]}", flush=True)
+                continue
+            if made is not None:
+                label, once = made
+                timed[f"{label}, {breaks.total()} graph breaks" if breaks.total() else label] = once
+        times = fastest_ms(timed, rounds)
+        for label, ms in times.items():
+            ratio = times["none"] / ms
+            results.add(**row, label=label, ms=ms, ratio=ratio)
+            if label != "none":
+                print(f"  {label:<38}{ms:10.2f}  {ratio:6.2f}x of bf16 ({times['none']:.2f})", flush=True)
 
 
-def fastest_ms(timed: dict[str, Callable[[], None]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
-    """The fastest of so many rounds; the kinds take turns, so that a disturbance meets all of them."""
-    best = dict.fromkeys(timed, float("inf"))
-    calls = 10 if device == "cuda" else 1  # queued together, so that the GPU and not the launching is timed
-    for _ in range(rounds):
-        for label, once in timed.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(calls):
-                once()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            best[label] = min(best[label], 1e3 * (time.perf_counter() - started) / calls)
-    return best
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "K", "N"))
-    parser.add_argument("--kind", action="append", choices=list(PRECISION_KINDS))
-    parser.add_argument("--mode", action="append", choices=["eager", "compiled"])
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    args = parser.parse_args()
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments.add_argument("--shape", type=int, nargs=3, action="append", metavar=("T", "K", "N"))
+    arguments.add_argument("--block", metavar="PRESET", help="a block of this model instead of layers")
+    arguments.add_argument("--tokens", type=int, default=8192, help="of a block")
+    arguments.add_argument("--kind", action="append", choices=[*PRECISION_KINDS][1:])
+    arguments.add_argument("--mode", action="append", choices=["eager", "compiled"])
+    arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    args = arguments.parse_args()
     torch.set_num_threads(args.threads)
-    # Every layer timed is compiled for itself; together that is more than a function's limit.
-    torch._dynamo.config.recompile_limit = 100
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {args.threads} threads"
-    shapes = [tuple(s) for s in args.shape] if args.shape else GPU_SHAPES if device == "cuda" else CPU_SHAPES
-    kinds = ["none", *(kind for kind in args.kind or PRECISION_KINDS if kind != "none")]
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {name}")
-    rows = []
-    for shape in shapes:
-        for mode in args.mode or ["eager", "compiled"]:
-            print(f"\n{' x '.join(map(str, shape))} (T x K x N), {mode}: ms per forward + backward")
-            times = fastest_ms(steps(shape, kinds, mode == "compiled", device), device)
-            for label, ms in times.items():
-                print(f"  {label:<38}{ms:10.1f}  {times['none'] / ms:6.2f}x of bf16")
-                row = {"shape": shape, "mode": mode, "label": label, "ms": ms, "ratio": times["none"] / ms}
-                rows.append(row)
-    if args.json:
-        facts = {"torch": torch.__version__, "device": name, "rows": rows}
-        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    # Every layer timed is compiled for itself: bf16's, ours and torchao's of each kind.
+    strict_compilation(4 * len(PRECISION_KINDS))
+    shapes = [tuple(s) for s in args.shape] if args.shape else None
+    shapes = shapes or (GPU_SHAPES if device_type() == "cuda" else CPU_SHAPES)
+    kinds = args.kind or [kind for kind in PRECISION_KINDS if kind != "none"]
+    with Results(args.json) as results:
+        print(f"torch {torch.__version__}, Python {platform.python_version()}, {device_name()}")
+        for what in [args.block] if args.block else shapes:
+            for mode in args.mode or ["eager", "compiled"]:
+                compiled = mode == "compiled"
+                if args.block:
+                    name, made = (
+                        f"a block of {what}, {args.tokens} tokens",
+                        one_block(what, args.tokens, compiled),
+                    )
+                else:
+                    name, made = " x ".join(map(str, what)), one_layer(what, compiled)
+                compare(made, name, mode, kinds, args.rounds, results)
+    return int(any("failed" in row and row["label"].startswith("lptune") for row in results.rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,182 +1,360 @@
 """Compiled training steps through the recipe, of a model's real shape: tokens/s, MFU and memory of each kind.
 
-    python benchmarks/steps.py [--preset llama3_2/1b] [--kind KIND]... [--minutes 9] [--json FILE]
-                               [--work FOLDER] [--override KEY=VALUE]...
+    python benchmarks/steps.py [--preset llama3_2/1b] [--label LABEL]... [--minutes 9] [--json FILE]
+                               [--work FOLDER] [--override KEY=VALUE]... [--profile LABEL]...
 
-Weights are random and the text synthetic: neither changes the time of a step. Each kind is a run of
-recipes/full_finetune.py in a process of its own; torchao's kinds run through the very same recipe, with its
-conversion in the place of ours. Medians of the steps after the fourth. Kinds for which the time is over are
-named, not left out in silence.
+A label is a kind, `torchao KIND`, or a kind and what it is tried with: `int8_rowcol + cudnn_attention` (a
+name of LPTUNE_TRY, or key=value). Each is a run of recipes/full_finetune.py in a process of its own, forked
+off one that has imported torch; torchao's runs through the very same recipe, with its conversion in the place
+of ours. Weights are random and the text synthetic: neither changes the time of a step. No weight is read or
+written: the checkpoint is a header with a hole behind it, and the runs save and export nothing.
+
+Medians of the steps after the fourth. --profile: the share of each kernel in a step after those. `planned`
+is what `lptune plan` says of the peak (of eager blocks: compiled ones should need less). Labels for which the
+time is over are named, not left out in silence.
 """
 
-import argparse
 import json
+import multiprocessing
 import os
 import random
+import re
+import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import time
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Results, device_name, parser, strict_compilation
+from linear import convert_to_torchao  # benchmarks/linear.py
 
-from lptune.config import PRECISION_KINDS
+from lptune import checkpoint, linear, models, training
+from lptune.cli import catalog, recipe
+from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
+from lptune.trials import TRIALS
 
-PEERS = {
-    "torchao int8_rowcol": "int8_rowcol",
-    "torchao float8_tensorwise": "tensorwise",
-    "torchao float8_rowwise": "rowwise",
-    "torchao float8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
+# What is compared stands together, so that a cut leaves whole comparisons.
+LABELS = [
+    "none",
+    "int8_rowcol",
+    "torchao int8_rowcol",
+    "float8_rowwise",
+    "torchao float8_rowwise",
+    "float8_tensorwise",
+    "torchao float8_tensorwise",
+    "int8_tensorwise",
+    "float8_rowwise_with_gw_hp",
+    "torchao float8_rowwise_with_gw_hp",
+    "float8_blockwise",
+    "float8_delayed",
+    "mxfp8",
+    "int8_weight_only",
+]
+WARM_UP, TIMED, PROFILED = 4, 8, 1
+KEYS = ("tokens_per_s", "step_time_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
+KERNELS = {
+    "8-bit GEMM": r"scaled_mm_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
+    "quantizer": r"^(rows_kernel|amax_kernel|store_kernel|quantize_)|lptune::quantize|lptune::cast",
+    "attention": r"flash|fmha|attention|cudnn.*sdpa",
+    "optimizer": r"adam",
+    "bf16 GEMM": r"nvjet|gemm|cutlass|xmma|aten::(mm|addmm|bmm)",
+    "compiled": r"^triton_|graph_\d+_kernel",
+    "copy": r"copy|memcpy|memset|cat\b|chunk|split|fill",
 }
-WARM_UP = 4
+"""What kernels and operators are for, by their names; the first that matches."""
 
 
 def prepare(work: Path, preset: str) -> tuple[Path, Path]:
-    """(checkpoint, text) under `work`, made once."""
-    checkpoint, text = work / preset.replace("/", "-"), work / "text.jsonl"
+    """(checkpoint, text) under `work`, made once. The checkpoint's weights are a hole in a file."""
+    family, _, size = preset.partition("/")
+    tiny, folder, text = work / "tokenizer", work / preset.replace("/", "-"), work / "text.jsonl"
     work.mkdir(parents=True, exist_ok=True)
-    if not checkpoint.exists():
-        command = ["new-checkpoint", preset, str(checkpoint), "--dtype", "bfloat16"]
-        subprocess.run([sys.executable, "-m", "lptune.cli.main", *command], check=True)
+    if not tiny.exists():
+        command = ["new-checkpoint", f"{family}/tiny", str(tiny)]
+        subprocess.run([sys.executable, "-m", "lptune.cli.main", *command], check=True, capture_output=True)
+    folder.mkdir(exist_ok=True)
+    for file in tiny.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    of_tiny, config = _json(tiny / "config.json"), dict(models.PRESETS[family][size])
+    config |= {key: value for key, value in of_tiny.items() if key.endswith("_token_id")}
+    config["vocab_size"] = max(config["vocab_size"], of_tiny["vocab_size"])
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _write_hollow(models.build_on_meta(models.read_config(folder)), folder / "model.safetensors")
     if not text.exists():
         rng = random.Random(0)
         letters = "abcdefghijklmnopqrstuvwxyz "
         rows = ({"text": "".join(rng.choices(letters, k=20_000))} for _ in range(64))
         text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return checkpoint, text
+    return folder, text
 
 
-def one(label: str, overrides: list[str], checkpoint: Path, text: Path, timeout_s: float) -> dict[str, Any]:
-    """The figures of one run, or why there are none."""
-    folder = checkpoint.parent / f"run-{label.replace(' ', '-')}"
-    command = [sys.executable, __file__, "--child", label, f"model.path={checkpoint}", f"data.source={text}"]
-    command += [f"output_dir={folder}", *overrides]
-    started = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"label": label, "failed": f"not finished after {timeout_s:.0f} s"}
-    if done.returncode:
-        return {"label": label, "failed": (done.stderr.strip() or done.stdout.strip())[-300:]}
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["step"] > WARM_UP]
-    keys = ("tokens_per_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
-    values = {key: [r[key] for r in records if r.get(key) is not None] for key in keys}
-    figures = {key: statistics.median(found) if found else None for key, found in values.items()}
-    return {"label": label, **figures, "wall_s": time.perf_counter() - started}
+def _write_hollow(model: torch.nn.Module, path: Path) -> None:
+    """A safetensors file of the model's tensors in bfloat16 that takes a page of disk."""
+    header, end = {}, 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
 
 
-def child(label: str, overrides: list[str]) -> None:
-    """Within the run's own process: the recipe, with torchao's conversion where the label says so."""
-    from lptune import linear
-    from lptune.cli import catalog, recipe
-    from lptune.config import FinetuneConfig, PrecisionConfig, load_config
-
-    if label in PEERS:
-        linear.convert = _torchao_convert(PEERS[label])  # type: ignore[assignment]
-    else:
-        emulated = _emulated(label, PrecisionConfig(kind=label))
-        overrides = [*overrides, f"precision.kind={label}", f"precision.emulate={str(emulated).lower()}"]
-    cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), overrides)
-    recipe.load_main(catalog.find_recipe("full_finetune"))(cfg)
+def overrides_of(label: str) -> tuple[list[str], str]:
+    """(overrides, LPTUNE_TRY) that a label stands for."""
+    kind, *tried = label.split(" + ")
+    overrides = [each for each in tried if "=" in each]
+    names = [each for each in tried if "=" not in each]
+    assert set(names) <= TRIALS.keys(), names
+    if not kind.startswith("torchao "):
+        overrides += [f"precision.kind={kind}", f"precision.emulate={str(_emulated(kind)).lower()}"]
+    return overrides, ",".join(names)
 
 
-def _emulated(kind: str, precision: Any) -> bool:
-    from lptune import linear
-    from lptune.config import UserError
-
+def _emulated(kind: str) -> bool:
     if kind == "none":
         return False
     try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        linear.convert(torch.nn.Linear(16, 16, device=device), precision)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        linear.convert(torch.nn.Linear(16, 16, device="meta"), PrecisionConfig(kind=kind), device=device)
     except UserError:
         return True
     return False
 
 
-def _torchao_convert(recipe_name: str) -> Any:
-    from lptune.linear import LayerPlan, Plan
-
-    def convert(model: torch.nn.Module, *args: object, **kwargs: object) -> Plan:
-        def selected(module: torch.nn.Module, name: str) -> bool:
-            return isinstance(module, torch.nn.Linear) and name != "lm_head"
-
-        linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        layers = tuple(LayerPlan(n, m.in_features, m.out_features, None) for n, m in linears.items())
-        if recipe_name == "int8_rowcol":
-            from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-            from torchao.quantization import quantize_
-
-            quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), filter_fn=selected)
+def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> None:
+    """In a process of its own: the recipe, its output in FOLDER.txt, a profile in FOLDER.json."""
+    log = os.open(folder.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    more, tried = overrides_of(label)
+    if tried:
+        os.environ["LPTUNE_TRY"] = tried
+    # One thread for each core that this process may use; a forked one does not ask again.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
+    strict_compilation()
+    checkpoint.load_hf = _fill  # type: ignore[assignment]
+    if label.startswith("torchao "):
+        linear.convert = _torchao_convert(label.removeprefix("torchao "))  # type: ignore[assignment]
+    try:
+        cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), [*overrides, *more])
+        main_of_recipe = recipe.load_main(catalog.find_recipe("full_finetune"))
+        if profiled:
+            _profile(lambda: main_of_recipe(cfg), folder.with_suffix(".json"))
         else:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            main_of_recipe(cfg)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
-            config = Float8LinearConfig.from_recipe_name(recipe_name)
-            convert_to_float8_training(model, config=config, module_filter_fn=selected)
-        return Plan("none", layers)
+
+def _fill(model: torch.nn.Module, source: object) -> None:
+    """Random weights on the device, in the place of reading them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # An INT8 weight is filled, any other written in place.
+            rows = parameter if linear.int8_rows(parameter) is not None else linear.plain_rows(parameter)
+            if "norm" in name:
+                rows.fill_(1.0)
+            else:
+                rows.normal_(0.0, 0.02)
+
+
+def _torchao_convert(kind: str) -> Any:
+    def convert(model: torch.nn.Module, *args: object, **kwargs: object) -> linear.Plan:
+        linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        layers = tuple(linear.LayerPlan(n, m.in_features, m.out_features, None) for n, m in linears.items())
+        assert convert_to_torchao(kind, model.get_submodule("model")) is not None, "no such kind in torchao"
+        return linear.Plan("none", layers)
 
     return convert
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], sys.argv[3:])
-        return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="llama3_2/1b")
-    parser.add_argument("--kind", action="append", choices=[*PRECISION_KINDS, *PEERS])
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no further kind when they are over")
-    parser.add_argument("--num-steps", type=int, default=12)
-    parser.add_argument("--work", type=Path, default=Path("runs/steps"))
-    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    args = parser.parse_args()
+def _profile(run: Any, path: Path) -> None:
+    """Runs and writes what the steps after the timed ones spent their time on."""
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=WARM_UP + TIMED - 1, warmup=1, active=PROFILED, repeat=1)
+    update = training.Update.__call__
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+
+        def call(self: Any, *args: Any) -> Any:
+            result = update(self, *args)  # its end waits for the device
+            profiler.step()
+            return result
+
+        training.Update.__call__ = call  # type: ignore[method-assign]
+        run()
+    kernels = []
+    for each in profiler.key_averages():
+        # On a GPU kernels only: an operator's time is that of its kernels once more, and so is a range's.
+        if each.is_user_annotation or (on_gpu and each.device_type != torch.autograd.DeviceType.CUDA):
+            continue
+        ms = (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3
+        if ms > 0:
+            kernels.append((each.key, each.count, ms))
+    kernels.sort(key=lambda each: -each[2])
+    groups: Counter[str] = Counter()
+    for name, _, ms in kernels:
+        groups[group_of(name)] += ms  # type: ignore[assignment]
+    content = {
+        "busy_ms": sum(ms for *_, ms in kernels),
+        "groups_ms": dict(groups.most_common()),
+        "kernels": kernels[:40],
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def group_of(name: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.I)), "other")
+
+
+def plan_of(overrides: list[str], folder: Path, device: str) -> None:
+    """In a process of its own: the planned peak in GiB, in FOLDER.plan."""
+    from lptune.training.dry_run import dry_run
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), [*overrides, f"device={device}"])
+    found = dry_run(cfg, models.read_config(Path(cfg.model.path)), 1)
+    folder.with_suffix(".plan").write_text(str(found.peak_bytes / 2**30), encoding="utf-8")
+
+
+def one(label: str, common: list[str], work: Path, timeout_s: float, profiled: bool) -> dict[str, Any]:
+    """The figures of one run, or why there are none."""
+    model = next(each for each in common if each.startswith("model.path="))
+    folder = work / re.sub(r"\W+", "-", f"run-{Path(model).name}-{label}")
+    shutil.rmtree(folder, ignore_errors=True)  # figures of an earlier run would be taken for this one's
+    for suffix in (".txt", ".json", ".plan"):
+        folder.with_suffix(suffix).unlink(missing_ok=True)
+    overrides = [*common, f"output_dir={folder}"]
+    if profiled:  # the later key counts
+        overrides.append(f"num_steps={WARM_UP + TIMED + PROFILED}")
+    context = multiprocessing.get_context("forkserver")
+    planned = context.Process(
+        target=plan_of,
+        args=([*overrides, *overrides_of(label)[0]], folder, "cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    process = context.Process(target=child, args=(label, overrides, folder, profiled))
+    started = time.perf_counter()
+    process.start()
+    if not label.startswith("torchao "):
+        planned.start()
+    process.join(timeout_s)
+    finished = process.exitcode is not None
+    if not finished:
+        process.kill()
+        process.join()
+    log, metrics = folder.with_suffix(".txt"), folder / "metrics.jsonl"
+    row: dict[str, Any] = {"label": label, "wall_s": time.perf_counter() - started}
+    if planned.pid is not None:
+        planned.join(max(1.0, timeout_s - row["wall_s"]))
+        planned.kill()
+        if folder.with_suffix(".plan").exists():
+            row["planned_gib"] = float(folder.with_suffix(".plan").read_text(encoding="utf-8"))
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    steps = [step for step in map(json.loads, lines) if WARM_UP < step["step"] <= WARM_UP + TIMED]
+    for key in KEYS:
+        values = [step[key] for step in steps if step.get(key) is not None]
+        row[key] = statistics.median(values) if values else None
+    row["num_steps"] = len(steps)
+    if folder.with_suffix(".json").exists():
+        row["profile"] = _json(folder.with_suffix(".json"))
+    if not finished:
+        row["failed"] = f"not finished after {timeout_s:.0f} s"
+    elif process.exitcode:
+        said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+        row["failed"] = f"exit {process.exitcode}: {said[-600:]}"
+    return row
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def line(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """A row of the table, its speed compared with the first row's."""
+
+    def cell(key: str, form: str, width: int) -> str:
+        return f"{format(row[key], form) if row.get(key) is not None else '-':>{width}}"
+
+    ratio = "-"
+    if row.get("tokens_per_s") and first.get("tokens_per_s"):
+        ratio = f"{row['tokens_per_s'] / first['tokens_per_s']:.2f}x"
+    cells = cell("tokens_per_s", ",.0f", 10) + f"{ratio:>9}" + cell("mfu", ".1%", 7)
+    cells += cell("bf16_mfu", ".1%", 10) + cell("peak_memory_gib", ".1f", 7) + cell("planned_gib", ".1f", 9)
+    cells += cell("low_precision_flops_fraction", ".1%", 13) + cell("wall_s", ".0f", 8)
+    failed = f"  failed: {row['failed'][-160:]!r}" if "failed" in row else ""
+    return f"{row['label']:<38}{cells}{failed}"
+
+
+def profile_lines(row: dict[str, Any]) -> list[str]:
+    """The shares of a profile: by purpose, then the longest kernels."""
+    profile, step_ms = row["profile"], 1e3 * (row["step_time_s"] or 0.0)
+    busy = profile["busy_ms"] / PROFILED
+    idle = f", the step takes {step_ms:.1f} ms without the profiler" if step_ms else ""
+    lines = [f"    profile of {row['label']}: {busy:.1f} ms of kernels in a step{idle}"]
+    for group, ms in profile["groups_ms"].items():
+        lines.append(f"      {group:<14}{ms / PROFILED:9.2f} ms  {ms / profile['busy_ms']:6.1%}")
+    for name, count, ms in profile["kernels"][:12]:
+        share = ms / profile["busy_ms"]
+        lines.append(f"        {name[:70]:<72}{count:>5} x{ms / PROFILED:9.2f} ms  {share:6.1%}")
+    return lines
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--preset", default="llama3_2/1b")
+    arguments.add_argument("--label", action="append", help="those of LABELS if none is given")
+    arguments.add_argument("--minutes", type=float, default=9.0, help="start no further label after them")
+    arguments.add_argument("--work", type=Path, default=Path("runs/steps"))
+    arguments.add_argument("--override", action="append", default=[], metavar="KEY=VALUE")
+    arguments.add_argument("--profile", action="append", default=[], metavar="LABEL")
+    args = arguments.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
-    checkpoint, text = prepare(args.work, args.preset)
-    overrides = [f"num_steps={args.num_steps}", "global_batch_size=4", "micro_batch_size=4"]
-    overrides += ["data.seq_len=4096", "eval_every_steps=0", "checkpoint.every_steps=0", "resume=none"]
-    overrides += args.override
+    folder, text = prepare(args.work.absolute(), args.preset)
+    common = [f"model.path={folder}", f"data.source={text}", f"num_steps={WARM_UP + TIMED}"]
+    common += ["global_batch_size=4", "micro_batch_size=4", "data.seq_len=4096", "eval_every_steps=0"]
+    common += ["checkpoint.at_end=false", "export.enabled=false", "resume=none"]
+    # One rank: what is gathered stays, for all alike.
+    common += ["parallel.reshard_after_forward=false", *args.override]
     has_torchao = (
         subprocess.run([sys.executable, "-c", "import torchao"], capture_output=True).returncode == 0
     )
-    labels = args.kind or [*PRECISION_KINDS, *(PEERS if has_torchao else [])]
-    rows, over = [], []
-    print(f"{args.preset}, torch {torch.__version__}, {' '.join(overrides)}")
-    print(f"{'':<36}{'tokens/s':>10}{'of bf16':>9}{'MFU':>7}{'bf16 MFU':>10}{'GiB':>7}{'8-bit FLOPs':>13}")
-    for label in ["none", *(label for label in labels if label != "none")]:
-        left_s = deadline - time.monotonic()
-        if left_s < 5:
-            over.append(label)
-            continue
-        row = one(label, overrides, checkpoint, text, left_s)
-        rows.append(row)
-        print(_line(row, rows[0]), flush=True)
-    if over:
-        print(f"not run, the time was over: {', '.join(over)}")
-    if args.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-        facts = {"preset": args.preset, "torch": torch.__version__, "device": device, "overrides": overrides}
-        args.json.write_text(json.dumps(facts | {"rows": rows, "not_run": over}, indent=1) + "\n", "utf-8")
-
-
-def _line(row: dict[str, Any], bf16: dict[str, Any]) -> str:
-    if "failed" in row:
-        return f"{row['label']:<36}failed: {row['failed']}"
-
-    def cell(key: str, form: str, width: int) -> str:
-        return f"{format(row[key], form) if row[key] is not None else '-':>{width}}"
-
-    ratio = f"{row['tokens_per_s'] / bf16['tokens_per_s']:.2f}x" if "tokens_per_s" in bf16 else "-"
-    cells = (
-        cell("tokens_per_s", ",.0f", 10) + f"{ratio:>9}" + cell("mfu", ".1%", 7) + cell("bf16_mfu", ".1%", 10)
-    )
-    cells += cell("peak_memory_gib", ".1f", 7)
-    cells += cell("low_precision_flops_fraction", ".1%", 13)
-    return f"{row['label']:<36}{cells}"
+    labels = args.label or [each for each in LABELS if has_torchao or not each.startswith("torchao ")]
+    # Children are forked from a process that has imported all of this and made nothing on the device.
+    preload = ["steps", "torch._dynamo", "torch._inductor.compile_fx"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    with Results(args.json, preset=args.preset, overrides=common, not_run=[]) as results:
+        print(f"{args.preset}, torch {torch.__version__}, {device_name()}")
+        print(" ".join(common[2:]))
+        print(
+            f"{'':<38}{'tokens/s':>10}{'of 1st':>9}{'MFU':>7}{'bf16 MFU':>10}{'GiB':>7}{'planned':>9}"
+            f"{'8-bit FLOPs':>13}{'wall s':>8}"
+        )
+        for label in labels:
+            left_s = deadline - time.monotonic()
+            if left_s < 5:
+                results.content["not_run"].append(label)
+                continue
+            row = results.add(**one(label, common, args.work.absolute(), left_s, label in args.profile))
+            print(line(row, results.rows[0]), flush=True)
+            if "profile" in row:
+                print("\n".join(profile_lines(row)), flush=True)
+        if results.content["not_run"]:
+            print(f"not run, the time was over: {', '.join(results.content['not_run'])}")
+    return int(any("failed" in row for row in results.rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,20 +1,25 @@
 """Does a kind train as well as bf16? Each variant, several seeds, the same rows: held-out loss against bf16.
 
-    python benchmarks/training.py --checkpoint FOLDER --data FILE [--seeds 3] [--num-steps N] [--out FOLDER]
-                                  [--variant NAME]...
+    python benchmarks/training.py [--checkpoint FOLDER --data FILE] [--seeds 3] [--num-steps N] [--out FOLDER]
+                                  [--variant NAME]... [--minutes M] [--json FILE]
 
 Every run is `lptune run full_finetune` in a process of its own. A seed decides the order of rows and which
 are held out, so a variant is compared with bf16 at the same seed; the table gives the mean difference of the
-final held-out losses over seeds and its standard deviation. Runs that stand in OUT already are not repeated.
+final held-out losses over seeds and its standard deviation. Without a checkpoint a small random one learns
+the built-in data. What the device has no GEMM for is emulated. Runs that stand in OUT already are not
+repeated.
 """
 
-import argparse
 import json
 import math
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+from harness import Results, parser
 
 VARIANTS: dict[str, list[str]] = {
     "none": [],
@@ -36,21 +41,30 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def final_loss(name: str, seed: int, args: argparse.Namespace) -> tuple[float, float]:
+def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float, float]:
     """(held-out loss before, after) of one run; NaN where it failed."""
     folder = args.out / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
     losses = _eval_losses(folder)
     if args.num_steps not in losses:
-        emulate = ["precision.emulate=true"] if "float8" in name or name == "mxfp8" else []
+        precision = [f"precision.{key}" for key in VARIANTS[name]]
         command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
         command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
-        command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}"]
-        command += [f"precision.{key}" for key in VARIANTS[name]] + emulate + args.override
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}", *precision]
+        command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
+        done = _run(command, timeout_s)
+        if "precision.emulate=true" in done.stderr:  # it says so where the device lacks the GEMM
+            done = _run([*command, "precision.emulate=true"], timeout_s)
         if done.returncode:
             print(f"{name}, seed {seed}: exit {done.returncode}: {done.stderr.strip()[-200:]}", flush=True)
         losses = _eval_losses(folder)
     return losses.get(0, math.nan), losses.get(args.num_steps, math.nan)
+
+
+def _run(command: list[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"not finished after {timeout_s:.0f} s")
 
 
 def _eval_losses(folder: Path) -> dict[int, float]:
@@ -61,32 +75,53 @@ def _eval_losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--config", default="llama3_2/1b", help="where everything else comes from")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--num-steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path("runs/kinds"))
-    parser.add_argument("--variant", action="append", choices=list(VARIANTS))
-    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE")
-    args = parser.parse_args()
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--checkpoint", type=Path, help="a Hugging Face folder")
+    arguments.add_argument("--data", default="builtin", help="a file of rows")
+    arguments.add_argument("--config", default="llama3_2/1b", help="where everything else comes from")
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--num-steps", type=int, default=100)
+    arguments.add_argument("--out", type=Path, default=Path("runs/kinds"))
+    arguments.add_argument("--variant", action="append", choices=list(VARIANTS))
+    arguments.add_argument("--minutes", type=float, default=24 * 60, help="begin no run after them")
+    arguments.add_argument("--override", action="append", default=[], metavar="KEY=VALUE")
+    args = arguments.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    if args.checkpoint is None:
+        args.checkpoint = args.out / "checkpoint"
+        if not args.checkpoint.exists():
+            command = ["new-checkpoint", "llama3_2/quickstart", str(args.checkpoint)]
+            subprocess.run([sys.executable, "-m", "lptune.cli.main", *command], check=True)
     names = ["none", *(name for name in args.variant or VARIANTS if name != "none")]
     finals: dict[str, list[float]] = {name: [] for name in names}
-    for seed in range(args.seeds):
-        for name in names:
-            before, after = final_loss(name, seed, args)
-            finals[name].append(after)
-            print(f"seed {seed}  {name:<40}{before:9.4f} -> {after:9.4f}", flush=True)
+    with Results(args.json, num_steps=args.num_steps, overrides=args.override, not_run=[]) as results:
+        for seed in range(args.seeds):
+            for name in names:
+                left_s = deadline - time.monotonic()
+                if left_s < 1:
+                    results.content["not_run"].append(f"{name}, seed {seed}")
+                    continue
+                started = time.perf_counter()
+                before, after = final_loss(name, seed, args, left_s)
+                finals[name].append(after)
+                wall_s = time.perf_counter() - started
+                results.add(variant=name, seed=seed, before=before, after=after, wall_s=wall_s)
+                print(f"seed {seed}  {name:<40}{before:9.4f} -> {after:9.4f}", flush=True)
     print("\n| variant | held-out loss, mean of seeds | against bf16, mean ± standard deviation |")
     print("|---|---|---|")
     for name in names:
-        differences = [a - b for a, b in zip(finals[name], finals["none"], strict=True)]
-        spread = statistics.stdev(differences) if len(differences) > 1 else math.nan
-        against = "" if name == "none" else f"{statistics.mean(differences):+.4f} ± {spread:.4f}"
+        if not finals[name]:
+            continue
+        differences = [a - b for a, b in zip(finals[name], finals["none"], strict=False)]
+        against = "" if name == "none" else f"{statistics.mean(differences):+.4f}"
+        if against and len(differences) > 1:
+            against += f" ± {statistics.stdev(differences):.4f}"
         print(f"| {name} | {statistics.mean(finals[name]):.4f} | {against} |")
+    if results.content["not_run"]:
+        print(f"not run, the time was over: {'; '.join(results.content['not_run'])}")
+    return int(any(row["after"] is None for row in results.rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,241 @@
-"""The GPU suite in its small form, so that the one command works when there is a GPU."""
+"""The calls for a borrowed GPU: they run, they end on time, and a cut loses only the rest."""
 
+import argparse
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`load("harness")`: a benchmark as a module, which finds those beside it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
+            del sys.modules[name]
+
+
+def test_results_are_whole_after_every_row(load: Any, tmp_path: Path) -> None:
+    harness: ModuleType = load("harness")
+    path = tmp_path / "folder" / "r.json"
+
+    def content() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    with harness.Results(path, preset="x") as results:
+        assert content()["rows"] == []
+        results.add(a=1, b=float("nan"))
+        assert content()["rows"] == [{"a": 1, "b": None}]
+        assert content()["complete"] is False
+    assert content()["complete"] is True
+    assert content()["preset"] == "x"
+    with pytest.raises(RuntimeError), harness.Results(path):
+        raise RuntimeError("no device")
+    assert content()["complete"] is False
+    assert content()["failed"] == "RuntimeError: no device"
+
+
+def test_falling_back_to_eager_is_an_error(load: Any) -> None:
+    import torch
+
+    strict, config = load("harness").strict_compilation, torch._dynamo.config
+    names = (
+        "recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "suppress_errors"
+    )  # fmt: skip
+    with config.patch({name: getattr(config, name) for name in names}):
+        strict(2)
+        torch._dynamo.reset()
+
+        @torch.compile(dynamic=False)
+        def doubled(x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        doubled(torch.zeros(2))
+        doubled(torch.zeros(3))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            doubled(torch.zeros(4))
+    torch._dynamo.reset()
+
+
+PART = """
+import json, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("measured 1", flush=True)
+open({path!r}, "w").write(json.dumps({{"rows": [1], "complete": False}}))
+time.sleep({seconds})
+open({path!r}, "w").write(json.dumps({{"rows": [1, 2], "complete": True}}))
+"""
+
+
+@pytest.fixture
+def call(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call whose parts print a line, start a process that stays, write a row and take 1 or 60 s."""
+    suite = load("gpu_suite")
+    seconds = {"quick": 1, "slow": 60}
+
+    def part(name: str, args: argparse.Namespace, path: Path, minutes: float) -> Any:
+        code = PART.format(path=str(path), seconds=seconds[name])
+        return suite.Part([sys.executable, "-c", code], {})
+
+    monkeypatch.setattr(suite, "part", part)
+    return suite.Call("call-1", argparse.Namespace(out=tmp_path, work=tmp_path, small=True))
+
+
+def _left_of(group_of: str) -> list[str]:
+    """Processes of the parts above that are still there."""
+    done = subprocess.run(["pgrep", "-f", group_of], capture_output=True, text=True, check=False)
+    return [line for line in done.stdout.split() if int(line) != os.getpid()]
+
+
+def test_a_part_that_takes_too_long_ends_with_its_children_and_leaves_its_rows(call: Any) -> None:
+    started = time.monotonic()
+    assert call.run("slow", 3) == 124
+    assert time.monotonic() - started < 20
+    assert call.run("quick", 30) == 0
+    call.finish()
+    assert not _left_of("import time; time.sleep.600.")
+    content = json.loads(call.json_file.read_text(encoding="utf-8"))
+    assert content["complete"] is True
+    assert content["parts"]["slow"]["exit"] == 124
+    assert content["parts"]["slow"]["results"] == {"rows": [1], "complete": False}
+    assert content["parts"]["quick"]["results"] == {"rows": [1, 2], "complete": True}
+    log = call.log.read_text(encoding="utf-8")
+    assert log.splitlines().count("measured 1") == 2
+    assert "=== slow: exit 124" in log
+
+
+def test_a_call_that_is_killed_leaves_what_was_finished(tmp_path: Path) -> None:
+    """In a process of its own, killed while its second part runs."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import gpu_suite as suite, argparse, pathlib\n"
+        f"PART = {PART!r}\n"
+        "def part(name, args, path, minutes):\n"
+        "    code = PART.format(path=str(path), seconds=1 if name == 'quick' else 600)\n"
+        "    return suite.Part([sys.executable, '-c', code], {})\n"
+        "suite.part = part; folder = pathlib.Path(sys.argv[2])\n"
+        "call = suite.Call('call-1', argparse.Namespace(out=folder, work=folder, small=True))\n"
+        "call.run('quick', 30); call.run('slow', 600)\n"
+    )
+    command = [sys.executable, "-c", code, str(BENCHMARKS), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    path, deadline = tmp_path / "call-1.json", time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            parts = json.loads(path.read_text(encoding="utf-8"))["parts"] if path.exists() else {}
+            if parts.get("slow", {}).get("results"):
+                break
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+        for line in _left_of(str(tmp_path)):  # as whoever cut the call off ends what it left
+            os.killpg(int(line), signal.SIGKILL)
+    parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
+    assert parts["quick"]["exit"] == 0
+    assert parts["quick"]["results"]["complete"] is True
+    assert parts["slow"]["exit"] is None
+    assert parts["slow"]["results"]["rows"] == [1]
+
+
+def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Any, tmp_path: Path) -> None:
+    from lptune import checkpoint, models
+
+    steps = load("steps")
+    model = models.build_on_meta(models.config_from_dict(models.PRESETS["llama3_2"]["1b"], "test"))
+    steps._write_hollow(model, tmp_path / "model.safetensors")
+    index = checkpoint.read_index(tmp_path)
+    checkpoint.match_tensors(model, index)
+    size = (tmp_path / "model.safetensors").stat()
+    assert size.st_size > 2.4e9
+    assert size.st_blocks * 512 < 1e6
+
+
+@pytest.mark.parametrize(
+    ("label", "overrides", "tried"),
+    [
+        ("none", ["precision.kind=none", "precision.emulate=false"], ""),
+        ("torchao float8_rowwise", [], ""),
+        (
+            "int8_rowcol + cudnn_attention + deterministic=true",
+            ["deterministic=true", "precision.kind=int8_rowcol", "precision.emulate=false"],
+            "cudnn_attention",
+        ),
+    ],
+)
+def test_a_label_says_what_is_tried(load: Any, label: str, overrides: list[str], tried: str) -> None:
+    assert load("steps").overrides_of(label) == (overrides, tried)
+
+
+def test_every_variant_names_a_trial_or_a_key(load: Any) -> None:
+    steps, suite = load("steps"), load("gpu_suite")
+    tried = {name for label in suite.VARIANTS for name in steps.overrides_of(label)[1].split(",") if name}
+    from lptune.trials import TRIALS
+
+    assert tried == TRIALS.keys() - {"fa3_attention"}  # whose package is seldom there
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "bf16 GEMM"),
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", "bf16 GEMM"),
+        ("scaled_mm_kernel", "8-bit GEMM"),
+        ("rows_kernel", "quantizer"),
+        ("quantize_row_and_column_blocks_kernel", "quantizer"),
+        ("triton_poi_fused_add_mul_1", "compiled"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdam...>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+    ],
+)
+def test_kernels_are_counted_for_what_they_are_for(load: Any, name: str, group: str) -> None:
+    assert load("steps").group_of(name) == group
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["kernels", "linear", "crossover", "fsdp", "1b"])
-def test_a_part_runs_on_a_cpu_and_leaves_its_figures(part: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(SUITE), "--part", part, "--small", "--out", str(tmp_path)]
+def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
+    script = BENCHMARKS / "gpu_first.sh"
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+        "LPTUNE_LOGS": "",
+    }
+    command = ["bash", str(script), "--small", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    for number in (1, 2, 3):
+        content = json.loads((tmp_path / f"call-{number}.json").read_text(encoding="utf-8"))
+        assert content["complete"]
+        for name, part in content["parts"].items():
+            assert part["exit"] == 0, name
+            assert part["results"]["complete"], name
+            assert part["results"]["rows"], name
+            assert not [row for row in part["results"]["rows"] if "failed" in row], name
+
+
+@pytest.mark.slow
+def test_the_part_that_is_in_no_call_runs_too(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), "--part", "fsdp", "--small"]
+    command += ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "exit 0" in done.stdout
-    assert (tmp_path / f"{part}.txt").read_text()
-    if part == "crossover":
-        assert "int8_rowcol" in done.stdout  # a trial writes no figures
-        return
-    rows = json.loads((tmp_path / f"{part}.json").read_text())["rows"]
-    assert rows
-    assert not [row for row in rows if "failed" in row]
+    assert json.loads((tmp_path / "fsdp.json").read_text(encoding="utf-8"))["parts"]["fsdp"]["results"][
+        "rows"
+    ]

@@ -1,6 +1,8 @@
 """Autotuning: what is measured, what is remembered, and that a broken cache costs a measurement only."""
 
+import functools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -138,6 +140,27 @@ def test_under_capture_nothing_is_measured_and_what_was_measured_is_taken(
     cuda = torch.device("cuda")
     assert launch.tuned("k", (SLOW, FAST), clock.run, cuda) == FAST
     assert launch.tuned("l", (SLOW, FAST), clock.run, cuda) == SLOW
+    assert clock.num_measured == 2
+
+
+def test_configurations_are_compiled_together_before_any_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    together, clock, devices = threading.Barrier(3), Clock(), []
+
+    def run(config: Config) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            together.wait(30)  # passes when all three are here at once
+        clock.run(config)
+
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: devices.append("synchronized"))
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    device = torch.device("cuda", 1)
+    tuner = Tuner(tmp_path / "c.json", clock, functools.partial(launch.compile_together, device))
+    assert tuner.choose("k", (SLOW, BROKEN, FAST), run) == FAST
+    assert devices == ["synchronized", device, device, device, "synchronized"]
     assert clock.num_measured == 2
 
 

@@ -1,9 +1,11 @@
 """What the launches ask of a device. On CPU tensors kernels run in Triton's interpreter, for tests."""
 
+import contextlib
 import functools
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -84,7 +86,27 @@ _fitting: dict[str, Any] = {}
 @functools.cache
 def _tuner(device: torch.device) -> Tuner:
     path = cache_path(torch.cuda.get_device_name(device), triton.__version__)
-    return Tuner(path, median_ms)
+    return Tuner(path, median_ms, functools.partial(compile_together, device))
+
+
+def compile_together(device: torch.device, runs: Sequence[Callable[[], object]]) -> None:
+    """Calls all of `runs` at once, a thread each, for what they compile: Triton and ptxas take most of a
+    second for a configuration, on one core.
+
+    What fails here fails again when it is measured. Threads launch on the default stream: inputs must be
+    there before, and nothing may be under way after, whatever the caller's stream is.
+    """
+
+    def call(run: Callable[[], object]) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        with contextlib.suppress(Exception):
+            run()
+
+    torch.cuda.synchronize(device)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here)) as pool:
+        list(pool.map(call, runs))
+    torch.cuda.synchronize(device)
 
 
 def median_ms(run: Callable[[], object]) -> float:

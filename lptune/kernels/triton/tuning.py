@@ -12,6 +12,7 @@ ranks that chose differently, or a resumed run that measured again, still get th
 `LPTUNE_AUTOTUNE=0` takes the first configuration and measures nothing.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -28,11 +29,20 @@ Config = TypeVar("Config", bound=tuple[int, ...])
 
 
 class Tuner:
-    """Choices of one device, measured with `time_s` (of a function without arguments, in any unit)."""
+    """Choices of one device, measured with `time_s` (of a function without arguments, in any unit).
 
-    def __init__(self, path: Path, time_s: Callable[[Callable[[], object]], float]) -> None:
+    prepare: called with all of what is then measured one by one, to compile it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        time_s: Callable[[Callable[[], object]], float],
+        prepare: Callable[[Sequence[Callable[[], object]]], object] = lambda runs: None,
+    ) -> None:
         self._path = path
         self._time_s = time_s
+        self._prepare = prepare
         self._choices: dict[str, list[int]] = _read(path)
         self._can_write = True
 
@@ -50,10 +60,12 @@ class Tuner:
         if known is not None:
             return known
         best, best_time, errors = None, math.inf, []
-        for config in configs:
+        runs = [functools.partial(run, config) for config in configs]
+        self._prepare(runs)
+        for config, each in zip(configs, runs, strict=True):
             try:
                 # A device that lacks the shared memory for a configuration says so here.
-                time = self._time_s(lambda config=config: run(config))  # type: ignore[misc]
+                time = self._time_s(each)
             except Exception as error:
                 errors.append(error)
                 continue
