@@ -5,16 +5,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow faults matrix check bench docs
+.PHONY: help quickstart test test-slow test-oldest test-newest faults matrix check bench gpu-first docs
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make test-oldest  the CPU suite with the oldest torch and Triton, on Python 3.12 (5 GB of packages)"
+	@echo "make test-newest  the same with the newest of everything, from the built wheel (5 GB)"
 	@echo "make faults       kills, failing disks, damaged files, interrupted runs (half an hour)"
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
+	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
 	@echo "make docs         check the links of the documentation"
 
 # Only pyproject.toml and constraints.txt decide what is installed; the source is used in place.
@@ -38,6 +41,33 @@ test: .venv/.installed
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
+
+# As GPU machines are found: Python 3.12, the oldest torch and Triton, no torchao. In a venv of its own.
+PYTHON_OLDEST ?= python3.12
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON_OLDEST) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e . \
+	  pytest pytest-xdist hypothesis transformers accelerate hatchling pyarrow
+	@touch $@
+
+# The kernels' ahead-of-time compilations in full: what this Triton makes of each configuration.
+test-oldest: export OMP_NUM_THREADS := 1
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -m "not slow" -n 2 -p no:cacheprovider
+	.venv-oldest/bin/python -m pytest -m slow -n 2 -p no:cacheprovider tests/kernels/test_triton_aot.py
+
+# What a user gets who installs today: nothing pinned, the wheel and not the source. Made anew each time.
+PYTHON_NEWEST ?= python3.12
+test-newest: export OMP_NUM_THREADS := 1
+test-newest:
+	rm -rf .venv-newest && $(PYTHON_NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet hatchling
+	.venv-newest/bin/python -m hatchling build -t wheel -d .venv-newest/wheel
+	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data]"
+	.venv-newest/bin/python -m pip list
+	LPTUNE_TEST_INSTALLED=1 .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
+	.venv-newest/bin/python -m pytest -m "not slow" -n 2 -p no:cacheprovider
+	.venv-newest/bin/python -m pytest -m slow -n 2 -p no:cacheprovider tests/kernels/test_triton_aot.py
 
 # Minutes each; the suite runs short forms of them.
 faults: export OMP_NUM_THREADS := 1
@@ -67,6 +97,9 @@ check: .venv/.installed
 bench: .venv/.installed
 	@set -e; for name in linear kernels numerics checkpoint; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
+
+gpu-first:
+	bash benchmarks/gpu_first.sh
 
 docs: .venv/.installed
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k links

@@ -40,8 +40,9 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     distributed.materialize(model, world, execution)
     with torch.no_grad():
         for parameter in model.parameters():
+            local = distributed.on_this_rank(parameter)
             # An INT8 weight is filled, any other written in place.
-            (parameter if linear.int8_rows(parameter) else linear.plain_rows(parameter)).normal_(0.0, 0.02)
+            (local if linear.int8_rows(local) else linear.plain_rows(local)).normal_(0.0, 0.02)
     optimizer = training.build_optimizer(model, OptimizerConfig())
     scaling = linear.DelayedScaling(plan, world.device, world.max_)
     linear.PrecomputedScales(model, optimizer)

@@ -280,6 +280,9 @@ def show(table: list[list[str]], markdown: bool) -> None:
 
 
 def main() -> None:
+    from harness import strict_compilation  # benchmarks/harness.py
+
+    strict_compilation()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", action="store_true", help="tables as docs/numerics.md shows them")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face folder")

@@ -34,7 +34,7 @@ import torch
 from harness import Results, device_name, parser, strict_compilation
 from linear import convert_to_torchao  # benchmarks/linear.py
 
-from lptune import checkpoint, linear, models, training
+from lptune import checkpoint, distributed, linear, models, training
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
 from lptune.trials import TRIALS
@@ -159,8 +159,9 @@ def _fill(model: torch.nn.Module, source: object) -> None:
     """Random weights on the device, in the place of reading them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            local = distributed.on_this_rank(parameter)
             # An INT8 weight is filled, any other written in place.
-            rows = parameter if linear.int8_rows(parameter) is not None else linear.plain_rows(parameter)
+            rows = local if linear.int8_rows(local) is not None else linear.plain_rows(local)
             if "norm" in name:
                 rows.fill_(1.0)
             else:
