@@ -59,31 +59,33 @@ def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]
     """
     t, k, n = shape
     x, w, g = random(t, k), random(n, k), random(t, n)
-    turn = kernels.k_major(x.device)
+    transposed = kernels.k_major(x.device)
     if kind == "e4m3 blocks":
-        return _block_gemms(x, w, g, turn)
+        return _block_gemms(x, w, g, transposed)
     fmt = kind.split()[0]
     if kind == "e4m3 tensor":
         x8, w8 = kernels.quantize_tensor(x, fmt), kernels.quantize_tensor(w, fmt)
-        w_turned = kernels.quantize_tensor(w, fmt, transposed=turn).q_MK
-        x_turned = kernels.quantize_tensor(x, fmt, transposed=turn).q_MK
-        g8, g_turned = kernels.quantize_tensor_both_ways(g, fmt)
+        w_transposed = kernels.quantize_tensor(w, fmt, transposed=transposed).q_MK
+        x_transposed = kernels.quantize_tensor(x, fmt, transposed=transposed).q_MK
+        g8, g_transposed = kernels.quantize_tensor_both_ways(g, fmt)
         return {
             "output": _mm(x8.q_MK, w8.q_MK.t(), x8.scale_11, w8.scale_11, 0, "float8_gemm"),
-            "grad_input": _mm(g8.q_MK, w_turned, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
-            "grad_weight": _mm(g_turned.q_MK.t(), x_turned, g8.scale_11, x8.scale_11, 2, "float8_gemm"),
+            "grad_input": _mm(g8.q_MK, w_transposed, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
+            "grad_weight": _mm(
+                g_transposed.q_MK.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"
+            ),
         }
     first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_rowwise_gemm")
     x_rows, w_rows = kernels.quantize_rows(x, fmt), kernels.quantize_rows(w, fmt)
-    w_turned = kernels.quantize_rows(w, fmt, transposed=turn).q_MK
-    x_columns = kernels.quantize_columns(x, fmt, transposed=turn)
+    w_transposed = kernels.quantize_rows(w, fmt, transposed=transposed).q_MK
+    x_columns = kernels.quantize_columns(x, fmt, transposed=transposed)
     g_rows, g_columns = kernels.quantize_rows_and_columns(
-        g, fmt, multiplier_1K=w_rows.scale_M1.t(), transposed=turn
+        g, fmt, multiplier_1K=w_rows.scale_M1.t(), transposed=transposed
     )
     gw_scales = (g_columns.scale_1K.t(), x_columns.scale_1K)
     return {
         "output": _mm(x_rows.q_MK, w_rows.q_MK.t(), x_rows.scale_M1, w_rows.scale_M1.t(), 0, first),
-        "grad_input": _mm(g_rows.q_MK, w_turned, g_rows.scale_M1, None, 1, other),
+        "grad_input": _mm(g_rows.q_MK, w_transposed, g_rows.scale_M1, None, 1, other),
         "grad_weight": _mm(g_columns.q_MK.t(), x_columns.q_MK, *gw_scales, 2, other),
     }
 
@@ -92,12 +94,12 @@ def _mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int, operation: str) -
     return lambda: kernels.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, _LAYER, gemm), operation
 
 
-def _block_gemms(x: Any, w: Any, g: Any, turn: bool) -> dict[str, tuple[Call, str]]:
+def _block_gemms(x: Any, w: Any, g: Any, transposed: bool) -> dict[str, tuple[Call, str]]:
     x8 = kernels.quantize_blocks(x, (1, 128), "e4m3")
     w8 = kernels.quantize_blocks(w, (128, 128), "e4m3")
-    w_turned = kernels.quantize_blocks(w, (128, 128), "e4m3", transposed=turn).q_MK
-    x_columns = kernels.quantize_blocks(x, (128, 1), "e4m3", transposed=turn)
-    g_rows, g_columns = kernels.quantize_row_and_column_blocks(g, 128, "e4m3", transposed=turn)
+    w_transposed = kernels.quantize_blocks(w, (128, 128), "e4m3", transposed=transposed).q_MK
+    x_columns = kernels.quantize_blocks(x, (128, 1), "e4m3", transposed=transposed)
+    g_rows, g_columns = kernels.quantize_row_and_column_blocks(g, 128, "e4m3", transposed=transposed)
 
     def mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int) -> tuple[Call, str]:
         arguments = (a, b, scale_a, scale_b, 128, torch.bfloat16, _LAYER, gemm)
@@ -105,7 +107,7 @@ def _block_gemms(x: Any, w: Any, g: Any, turn: bool) -> dict[str, tuple[Call, st
 
     return {
         "output": mm(x8.q_MK, w8.q_MK.t(), x8.scale, w8.scale.t(), 0),
-        "grad_input": mm(g_rows.q_MK, w_turned, g_rows.scale, w8.scale, 1),
+        "grad_input": mm(g_rows.q_MK, w_transposed, g_rows.scale, w8.scale, 1),
         "grad_weight": mm(g_columns.q_MK.t(), x_columns.q_MK, g_columns.scale.t(), x_columns.scale, 2),
     }
 
@@ -180,32 +182,34 @@ def time_configs(shape: tuple[int, int, int], results: Results) -> None:
 
 
 def quantizers(fmt: str, x: torch.Tensor) -> dict[str, tuple[Call, int]]:
-    """(call, bytes it has to move) of each quantizer of a matrix; `turned` beside what saves it."""
+    """(call, bytes it has to move) of each quantizer of a matrix; `transposed` beside what saves it."""
     m, k = x.shape
-    multiplier, turn = torch.rand(1, k, device=x.device), kernels.k_major(x.device)
+    multiplier, transposed = torch.rand(1, k, device=x.device), kernels.k_major(x.device)
     q = kernels.quantize_tensor(x, fmt).q_MK
     once, both = 3 * m * k, 4 * m * k
     made: dict[str, tuple[Call, int]] = {
         "rows": (lambda: kernels.quantize_rows(x, fmt), once),
         "rows, folded": (lambda: kernels.quantize_rows(x, fmt, multiplier_1K=multiplier), once),
-        "columns, turned": (lambda: kernels.quantize_columns(x, fmt, transposed=turn), once),
-        "rows folded and columns turned": (
-            lambda: kernels.quantize_rows_and_columns(x, fmt, multiplier_1K=multiplier, transposed=turn),
+        "columns, transposed": (lambda: kernels.quantize_columns(x, fmt, transposed=transposed), once),
+        "rows folded and columns transposed": (
+            lambda: kernels.quantize_rows_and_columns(
+                x, fmt, multiplier_1K=multiplier, transposed=transposed
+            ),
             both,
         ),
         "tensor": (lambda: kernels.quantize_tensor(x, fmt), once),
         "tensor, both ways": (lambda: kernels.quantize_tensor_both_ways(x, fmt), both),
-        "torch's turning copy of 8 bits": (lambda: kernels.turned(q), 2 * m * k),
+        "torch's transposing copy of 8 bits": (lambda: kernels.transposed_copy(q), 2 * m * k),
     }
     if fmt == "e4m3":
         made |= {
             "blocks 1 x 128": (lambda: kernels.quantize_blocks(x, (1, 128), fmt), once),
-            "blocks 128 x 128, turned": (
-                lambda: kernels.quantize_blocks(x, (128, 128), fmt, transposed=turn),
+            "blocks 128 x 128, transposed": (
+                lambda: kernels.quantize_blocks(x, (128, 128), fmt, transposed=transposed),
                 once,
             ),
-            "blocks by rows and by columns turned": (
-                lambda: kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=turn),
+            "blocks by rows and by columns transposed": (
+                lambda: kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=transposed),
                 both,
             ),
         }

@@ -26,7 +26,7 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
     quantize_tensor_both_ways,
-    turned,
+    transposed_copy,
 )
 from lptune.kernels.record import (
     GEMMS,
@@ -96,7 +96,7 @@ __all__ = [
     "requested_backend",
     "scaled_mm",
     "set_layer_amaxes",
-    "turned",
+    "transposed_copy",
     "type_of",
     "weight_only_mm",
 ]

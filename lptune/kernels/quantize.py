@@ -88,8 +88,8 @@ def quantize_tensor_both_ways(
     x_MK: Tensor, fmt: str, *, power_of_two: bool = False
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`numerics.quantize_tensor(x_MK)`, stored row by row and stored column by column."""
-    q, turned, scale = _quantize_tensor_both_ways(x_MK, fmt, power_of_two)
-    return QuantizedTensor(q, scale), QuantizedTensor(turned, scale)
+    by_rows, by_columns, scale = _quantize_tensor_both_ways(x_MK, fmt, power_of_two)
+    return QuantizedTensor(by_rows, scale), QuantizedTensor(by_columns, scale)
 
 
 def quantize_blocks(
@@ -116,22 +116,24 @@ def quantize_row_and_column_blocks(
 
     transposed: of the second; the first is always stored row by row.
     """
-    q, scale, turned, turned_scale = _quantize_row_and_column_blocks(x_MK, size, fmt, False, transposed)
-    return QuantizedBlocks(q, scale), QuantizedBlocks(turned, turned_scale)
+    row_q, row_scale, column_q, column_scale = _quantize_row_and_column_blocks(
+        x_MK, size, fmt, False, transposed
+    )
+    return QuantizedBlocks(row_q, row_scale), QuantizedBlocks(column_q, column_scale)
 
 
 def quantize_mx_rows_and_columns(
     x_MK: Tensor, fmt: str, *, transposed: bool = False
 ) -> tuple[QuantizedMX, QuantizedMX]:
     """`quantize_mx` along dim 1 and along dim 0; `transposed` as for `quantize_row_and_column_blocks`."""
-    q, scale, turned, turned_scale = _quantize_row_and_column_blocks(
+    row_q, row_scale, column_q, column_scale = _quantize_row_and_column_blocks(
         x_MK, numerics.MX_BLOCK, fmt, True, transposed
     )
-    return QuantizedMX(q, scale), QuantizedMX(turned, turned_scale)
+    return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
 
 
-def turned(q_MK: Tensor) -> Tensor:
-    """`q_MK` stored column by column: a copy, where what is stored row by row was not quantized here."""
+def transposed_copy(q_MK: Tensor) -> Tensor:
+    """`q_MK` stored column by column: for values that were quantized elsewhere, and stored row by row."""
     return q_MK.t().contiguous().t()
 
 
@@ -221,8 +223,8 @@ def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: boo
 @torch.library.custom_op("lptune::quantize_tensor_both_ways", mutates_args=())
 def _quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     if choose_backend("quantize", x_MK.device.type) == "triton":
-        q, turned, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
-        return q, turned, scale
+        q, by_columns, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
+        return q, by_columns, scale
     q, scale = _quantize_tensor(x_MK, fmt, power_of_two, False)
     return q, q.t().clone(memory_format=torch.contiguous_format).t(), scale
 
@@ -254,10 +256,10 @@ def _quantize_row_and_column_blocks(
     x_MK: Tensor, size: int, fmt: str, mx: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile((1, size)):
-        q, scale, turned, turned_scale = triton_kernels().quantize_row_and_column_blocks(
+        row_q, row_scale, column_q, column_scale = triton_kernels().quantize_row_and_column_blocks(
             x_MK, size, fmt, mx, transposed
         )
-        return q, scale, turned, turned_scale
+        return row_q, row_scale, column_q, column_scale
     if mx:
         return *_quantize_mx(x_MK, 1, fmt, False), *_quantize_mx(x_MK, 0, fmt, transposed)
     rows = _quantize_blocks(x_MK, 1, size, fmt, False, False)

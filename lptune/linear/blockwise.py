@@ -24,7 +24,7 @@ from lptune.kernels import (
     quantize_mx,
     quantize_mx_rows_and_columns,
     quantize_row_and_column_blocks,
-    turned,
+    transposed_copy,
 )
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
@@ -64,22 +64,22 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
     (x_TK,) = saved
-    dtype, size, turn = g_TN.dtype, _SIZES[spec.scaling], k_major(g_TN.device)
+    dtype, size, transposed = g_TN.dtype, _SIZES[spec.scaling], k_major(g_TN.device)
     low_input = needs_grad_input and spec.grad_input != "high"
     low_weight = needs_grad_weight and spec.grad_weight != "high"
-    g_rows, g_columns = _gradient(spec, g_TN, low_input, low_weight, turn)
+    g_rows, g_columns = _gradient(spec, g_TN, low_input, low_weight, transposed)
     gx_TK, gw_NK = None, None
     if needs_grad_input and g_rows is None:
         gx_TK = g_TN @ _high_weight(spec, w_NK, dtype)
     elif g_rows is not None:
-        g, w = g_rows, _quantize_weight(spec, w_NK, 0, turn)
+        g, w = g_rows, _quantize_weight(spec, w_NK, 0, transposed)
         gx_TK = block_scaled_mm(
             g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
         )
     if needs_grad_weight and g_columns is None:
         gw_NK = g_TN.t() @ x_TK
     elif g_columns is not None:
-        g, x = g_columns, _quantize(spec, x_TK, 0, spec.fmt, turn)
+        g, x = g_columns, _quantize(spec, x_TK, 0, spec.fmt, transposed)
         gw_NK = block_scaled_mm(
             g.q_MK.t(), x.q_MK, g.scale.t(), x.scale, size, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
         )
@@ -87,16 +87,16 @@ def backward(
 
 
 def _gradient(
-    spec: LinearSpec, g_TN: Tensor, for_input: bool, for_weight: bool, turn: bool
+    spec: LinearSpec, g_TN: Tensor, for_input: bool, for_weight: bool, transposed: bool
 ) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
     """g in blocks along N, for grad_input, and along T, for grad_weight; None where it is not wanted."""
     if not (for_input and for_weight):
         rows = _quantize(spec, g_TN, 1, spec.grad_fmt) if for_input else None
-        return rows, _quantize(spec, g_TN, 0, spec.grad_fmt, turn) if for_weight else None
+        return rows, _quantize(spec, g_TN, 0, spec.grad_fmt, transposed) if for_weight else None
     if spec.scaling == "mx":
-        both = quantize_mx_rows_and_columns(g_TN, spec.grad_fmt, transposed=turn)
+        both = quantize_mx_rows_and_columns(g_TN, spec.grad_fmt, transposed=transposed)
         return QuantizedBlocks(*both[0]), QuantizedBlocks(*both[1])
-    return quantize_row_and_column_blocks(g_TN, _SIZES[spec.scaling], spec.grad_fmt, transposed=turn)
+    return quantize_row_and_column_blocks(g_TN, _SIZES[spec.scaling], spec.grad_fmt, transposed=transposed)
 
 
 def _quantize(
@@ -120,7 +120,7 @@ def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quantize_weight(spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
     if isinstance(w_NK, GatheredWeight):
-        return QuantizedBlocks(turned(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
+        return QuantizedBlocks(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
     if spec.scaling == "mx":
         return _quantize(spec, w_NK, dim, spec.fmt, transposed)
     size = _SIZES[spec.scaling]

@@ -33,7 +33,7 @@ from lptune.kernels import (
     quantize_rows_and_columns,
     quantize_rows_stochastic,
     scaled_mm,
-    turned,
+    transposed_copy,
 )
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
@@ -79,11 +79,11 @@ def backward(
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
-    turn = k_major(g_TN.device)
+    transposed = k_major(g_TN.device)
     w_rows = None
     if needs_grad_input and spec.grad_input in ("folded", "requantized"):
-        turn_w = turn and spec.grad_input == "folded"
-        w_rows = _weight_rows(spec, w_NK, turn_w)
+        transposed_w = transposed and spec.grad_input == "folded"
+        w_rows = _weight_rows(spec, w_NK, transposed_w)
     multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
 
     g_rows: QuantizedRows | None = None
@@ -101,12 +101,18 @@ def backward(
             )
     elif wants_rows and wants_columns:
         g_rows, g_columns = quantize_rows_and_columns(
-            g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two, transposed=turn
+            g_TN,
+            spec.grad_fmt,
+            multiplier_1K=multiplier,
+            power_of_two=spec.power_of_two,
+            transposed=transposed,
         )
     elif wants_rows:
         g_rows = quantize_rows(g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two)
     elif wants_columns:
-        g_columns = quantize_columns(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=turn)
+        g_columns = quantize_columns(
+            g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=transposed
+        )
 
     gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
     gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs_grad_weight else None
@@ -122,7 +128,7 @@ def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> Qu
     """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
     if not isinstance(w_NK, GatheredWeight):
         return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
-    return QuantizedRows(turned(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
+    return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
 
 
 def _grad_input(
@@ -156,7 +162,7 @@ def _grad_weight(
     saved: tuple[Tensor, ...],
     layer: Tensor,
 ) -> Tensor:
-    dtype, turn = g_TN.dtype, k_major(g_TN.device)
+    dtype, transposed = g_TN.dtype, k_major(g_TN.device)
     if spec.grad_weight == "high":
         return g_TN.t() @ saved[0]
     if spec.grad_weight == "folded":
@@ -171,15 +177,15 @@ def _grad_weight(
                 spec.grad_fmt,
                 multiplier_M1=x_scale_T1,
                 power_of_two=spec.power_of_two,
-                transposed=turn,
+                transposed=transposed,
             )
-        xq_TK, x_scale_1K = turned(xq_TK) if turn else xq_TK, None
+        xq_TK, x_scale_1K = transposed_copy(xq_TK) if transposed else xq_TK, None
     else:
         xq_TK, x_scale_1K = quantize_columns(
-            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=turn
+            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
         )
     assert g is not None
-    gq_TN = turned(g.q_MK) if turn and spec.stochastic else g.q_MK
+    gq_TN = transposed_copy(g.q_MK) if transposed and spec.stochastic else g.q_MK
     return scaled_mm(
         gq_TN.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )

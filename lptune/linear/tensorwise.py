@@ -28,7 +28,7 @@ from lptune.kernels import (
     quantize_tensor_both_ways,
     quantize_tensor_stochastic,
     scaled_mm,
-    turned,
+    transposed_copy,
 )
 from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.spec import LinearSpec
@@ -68,24 +68,24 @@ def backward(
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
-    dtype, turn, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
+    dtype, transposed, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
     low_input = needs_grad_input and spec.grad_input != "high"
     low_weight = needs_grad_weight and spec.grad_weight != "high"
-    g, g_turned = _gradient(spec, g_TN, layer, low_input, low_weight, turn)
+    g, g_transposed = _gradient(spec, g_TN, layer, low_input, low_weight, transposed)
     if needs_grad_input:
         if g is None:
             gx_TK = g_TN @ _high_weight(spec, w_NK, layer, dtype)
         else:
-            w = _quantize(spec, w_NK, layer, "w", turn)
+            w = _quantize(spec, w_NK, layer, "w", transposed)
             gx_TK = scaled_mm(
                 g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
     if needs_grad_weight:
-        if g_turned is None:
+        if g_transposed is None:
             gw_NK = g_TN.t() @ saved[0]
         else:
-            x = _saved(spec, saved, layer, turn)
-            g_NT, scale_11 = g_turned.q_MK.t(), g_turned.scale_11
+            x = _saved(spec, saved, layer, transposed)
+            g_NT, scale_11 = g_transposed.q_MK.t(), g_transposed.scale_11
             gw_NK = scaled_mm(
                 g_NT, x.q_MK, scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
             )
@@ -93,24 +93,24 @@ def backward(
 
 
 def _gradient(
-    spec: LinearSpec, g_TN: Tensor, layer: Tensor, for_input: bool, for_weight: bool, turn: bool
+    spec: LinearSpec, g_TN: Tensor, layer: Tensor, for_input: bool, for_weight: bool, transposed: bool
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """g as grad_input multiplies it, row by row, and as grad_weight does; None where it is not wanted."""
-    if turn and for_input and for_weight and spec.scaling != "delayed" and not spec.stochastic:
+    if transposed and for_input and for_weight and spec.scaling != "delayed" and not spec.stochastic:
         return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
-    if turn and for_weight and not for_input:
-        return None, _quantize(spec, g_TN, layer, "g", turn)
+    if transposed and for_weight and not for_input:
+        return None, _quantize(spec, g_TN, layer, "g", transposed)
     g = _quantize(spec, g_TN, layer, "g") if for_input or for_weight else None
-    g_turned = g._replace(q_MK=turned(g.q_MK)) if g and turn and for_weight else g
-    return g if for_input else None, g_turned if for_weight else None
+    g_transposed = g._replace(q_MK=transposed_copy(g.q_MK)) if g and transposed and for_weight else g
+    return g if for_input else None, g_transposed if for_weight else None
 
 
-def _saved(spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, turn: bool) -> QuantizedTensor:
+def _saved(spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, transposed: bool) -> QuantizedTensor:
     """x as grad_weight multiplies it."""
     if len(saved) == 1:
-        return _quantize(spec, saved[0], layer, "x", turn)
+        return _quantize(spec, saved[0], layer, "x", transposed)
     q_TK, scale_11 = saved
-    return QuantizedTensor(turned(q_TK) if turn else q_TK, scale_11)
+    return QuantizedTensor(transposed_copy(q_TK) if transposed else q_TK, scale_11)
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,11 +122,11 @@ def _quantize(
     spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool = False
 ) -> QuantizedTensor:
     if isinstance(tensor, GatheredWeight):
-        return QuantizedTensor(turned(tensor.q_NK) if transposed else tensor.q_NK, tensor.scale)
+        return QuantizedTensor(transposed_copy(tensor.q_NK) if transposed else tensor.q_NK, tensor.scale)
     fmt = spec.grad_fmt if operand == "g" else spec.fmt
     if spec.scaling == "delayed":
         return quantize_delayed(tensor, fmt, layer, operand, transposed=transposed)
     if spec.stochastic and operand == "g":
         rounded = quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
-        return rounded._replace(q_MK=turned(rounded.q_MK)) if transposed else rounded
+        return rounded._replace(q_MK=transposed_copy(rounded.q_MK)) if transposed else rounded
     return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two, transposed=transposed)

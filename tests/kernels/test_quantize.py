@@ -86,20 +86,20 @@ QUANTIZERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_transposed_changes_the_strides_and_nothing_else(name: str) -> None:
     x = _matrix((20, 36), torch.bfloat16)
-    plain, turned = QUANTIZERS[name](x, "int8"), QUANTIZERS[name](x, "int8", transposed=True)
-    _assert_equal(turned, plain)
+    plain, by_columns = QUANTIZERS[name](x, "int8"), QUANTIZERS[name](x, "int8", transposed=True)
+    _assert_equal(by_columns, plain)
     assert plain[0].is_contiguous()
-    assert turned[0].t().is_contiguous()
+    assert by_columns[0].t().is_contiguous()
 
 
 @pytest.mark.parametrize("fmt", list(FORMATS))
 def test_what_backward_wants_twice_comes_in_one_call(fmt: str) -> None:
     x, form = _matrix((70, 300), torch.bfloat16), FORMATS[fmt]
-    plain, turned = kernels.quantize_tensor_both_ways(x, fmt)
-    for ours in (plain, turned):
+    plain, by_columns = kernels.quantize_tensor_both_ways(x, fmt)
+    for ours in (plain, by_columns):
         _assert_equal(ours, numerics.quantize_tensor(x, form))
     assert plain.q_MK.is_contiguous()
-    assert turned.q_MK.t().is_contiguous()
+    assert by_columns.q_MK.t().is_contiguous()
     for transposed in (False, True):
         rows, columns = kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=transposed)
         mx_rows, mx_columns = kernels.quantize_mx_rows_and_columns(x, "e4m3", transposed=transposed)

@@ -87,11 +87,11 @@ def _check_all(x: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> Non
     once = quantize.quantize_tensor(on_device, fmt, power_of_two, transposed)
     _agree(once, tensor)
     assert (once[0].t() if transposed else once[0]).is_contiguous()
-    plain, turned, scale = quantize.quantize_tensor_both_ways(on_device, fmt, power_of_two)
-    for q in (plain, turned.t()):
+    plain, by_columns, scale = quantize.quantize_tensor_both_ways(on_device, fmt, power_of_two)
+    for q in (plain, by_columns.t()):
         assert q.is_contiguous()
     _agree((plain, scale), tensor)
-    _agree((turned, scale), tensor)
+    _agree((by_columns, scale), tensor)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -278,8 +278,8 @@ def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool
 
 def quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`lptune::quantize_tensor_both_ways`: reads x twice, for both."""
-    q, scale, turned, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, True, twice=True)
-    return q, turned, scale
+    q, scale, by_columns, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, True, twice=True)
+    return q, by_columns, scale
 
 
 def _in_two_phases(
