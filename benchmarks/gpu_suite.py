@@ -59,8 +59,10 @@ LIMITS_S = {
 LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
 VARIANTS = (
     "int8_rowcol",
-    "int8_rowcol + cudnn_attention",
     "int8_rowcol + large_loss_chunks",
+    # cuDNN takes rows of one document only: its pair is not packed, either.
+    "int8_rowcol + data.packing=false",
+    "int8_rowcol + data.packing=false + cudnn_attention",
     "float8_rowwise",
     "float8_rowwise + cublaslt_rowwise",
     "int8_rowcol + grouped_varlen",
@@ -167,7 +169,9 @@ class Call:
     """The parts of a call, their results in one JSON file and their output in one log."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
+        """An earlier call's files of this name are renamed, not overwritten."""
         self.json_file, self.log = args.out / f"{name}.json", args.out / f"{name}.txt"
+        _keep_earlier(self.json_file, self.log)
         self.content: dict[str, Any] = {"complete": False, "parts": {}}
         self._args, self._lock = args, threading.Lock()
         self._log_file = self.log.open("w", encoding="utf-8")
@@ -253,6 +257,20 @@ class Call:
         partial.replace(self.json_file)
 
 
+def _keep_earlier(*files: Path) -> None:
+    """call-1.json becomes call-1.before-1.json (or -2, -3 …), and call-1.txt likewise."""
+
+    def earlier(file: Path) -> Path:
+        return file.with_name(f"{file.stem}.before-{number}{file.suffix}")
+
+    number = 1
+    while any(earlier(file).exists() for file in files):
+        number += 1
+    for file in files:
+        if file.exists():
+            file.rename(earlier(file))
+
+
 def end_group(process: "subprocess.Popen[str]") -> None:
     """Ends a process and everything that it started in its group: politely, then not."""
     for sent, wait_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
@@ -304,6 +322,8 @@ def main() -> int:
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.data is None):
         parser.error("--checkpoint and --data go together")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the part on the device ends, too
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     started = time.monotonic()
     for name in ("out", "work", "checkpoint", "data"):
         path = getattr(args, name)

@@ -270,11 +270,15 @@ def one(label: str, common: list[str], work: Path, timeout_s: float, profiled: b
     row["num_steps"] = len(steps)
     if folder.with_suffix(".json").exists():
         row["profile"] = _json(folder.with_suffix(".json"))
+    said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+    attention = re.search(r"attention by (\w+)", said)
+    row["attention"] = attention and attention[1]
     if not finished:
         row["failed"] = f"not finished after {timeout_s:.0f} s"
     elif process.exitcode:
-        said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
         row["failed"] = f"exit {process.exitcode}: {said[-600:]}"
+    elif "cudnn_attention" in label and torch.cuda.is_available() and row["attention"] != "cudnn":
+        row["failed"] = f"asked for attention by cudnn, ran with {row['attention']}"
     return row
 
 

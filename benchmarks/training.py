@@ -6,12 +6,13 @@
 Every run is `lptune run full_finetune` in a process of its own. A seed decides the order of rows and which
 are held out, so a variant is compared with bf16 at the same seed; the table gives the mean difference of the
 final held-out losses over seeds and its standard deviation. Without a checkpoint a small random one learns
-the built-in data. What the device has no GEMM for is emulated. Runs that stand in OUT already are not
-repeated.
+the built-in data. What the device has no GEMM for is emulated. A run that OUT holds already is not repeated:
+the same command, with the same checkpoint and data (files of the same sizes and dates).
 """
 
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from typing import Any
 
 from harness import Results, parser
 
+IDENTITY = "benchmark.json"
+"""In a run's folder: the command, and the files that it read."""
 VARIANTS: dict[str, list[str]] = {
     "none": [],
     "int8_rowcol": ["kind=int8_rowcol"],
@@ -44,20 +47,39 @@ VARIANTS: dict[str, list[str]] = {
 def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float, float]:
     """(held-out loss before, after) of one run; NaN where it failed."""
     folder = args.out / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+    command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
+    command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
+    command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}"]
+    command += [f"precision.{key}" for key in VARIANTS[name]]
+    command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
+    identity = {"command": command[3:], "files": [*_files(args.checkpoint), *_files(args.data)]}
+    if _earlier(folder) != identity:
+        shutil.rmtree(folder, ignore_errors=True)  # its losses would be taken for this run's
     losses = _eval_losses(folder)
     if args.num_steps not in losses:
-        precision = [f"precision.{key}" for key in VARIANTS[name]]
-        command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
-        command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
-        command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}", *precision]
-        command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
         done = _run(command, timeout_s)
         if "precision.emulate=true" in done.stderr:  # it says so where the device lacks the GEMM
             done = _run([*command, "precision.emulate=true"], timeout_s)
         if done.returncode:
             print(f"{name}, seed {seed}: exit {done.returncode}: {done.stderr.strip()[-200:]}", flush=True)
+        if folder.exists():
+            (folder / IDENTITY).write_text(json.dumps(identity), encoding="utf-8")
         losses = _eval_losses(folder)
     return losses.get(0, math.nan), losses.get(args.num_steps, math.nan)
+
+
+def _files(path: str | Path) -> list[list[Any]]:
+    """[name, size, date] of a file, or of the files of a folder; none of a name such as `builtin`."""
+    path = Path(path)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    return [[str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _earlier(folder: Path) -> Any:
+    try:
+        return json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _run(command: list[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":

@@ -170,18 +170,18 @@ def main(cfg: FinetuneConfig) -> None:
                     )
                     raise SystemExit(143)
 
-        # --- Result.
-        if held_out is not None:
-            show_samples(model, tokenizer, held_out, cfg, world, "after training")
-        if not cfg.export.enabled:
+        # --- Result. The export comes before the samples, whose memory can run out.
+        if cfg.export.enabled:
+            assert last_saved is not None  # the last step's, or the one that this run continues
+            checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
+            if world.is_main:
+                run.write_exported_step(step)
+            world.print(f"export: {run.export} (read back and compared with {last_saved})")
+        else:
             newest = f"the newest checkpoint is {last_saved}" if last_saved else "there is no checkpoint"
             world.print(f"no export (export.enabled: false); {newest}")
-            return
-        assert last_saved is not None  # the last step's, or the one that this run continues
-        checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
-        if world.is_main:
-            run.write_exported_step(step)
-        world.print(f"export: {run.export} (read back and compared with {last_saved})")
+        if held_out is not None:
+            show_samples(model, tokenizer, held_out, cfg, world, "after training")
 
 
 def forward_backward(

@@ -152,6 +152,89 @@ def test_a_call_that_is_killed_leaves_what_was_finished(tmp_path: Path) -> None:
     assert parts["slow"]["results"]["rows"] == [1]
 
 
+def test_sigterm_ends_the_part_that_is_on_the_device(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import gpu_suite as suite\n"
+        f"PART = {PART!r}\n"
+        "def part(name, args, path, minutes):\n"
+        "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
+        "suite.part, suite.CALLS, suite._has_gpu = part, {1: ('tests',)}, lambda: True\n"
+        "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
+        "sys.exit(suite.main())\n"
+    )
+    command = [sys.executable, "-c", code, str(BENCHMARKS), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    try:
+        while not (tmp_path / "tests.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [line for line in _left_of(str(tmp_path / "tests.json")) if int(line) != process.pid]
+        assert left
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert not _left_of(str(tmp_path / "tests.json"))
+    finally:
+        process.kill()
+        process.wait()
+        for line in _left_of(str(tmp_path)):
+            os.killpg(int(line), signal.SIGKILL)
+
+
+def test_results_of_an_earlier_call_are_kept(load: Any, tmp_path: Path) -> None:
+    suite = load("gpu_suite")
+    args = argparse.Namespace(out=tmp_path, work=tmp_path, small=True)
+    for number in range(3):
+        call = suite.Call("call-1", args)
+        call.say(f"call number {number}")
+        call.finish()
+    said = {path.name: path.read_text(encoding="utf-8").splitlines()[0] for path in tmp_path.glob("*.txt")}
+    assert said == {
+        "call-1.before-1.txt": "call number 0",
+        "call-1.before-2.txt": "call number 1",
+        "call-1.txt": "call number 2",
+    }
+    assert len(list(tmp_path.glob("call-1*.json"))) == 3
+
+
+def test_losses_of_another_checkpoint_are_not_taken_for_this_ones(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = load("training")
+    runs: list[list[str]] = []
+
+    def run(command: list[str], timeout_s: float) -> Any:
+        runs.append(command)
+        folder = tmp_path / "none-seed0"
+        folder.mkdir(exist_ok=True)
+        rows = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": 1.0 / len(runs)}]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(training, "_run", run)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}", encoding="utf-8")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name, encoding="utf-8")
+
+    def final(checkpoint: str, *override: str) -> float:
+        args = argparse.Namespace(
+            checkpoint=tmp_path / checkpoint,
+            data=data,
+            config="llama3_2/1b",
+            num_steps=4,
+            out=tmp_path,
+            override=list(override),
+        )
+        return float(training.final_loss("none", 0, args, 60.0)[1])
+
+    assert [final("a"), final("a")] == [1.0, 1.0]
+    assert [final("b"), final("b")] == [1 / 2, 1 / 2]
+    assert final("b", "optimizer.lr=1e-4") == 1 / 3
+    data.write_text("{} ", encoding="utf-8")
+    assert final("b", "optimizer.lr=1e-4") == 1 / 4
+
+
 def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Any, tmp_path: Path) -> None:
     from lptune import checkpoint, models
 

@@ -250,6 +250,20 @@ def test_a_trial_run_leaves_no_weights_behind(run_recipe: Run, tmp_path: Path) -
     assert [path.name for path in (run / "checkpoints").iterdir()] == [newest.name]
 
 
+def test_samples_that_run_out_of_memory_do_not_cost_the_export(run_recipe: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "my_recipe.py"
+    copy.write_text(
+        Path("recipes/full_finetune.py").read_text(encoding="utf-8")
+        + "\n\ndef show_samples(*args):\n    if args[-1] == 'after training':\n"
+        "        raise torch.OutOfMemoryError('out of memory')\n",
+        encoding="utf-8",
+    )
+    done = run_recipe("num_steps=1", "data.eval_fraction=0.1", recipe=str(copy), code=1)
+    assert "OutOfMemoryError" in done.stderr
+    assert "export: " in done.stdout
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
 def test_a_run_without_an_export_is_finished_and_exports_when_asked(run_recipe: Run, tmp_path: Path) -> None:
     run_recipe("num_steps=2", "export.enabled=false")
     assert not (tmp_path / "run" / "export").exists()
