@@ -22,10 +22,11 @@ spec says; `least` is four deviations below, without what the compute dtype adds
 
 Independence is an assumption, and what repeats is rounded alike. Where whole rows do, as the same token's do
 before the first attention, they are counted as one: without that grad_weight of the first q, k and v of a
-trained Llama is up to 1.5 times the bound. (Stochastic rounding would round them independently.) Where single
-values do, errors still need not average out: the
--1 + p that every token's gradient holds at its label, in the head of a model, or all the other p while the
-model knows nothing yet. What half a step allows at most is sqrt(3) times the noise assumed here.
+trained Llama is up to 1.5 times the bound. (Stochastic rounding would round them independently.) Values that
+lie on a grid as coarse as the format's own err less than predicted. Where single values repeat, errors need
+not average out: the -1 + p that every token's gradient holds at its label, in the head of a model, or all the
+other p while the model knows nothing yet. What half a step allows at most is sqrt(3) times the noise assumed
+here.
 """
 
 import math
@@ -42,8 +43,8 @@ from lptune.numerics import (
     dequantize,
     dequantize_blocks,
     expand_blocks,
-    quantization_step,
     quantize_blocks,
+    quantize_columns,
     quantize_rows,
     rounding_noise,
 )
@@ -221,20 +222,16 @@ def _inverse(scale_M1: Tensor) -> Tensor:
 
 
 def _requantized(spec: LinearSpec, w_NK: Tensor) -> _Operand:
-    """W quantized by row, dequantized and quantized by column: the noise of both roundings."""
-    fmt = FORMATS[spec.fmt]
-    w = _quantized(spec, w_NK, _ROW, spec.fmt)
+    """W quantized by row, dequantized and quantized by column.
+
+    The first rounding is noise. The second is a known error: it starts from 8-bit values and scales, and
+    where scales of rows and columns are alike, or both powers of two, it rounds much less than a step.
+    """
+    fmt, w = FORMATS[spec.fmt], _weight(spec, w_NK)
     rows = dequantize(quantize_rows(w_NK, fmt, power_of_two=spec.power_of_two), w_NK.dtype)
-    if not spec.power_of_two:
-        return w.plus(_cast(spec, w_NK)).plus(rounding_noise(rows, _block(spec, rows, _COLUMN), fmt))
-    # Scales that are powers of two make nested grids: a number of the finer one lies on the coarser or evenly
-    # between its points. With m points to a step the mean square is step**2 / 12 * (1 + 2 / m**2), for m = 1
-    # it is 0.
-    first = quantization_step(rows, _block(spec, rows, _ROW), fmt, power_of_two=True)
-    second = quantization_step(rows, _block(spec, rows, _COLUMN), fmt, power_of_two=True)
-    nested = second.square() / 12 * (1 + 2 * (first / second).square())
-    again = torch.where((second > first) & (rows != 0), nested, 0.0)
-    return w.plus(Noise(torch.zeros_like(again), again))
+    again = quantize_columns(rows, fmt, power_of_two=spec.power_of_two)
+    twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
+    return w.plus(_cast(spec, w_NK)).plus(_known(twice - rows.to(torch.float64)))
 
 
 def _cast(spec: LinearSpec, w_NK: Tensor) -> Noise:
@@ -245,5 +242,9 @@ def _cast(spec: LinearSpec, w_NK: Tensor) -> Noise:
     quantized = quantize_blocks(w_NK, block, FORMATS[spec.fmt], power_of_two=spec.power_of_two)
     q_NK, scale_NK = quantized.q_MK, expand_blocks(quantized.scale, block, (w_NK.shape[0], w_NK.shape[1]))
     exact = q_NK.to(torch.float64) * scale_NK.to(torch.float64)
-    mean = dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - exact
+    return _known(dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - exact)
+
+
+def _known(mean: Tensor) -> Noise:
+    """An error that is known element by element."""
     return Noise(mean, torch.zeros_like(mean))
