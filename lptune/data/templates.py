@@ -23,7 +23,7 @@ import jinja2.ext
 
 from lptune.config import UserError
 from lptune.data.errors import RowError
-from lptune.data.sandbox import Sandbox, TooMuchWorkError, Work
+from lptune.data.sandbox import Sandbox, TooMuchWorkError
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 """A rendering longer than this is a runaway template, not a conversation."""
@@ -73,7 +73,7 @@ class ChatTemplate:
                     f"{where}: has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
                 )
             try:
-                self._compiled[name] = environment.from_string(source)
+                self._compiled[name] = environment.from_string(environment.counted(source))
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(
                     f"{where}: line {error.lineno}: not a jinja template: {error.message}"
@@ -111,7 +111,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         pieces, length = [], 0
-        self._environment.work = Work()
+        self._environment.start()
         try:
             for piece in compiled.generate(variables):
                 pieces.append(piece)

@@ -246,6 +246,29 @@ def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None
 
 
 @pytest.mark.parametrize(
+    "value", ["namespace(x=1)", "'x' * 100000", "[1] * 100000", "messages"], ids=lambda value: value[:9]
+)
+def test_a_value_set_inside_a_loop_or_a_block_is_no_operand_of_a_later_call(value: str) -> None:
+    body = (
+        "{% set own = " + value + " %}{{ messages[0].content.ljust(40) | trim }}"
+        "{{ '{}'.format(messages[0].content) }}{{ messages[0].get('role').upper() }}"
+    )
+    for around in ("{% for m in [1] %}X{% endfor %}", "{% block b %}X{% endblock %}"):
+        text = template(around.replace("X", body)).render(ONE).text
+        assert text == ONE[0]["content"] * 2 + "USER"
+
+
+@pytest.mark.parametrize("amount", ["-999999999999", "(0.0 / 1e-400)", "true", "'x'"])
+def test_a_template_gets_no_work_back(amount: str) -> None:
+    # The sandbox's own filters are out of reach by syntax, but `map` takes a name.
+    chat = template("{% set _ = [" + amount + "] | map('step!') | list %}")
+    with pytest.raises(RowError, match=r"no count|ZeroDivisionError"):
+        chat.render(ONE)
+    with pytest.raises(UserError, match="not a jinja template"):
+        template("{{ 1 | step! }}")
+
+
+@pytest.mark.parametrize(
     "expression",
     [
         "''.__class__",
