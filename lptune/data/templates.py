@@ -32,7 +32,8 @@ MAX_SOURCE_CHARS = 256 * 1024
 """Of a template's own text, ten times the longest in use: compiling it takes time and stack, too."""
 
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning in data; templates get it under the first two."""
 
 
 class Rendered(NamedTuple):
@@ -186,7 +187,7 @@ def _environment(today: Date) -> Sandbox:
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the template sees: no keys without a value, and reasoning under each name that templates read."""
     kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    reasoning = next((kept[key] for key in REASONING if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
