@@ -99,6 +99,10 @@ class TurnFinder:
                 return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False
             if upto.endswith(closing.tail):
                 return max(start, len(upto) - len(closing.tail) + len(closing.text)), False
+            # A call may end otherwise than an answer: Llama 3's in <|eom_id|>, Gemma 4's in <|tool_response>.
+            end = len(upto.rstrip())
+            if messages[i].get("tool_calls") and end > start and self._ends_special(upto):
+                return end, False
         for _, after in self._around(messages, tools, i):
             if closing is None or after is None or not after.startswith(closing.text):
                 continue
@@ -118,6 +122,10 @@ class TurnFinder:
                 f"turns, so that its end cannot be told; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
+
+    def _ends_special(self, text: str) -> bool:
+        stripped = text.rstrip()
+        return any(token and stripped.endswith(token) for token in self.template.special_texts)
 
     def _around(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, i: int

@@ -13,7 +13,16 @@ from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
 from lptune.data.sandbox import MAX_WORK
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
-from tests.data.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+from tests.data import fuzz_templates, fuzz_tokenizers
+from tests.data.chat_templates import (
+    CHATML,
+    CONVERSATIONS,
+    SPECIAL,
+    TEMPLATES,
+    TOOL_CONVERSATION,
+    TOOLS,
+    config,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +59,17 @@ def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Callable[..
                 expected = theirs.apply_chat_template(part, add_generation_prompt=prompt, return_dict=False)
                 text = ours.render_chat(part, add_generation_prompt=prompt)
                 assert ours.encode(text, add_special=False) == expected, (title, upto, prompt)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_conversations_with_tools_and_reasoning_render_and_are_told(name: str) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=fuzz_tokenizers.byte_level())
+    sources = {"default": TEMPLATES[name]}
+    tokens = fuzz_templates.DEFAULT_TOKENS | SPECIAL.get(name, {})
+    rendered = fuzz_templates.compare(sources, tokens, theirs)
+    assert set(rendered) <= {"equal", "refused by both"}
+    told = fuzz_templates.check_turns(sources, tokens)
+    assert set(told) <= {"told", "marked by the template", "not renderable"}
 
 
 def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Callable[..., Path]) -> None:

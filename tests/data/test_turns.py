@@ -147,6 +147,21 @@ def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer_folder: Calla
     ]
 
 
+def test_a_call_that_ends_otherwise_than_an_answer_ends_there() -> None:
+    # As in Llama 3.1, where a call of a built-in tool expects its result.
+    source = (
+        "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}<|eom_id|>{% else %}<|eot_id|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+    )
+    chat = ChatTemplate({"default": source}, {}, ["<|h|>", "<|eom_id|>", "<|eot_id|>"])
+    turns = TurnFinder(chat).find(TOOL_CONVERSATION[:4])
+    call, answer = [turns.text[start:stop] for start, stop in turns.spans]
+    assert call.startswith("[{")
+    assert call.endswith("}]<|eom_id|>")
+    assert answer == "It is 4.<|eot_id|>"
+
+
 def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: Callable[..., Path]) -> None:
     messages = [
         {"role": "user", "content": "a"},
