@@ -189,7 +189,10 @@ class _Builder:
         self._lengths: list[int] = []
         self._answers: list[tuple[int, int]] = []
         self._keys: list[int] = []
-        unknown = tokenizer.special_tokens.get("unk_token")
+        names = tokenizer.special_tokens
+        unknown = names.get("unk_token")
+        if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
+            unknown = None  # byte-level classes give the name to <|endoftext|>, and know every character
         self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
 
     def add(self, batch: list[Written], num_pieces: list[int], encodings: list[Any]) -> None:

@@ -13,6 +13,7 @@ given at inference, token for token, also where the prompt ends in a space. A ch
 as `apply_chat_template` does it.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from lptune.config import DataConfig, UserError
@@ -21,6 +22,7 @@ from lptune.data.formats import Conversation, Document, Format, Pair, Text
 from lptune.data.messages import inline_calls
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import TurnFinder
+from lptune.data.unwritten import SYSTEM, UnwrittenFinder
 
 
 class Written(NamedTuple):
@@ -42,10 +44,13 @@ class Layout:
         self.tokenizer = tokenizer
         self.system_prompt = cfg.system_prompt
         self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
+        self.unwritten_finder = UnwrittenFinder(tokenizer.template) if tokenizer.template else None
         self.is_text = fmt.kind == "text"
         self.num_rewritten_turns = 0
         self.num_inlined_calls = 0
-        self.num_unseen_tools = 0
+        self.num_system_prompts = 0
+        self.num_unwritten_system_prompts = 0
+        self.num_unwritten: Counter[str] = Counter()
         self.num_unknown_characters = 0
         self._unknown_examples: dict[str, None] = {}
         if fmt.kind == "chat" and self.finder is None:
@@ -109,17 +114,21 @@ class Layout:
 
     def _write_chat(self, conversation: Conversation) -> Written:
         assert self.finder is not None
+        assert self.unwritten_finder is not None
         messages, tools = conversation.messages, conversation.tools
         source = self.finder.template.source(tools)
         if "tool_calls" not in source and any("tool_calls" in message for message in messages):
             messages = inline_calls(messages)
             self.num_inlined_calls += 1
-        if tools and "tools" not in source:
-            self.num_unseen_tools += 1
-        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+        is_prompted = self.system_prompt is not None and messages[0]["role"] not in ("system", "developer")
+        if is_prompted:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         turns = self.finder.find(messages, tools)
         self.num_rewritten_turns += turns.num_rewritten
+        unwritten = self.unwritten_finder.find(messages, tools, turns.text)
+        self.num_system_prompts += is_prompted
+        self.num_unwritten_system_prompts += is_prompted and (SYSTEM, 0) in unwritten
+        self.num_unwritten.update(kind for kind, _ in unwritten)
         text, spans = turns.text, turns.spans
         alphabet = self.tokenizer.alphabet
         places = alphabet.unknown(text) if alphabet else []
@@ -128,6 +137,18 @@ class Layout:
             if alphabet.shifts_offsets:
                 text, spans = alphabet.without(text, places, spans)
         return Written(text, spans)
+
+    def check(self, is_training: bool) -> None:
+        """UserError for a `data.system_prompt` that no conversation shows. Evaluation may have its own."""
+        if is_training and self.system_prompt is not None and not self.num_system_prompts:
+            raise UserError(
+                "data.system_prompt: every row has a system message of its own; drop data.system_prompt"
+            )
+        if self.num_system_prompts and self.num_unwritten_system_prompts == self.num_system_prompts:
+            raise UserError(
+                "data.system_prompt: the chat template never writes it; set data.chat_template to one that "
+                "does, or drop data.system_prompt"
+            )
 
     def notes(self) -> list[str]:
         """What happened that nobody asked for."""
@@ -152,11 +173,9 @@ class Layout:
                 f"the chat template knows no tool_calls: the calls of {self.num_inlined_calls:,} "
                 "conversations are written as JSON text"
             )
-        if self.num_unseen_tools:
-            notes.append(
-                f"the chat template writes no tool definitions: those of {self.num_unseen_tools:,} "
-                "conversations are left out"
-            )
+        if self.num_unwritten:
+            left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.num_unwritten.items()))
+            notes.append(f"the chat template does not write {left_out}: they are left out")
         if (
             self.finder is not None
             and not self.is_text

@@ -94,6 +94,7 @@ def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_
             f"data.seq_len, or check the response column and the chat template"
         )
     _check_vocabulary(documents, tokenizer, vocab_size)
+    layout.check(is_training=source == cfg.source)
     lines = [f"{source}: {counted.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
     lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes()]]
     return _Source(documents, layout.is_text, lines)

@@ -8,11 +8,13 @@ not interrupt a single call inside the interpreter either.
 
 Units are characters: what an operation reads and what it makes. An item of a list counts as ITEM, a pass of a
 loop or a call as STEP, roughly in proportion to the time they take. Work is counted *before* it is done
-wherever its result can be longer than its operands. For that, everything that a template can do must come by:
+wherever its result can be longer than its operands. For that, everything that a template can do must come by.
+A parsed template is rewritten before it is compiled, with nodes that jinja offers to its extensions:
 
-  loops, macros   the code generator puts a count at the head of their bodies
-  `~`, compare, [a:b], {{ }}   and around the operands of these, which jinja compiles to plain Python
-  [key], {key: …} and around keys, whose hash reads all of a tuple
+  loops, macros   a count, written as a filter, stands at the head of their bodies
+  `~`, compare, [a:b]          a filter around their operands, which jinja compiles to plain Python
+  [key], {key: …} a filter around keys, whose hash reads all of a tuple
+  {{ }}           the environment's `finalize`
   + - * / // % **              the sandbox's interception of operators
   calls           its interception of calls: methods of values are looked at, most kinds have none
   filters, tests  wrapped; what they yield lazily is counted item by item
@@ -26,8 +28,8 @@ from collections.abc import Set as AnySet
 from typing import Any
 
 from jinja2 import nodes, pass_context
-from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError
+from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -57,6 +59,8 @@ _COMPARING = {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "l
               ">", "ge", ">="}  # fmt: skip
 _READING = {"lower", "upper", "filter", "test"}
 """Tests that read all of a text, or hash what they are given."""
+_STEP, _WEIGH, _GLANCE = "step!", "weigh!", "glance!"
+"""Filters that only `_insert_counts` writes: a template's own filters have names without a `!`."""
 
 
 class TooMuchWorkError(SecurityError):
@@ -75,6 +79,12 @@ class Work:
         if self.left < 0:
             raise TooMuchWorkError(f"more than {MAX_WORK:,} characters, items and steps of work")
         return True
+
+    def step(self, amount: Any) -> bool:
+        """`spend` as a filter. A template can call it by name (`map("step!")`); it gives no work back."""
+        if type(amount) is not int or amount < 0:
+            raise SecurityError("no count")
+        return self.spend(amount)
 
     def weigh(self, value: Any) -> Any:
         """Spends what `value` weighs in full; returns `value`.
@@ -161,27 +171,42 @@ def _formatted(pattern: str, weight: int) -> int:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which work is counted. `work` is replaced before each rendering."""
+    """Jinja's sandbox, in which work is counted. `start` comes before each rendering, `work` is what it has
+    left.
+    """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, **options: Any) -> None:
         # Folding constants would do at compile time, uncounted, what is counted here.
         super().__init__(optimized=False, finalize=_finalize, **options)
-        self.work = Work()
-        self.code_generator_class = _MeteredCode
         del self.globals["lipsum"]  # random text of any length
+        self.start()
+
+    def start(self) -> None:
+        """Begins the count of a rendering."""
+        self.work = Work()
+        self.filters |= {_STEP: self.work.step, _WEIGH: self.work.weigh, _GLANCE: self.work.glance}
 
     def meter(self) -> None:
         """Counts the filters and tests that the environment has by now."""
-        self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
+        own = (_STEP, _WEIGH, _GLANCE)
+        self.filters |= {
+            name: self._metered(name, function) for name, function in self.filters.items() if name not in own
+        }
         self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING | _READING}
 
-    def _metered(self, name: str, function: Any) -> Callable[..., Any]:
-        first = int(hasattr(function, "jinja_pass_arg"))  # the context comes before the operands
+    def counted(self, source: str) -> nodes.Template:
+        """`source` parsed, with counts where the environment cannot intercept; `from_string` compiles it."""
+        tree = self.parse(source)
+        _insert_counts(tree)
+        return tree
 
+    def _metered(self, name: str, function: Any) -> Callable[..., Any]:
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
+            # A filter may ask for the context, which comes before the operands.
+            first = int(isinstance(args[0], (Context, EvalContext, Sandbox)))
             self.work.before(name, [*args[first:], *kwargs.values()])
             return self.work.glance(function(*args, **kwargs))
 
@@ -196,8 +221,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, (int, float, bytes, type)) or called is str.maketrans:
             raise SecurityError(f"{bound.__name__!r} is a method that templates do not need")
         if isinstance(owner, (str, list, tuple, dict, range, AnySet, ValuesView)):
-            self.work.before(bound.__name__, [owner, *args, *kwargs.values()])
-            return self.work.glance(super().call(context, called, *args, **kwargs))
+
+            def metered(*operands: Any, **named: Any) -> Any:
+                self.work.before(bound.__name__, [owner, *operands, *named.values()])
+                return self.work.glance(called(*operands, **named))
+
+            if not self.is_safe_callable(called):
+                raise SecurityError(f"{bound.__name__!r} is not safely callable")
+            # Jinja adds the variables of the enclosing loop to `kwargs`, and takes them out again before it
+            # calls `metered`.
+            return super().call(context, metered, *args, **kwargs)
         if called is dict or isinstance(owner, LoopContext):  # whose `changed` compares
             for argument in args:
                 self.work.weigh(argument)
@@ -230,47 +263,35 @@ def _finalize(context: Context, value: Any) -> Any:
     return environment.work.weigh(value)
 
 
-class _MeteredCode(CodeGenerator):
-    """Jinja's code generator, adding counts where the environment cannot intercept."""
-
-    def visit_Template(  # noqa: N802  (jinja's name)
-        self, node: nodes.Template, frame: Any = None
-    ) -> None:
-        repeated: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
-        for found in node.find_all(repeated):
-            written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))
-            found.body.insert(0, nodes.ExprStmt(_spend(STEP + written), lineno=found.lineno))
-        for loop in node.find_all(nodes.For):
-            if loop.test is not None:
-                loop.test = nodes.And(_spend(STEP), loop.test)
-        for compare in node.find_all(nodes.Compare):
-            _mark("weigh", compare.expr, *(operand.expr for operand in compare.ops))
-        for concat in node.find_all(nodes.Concat):
-            _mark("weigh", *concat.nodes)
-        for item in node.find_all(nodes.Getitem):
-            if isinstance(item.arg, nodes.Slice):
-                _mark("glance", item.node)
-            else:
-                _mark("weigh", item.arg)
-        for pair in node.find_all(nodes.Pair):
-            _mark("weigh", pair.key)
-        super().visit_Template(node, frame)
-
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        how = node.__dict__.get("metered")
-        if how is None:
-            return super().visit(node, *args, **kwargs)
-        self.write(f"environment.work.{how}(")
-        super().visit(node, *args, **kwargs)
-        return self.write(")")
+def _insert_counts(tree: nodes.Template) -> None:
+    """Puts into `tree` the counts of what jinja compiles to plain Python."""
+    repeated: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
+    for found in list(tree.find_all(repeated)):
+        written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))
+        found.body.insert(0, nodes.ExprStmt(_step(STEP + written), lineno=found.lineno))
+    for loop in list(tree.find_all(nodes.For)):
+        if loop.test is not None:
+            loop.test = nodes.And(_step(STEP), loop.test)
+    for compare in list(tree.find_all(nodes.Compare)):
+        compare.expr = _counted(_WEIGH, compare.expr)
+        for operand in compare.ops:
+            operand.expr = _counted(_WEIGH, operand.expr)
+    for concat in list(tree.find_all(nodes.Concat)):
+        concat.nodes = [_counted(_WEIGH, part) for part in concat.nodes]
+    for item in list(tree.find_all(nodes.Getitem)):
+        if isinstance(item.arg, nodes.Slice):
+            item.node = _counted(_GLANCE, item.node)
+        else:
+            item.arg = _counted(_WEIGH, item.arg)
+    for pair in list(tree.find_all(nodes.Pair)):
+        pair.key = _counted(_WEIGH, pair.key)
 
 
-def _spend(amount: int) -> nodes.Expr:
-    # Jinja writes this node as `environment.NAME`.
-    return nodes.EnvironmentAttribute(f"work.spend({amount})")
+def _step(amount: int) -> nodes.Expr:
+    return nodes.Filter(nodes.Const(amount), _STEP, [], [], None, None)
 
 
-def _mark(how: str, *expressions: nodes.Expr) -> None:
-    for expression in expressions:
-        if not isinstance(expression, nodes.Const):
-            expression.__dict__["metered"] = how
+def _counted(how: str, expression: nodes.Expr) -> nodes.Expr:
+    if isinstance(expression, nodes.Const):
+        return expression
+    return nodes.Filter(expression, how, [], [], None, None, lineno=expression.lineno)

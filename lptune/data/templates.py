@@ -23,7 +23,7 @@ import jinja2.ext
 
 from lptune.config import UserError
 from lptune.data.errors import RowError
-from lptune.data.sandbox import Sandbox, TooMuchWorkError, Work
+from lptune.data.sandbox import Sandbox, TooMuchWorkError
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 """A rendering longer than this is a runaway template, not a conversation."""
@@ -32,7 +32,8 @@ MAX_SOURCE_CHARS = 256 * 1024
 """Of a template's own text, ten times the longest in use: compiling it takes time and stack, too."""
 
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning in data; templates get it under the first two."""
 
 
 class Rendered(NamedTuple):
@@ -73,7 +74,7 @@ class ChatTemplate:
                     f"{where}: has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
                 )
             try:
-                self._compiled[name] = environment.from_string(source)
+                self._compiled[name] = environment.from_string(environment.counted(source))
             except jinja2.TemplateSyntaxError as error:
                 raise UserError(
                     f"{where}: line {error.lineno}: not a jinja template: {error.message}"
@@ -111,7 +112,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         pieces, length = [], 0
-        self._environment.work = Work()
+        self._environment.start()
         try:
             for piece in compiled.generate(variables):
                 pieces.append(piece)
@@ -186,7 +187,7 @@ def _environment(today: Date) -> Sandbox:
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the template sees: no keys without a value, and reasoning under each name that templates read."""
     kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    reasoning = next((kept[key] for key in REASONING if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 

@@ -23,18 +23,12 @@ import tokenizers
 
 from lptune.config import MEBI, UserError, closest, read_text
 from lptune.data.alphabet import Alphabet, alphabet_of
+from lptune.data.special_tokens import NAMED, SpecialTokens, special_tokens
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
-from lptune.data.tokenizer_classes import (
-    DEFAULT_SPECIAL_TOKENS,
-    loading_class,
-    recast,
-    token_text,
-    untrim_offsets,
-)
+from lptune.data.tokenizer_classes import CLASSES, TokenizerClass, loading_class, refusal, untrim_offsets
 
 _MAX_JSON_CHARS = 256 * MEBI
 """The tokenizer.json of a vocabulary of 262,144 has 33 MB."""
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +58,9 @@ class Tokenizer:
     start is nothing special.
     """
 
+    infill_token: str = ""
+    """A text that holds it is refused: transformers takes it apart into prefix and suffix."""
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
@@ -76,7 +73,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; with `add_special` also what the tokenizer puts around every text."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        self._refuse_infilling([text])
+        with _rust_errors(self.folder):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
         return ids
 
     def encode_batch(
@@ -87,9 +86,18 @@ class Tokenizer:
         """
         # Said outright, so that a later fork (torch.compile's workers) is not greeted with a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        self._refuse_infilling(texts)
         encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
-        encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
+        with _rust_errors(self.folder):  # of a token for the unknown that the vocabulary lacks
+            encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
         return encodings
+
+    def _refuse_infilling(self, texts: Sequence[str]) -> None:
+        if self.infill_token and any(self.infill_token in text for text in texts):
+            raise UserError(
+                f"{self.folder}: a text holds {self.infill_token}, at which transformers takes it apart into "
+                "prefix and suffix; write their tokens yourself, or remove it"
+            )
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`."""
@@ -148,27 +156,32 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     or its tokens change at midnight. UserError for a missing or broken file, naming it.
     """
     folder = Path(folder)
-    spec = _read_spec(folder)
+    spec, is_byte_level = _read_spec(folder)
     config = _read_json(folder / "tokenizer_config.json")
     _check_types(folder / "tokenizer_config.json", config)
     model_config = _read_json(folder / "config.json")
-    name = loading_class(spec, config, model_config)
-    recast(spec, name, config)
+    name = loading_class(is_byte_level, config, model_config)
+    reason = refusal(name, spec, config)
+    if reason is not None:
+        raise UserError(f"{folder / 'tokenizer_config.json'}: {reason}")
+    kind = CLASSES[name]
+    tokens = _read_special_tokens(folder, spec, config, kind)
+    if kind.rebuild is not None:
+        kind.rebuild(spec, config)
     untrim_offsets(spec.get("post_processor"))
     untrim_offsets(spec.get("pre_tokenizer"))
     spec["truncation"] = spec["padding"] = None
+    special = tokens.texts
     with _rust_errors(folder):
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    special = _special_tokens(folder, config, name)
-    _add_tokens(backend, config, special)
+        tokens.register(backend, kind.resets_flags)
+        if kind.writes_bos:
+            backend.post_processor = _bos_before(special.get("bos_token"), backend)
 
     ids = {key: backend.token_to_id(text) for key, text in special.items()}
     eos_id = ids.get("eos_token")
     if eos_id is None:
         eos_id = _configured_eos(folder, model_config)
-        text = None if eos_id is None else backend.id_to_token(eos_id)
-        if text is not None:
-            special["eos_token"] = text
     pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
     with _rust_errors(folder):
         prefix, suffix = _surroundings(backend)
@@ -178,7 +191,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
         alphabet=alphabet_of(spec, special_texts),
-        continuation=continuation,
+        continuation=continuation, infill_token=kind.infill_token,
     )  # fmt: skip
     where, sources = _own_templates(folder, config)
     if chat_template is not None:
@@ -201,12 +214,13 @@ def _rust_errors(folder: Path) -> Iterator[None]:
         # The place it names is in our own rendering of the file.
         reason = re.sub(r" at line \d+ column \d+$", "", str(error))
         raise UserError(
-            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can read: {reason}; copy it "
+            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can use: {reason}; copy it "
             "again from the checkpoint"
         ) from None
 
 
-def _read_spec(folder: Path) -> dict[str, Any]:
+def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
+    """tokenizer.json, and whether the word "ByteLevel" stands in it, which decides about the class."""
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; model.path names a Hugging Face checkpoint folder")
@@ -224,7 +238,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not a tokenizer file: it has no `model` section; copy it again from the checkpoint"
         )
-    return spec
+    return spec, '"ByteLevel"' in read_text(path, _MAX_JSON_CHARS)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -249,7 +263,7 @@ def _check_types(path: Path, config: dict[str, Any]) -> None:
     expected = {
         "tokenizer_class": (str,), "chat_template": (str, list), "added_tokens_decoder": (dict,),
         "additional_special_tokens": (list, dict), "extra_special_tokens": (list, dict),
-    } | dict.fromkeys(_NAMED, (str, dict))  # fmt: skip
+    } | dict.fromkeys(NAMED, (str, dict))  # fmt: skip
     names = {str: "text", list: "a list", dict: "an object"}
     for key, kinds in expected.items():
         value = config.get(key)
@@ -261,53 +275,27 @@ def _check_types(path: Path, config: dict[str, Any]) -> None:
             raise UserError(f"{path}: added_tokens_decoder: expected ids as keys, found {number!r}")
 
 
-def _special_tokens(folder: Path, config: dict[str, Any], name: str) -> dict[str, str]:
-    values = {**DEFAULT_SPECIAL_TOKENS.get(name, {})}
-    sources = [config]
-    if "added_tokens_decoder" not in config:
-        # Only files from before that key spread their tokens over two files.
-        sources.append(_read_json(folder / "special_tokens_map.json"))
-    for source in sources:
-        for key in _NAMED:
-            if key in source:
-                text = token_text(source[key])
-                if text is not None:
-                    values[key] = text
-                elif source is config:
-                    values.pop(key, None)
-    own = {key: text for key, text in config.items() if key.endswith("_token") and isinstance(text, str)}
-    return {**own, **values}
+def _read_special_tokens(
+    folder: Path, spec: dict[str, Any], config: dict[str, Any], kind: TokenizerClass
+) -> SpecialTokens:
+    files = {name: _read_json(folder / name) for name in ("special_tokens_map.json", "added_tokens.json")}
+    try:
+        return special_tokens(spec, {"tokenizer_config.json": config, **files}, kind)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"{folder}: the special tokens of tokenizer.json, tokenizer_config.json or "
+            f"special_tokens_map.json cannot be read: {error}; copy the files again from the checkpoint"
+        ) from None
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Register tokens that only tokenizer_config.json knows, in the order of their ids."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    decoder = config.get("added_tokens_decoder") or {}
-    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
-    entries = [
-        entry
-        for _, entry in sorted(decoder.items(), key=lambda item: int(item[0]))
-        if isinstance(entry, dict)
-    ]
-    for entry in entries:
-        text = token_text(entry)
-        if text is not None and text not in known:
-            named = text in special.values()
-            options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-            backend.add_tokens(
-                [
-                    tokenizers.AddedToken(
-                        text, **{**options, "special": options.get("special", False) or named}
-                    )
-                ]
-            )
-            known.add(text)
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    texts = [token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
-    for text in [*special.values(), *texts]:
-        if text is not None and text not in known:
-            backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-            known.add(text)
+def _bos_before(bos: str | None, backend: tokenizers.Tokenizer) -> tokenizers.processors.PostProcessor:
+    """A post-processor that puts `bos` before every text."""
+    if bos is None:
+        return tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B")
+    special = [(bos, backend.token_to_id(bos))]
+    return tokenizers.processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special
+    )
 
 
 def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
@@ -343,9 +331,10 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str,
     """The folder's chat templates by name. Files win over tokenizer_config.json, as in transformers."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        sources = {"default": _read_text(path)}
+        # Transformers writes a byte order mark like any other character.
+        sources = {"default": _read_text(path, "utf-8")}
         for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            sources[extra.stem] = _read_text(extra)
+            sources[extra.stem] = _read_text(extra, "utf-8")
         return str(path), sources
     where, value = str(folder / "tokenizer_config.json"), config.get("chat_template")
     if isinstance(value, str):
@@ -377,7 +366,7 @@ def _given_template(value: str) -> dict[str, str]:
     except OSError:  # longer than a file name can be
         exists = False
     if exists:
-        return {"default": _read_text(path)}
+        return {"default": _read_text(path, "utf-8-sig")}
     if looks_like_path:
         files = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [entry.name for entry in files if entry.is_file()]
@@ -388,8 +377,8 @@ def _given_template(value: str) -> dict[str, str]:
     return {"default": value}
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, encoding: str) -> str:
     try:
-        return read_text(path, MAX_SOURCE_CHARS, "utf-8-sig")
+        return read_text(path, MAX_SOURCE_CHARS, encoding)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None

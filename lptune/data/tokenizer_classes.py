@@ -1,15 +1,39 @@
 """What `tokenizer_class` changes: the parts of tokenizer.json that transformers replaces when it loads a
 folder.
 
-Since version 5, transformers' AutoTokenizer keeps only vocabulary, merges, added tokens and post-processor of
+Since version 5, transformers' AutoTokenizer keeps only vocabulary, merges and post-processor of
 tokenizer.json for some classes and rebuilds normalizer, pre-tokenizer and decoder from the class. A Llama 2
 file, for instance, puts "▁" before every piece between two special tokens, the class only before the first.
 Ids then differ between file and library. A model fine-tuned here is used through transformers (or vLLM, which
-calls it), so its choice is followed; `tests/data/test_tokenizer.py` compares id for id.
+calls it), so its choice is followed. A class whose ids are not known to be equal is refused:
+`python -m tests.data.fuzz_tokenizers` compares all classes of transformers id for id.
 """
 
-import json
+import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+Spec = dict[str, Any]
+"""tokenizer.json, tokenizer_config.json … as read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerClass:
+    """One class of transformers."""
+
+    rebuild: Callable[[Spec, Spec], None] | None = None
+    """Rewrites tokenizer.json in place, given tokenizer_config.json; None: the class takes it as it is."""
+    special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Those that the class has where the folder names none, in the order in which it registers them."""
+    extra_special_tokens: tuple[str, ...] = ()
+    """The same, without a name."""
+    writes_bos: bool = False
+    """Whether it puts bos before every text whatever tokenizer.json says."""
+    infill_token: str = ""
+    """A text that holds it is taken apart into prefix and suffix."""
+    resets_flags: bool = False
+    """Whether special tokens lose their `lstrip`, `rstrip` … at the end."""
+
 
 # Families whose registered class transformers uses unless the folder declares another one of its own.
 _REGISTERED = {
@@ -31,95 +55,178 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN3_5_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-_SPIECE_DECODERS: list[dict[str, Any]] = [
+_SPIECE_DECODERS: list[Spec] = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-
-DEFAULT_SPECIAL_TOKENS = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
-    "GemmaTokenizer": {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-    },
-    "GPT2Tokenizer": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
-}
-"""Special tokens of a class where the folder names none."""
+_STRIP_DECODER = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def loading_class(spec: dict[str, Any], config: dict[str, Any], model_config: dict[str, Any]) -> str:
-    """The transformers class that AutoTokenizer loads: `TokenizersBackend` (tokenizer.json as it stands) or
-    one that rebuilds.
+def loading_class(is_byte_level: bool, config: Spec, model_config: Spec) -> str:
+    """The name of the transformers class that AutoTokenizer loads, without code of the checkpoint's own.
 
-    `spec` is tokenizer.json, `config` tokenizer_config.json, `model_config` config.json (empty where absent).
+    is_byte_level: whether tokenizer.json holds the word "ByteLevel" in quotes. `config` is
+    tokenizer_config.json, `model_config` config.json (empty where absent).
     """
-    declared = (config.get("tokenizer_class") or model_config.get("tokenizer_class") or "").removesuffix(
-        "Fast"
-    )
+    declared = str(config.get("tokenizer_class") or model_config.get("tokenizer_class") or "")
+    declared = declared.removesuffix("Fast")
     model_type = str(model_config.get("model_type", ""))
     registered = _REGISTERED.get(model_type, "")
-    if declared == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(
-        [spec.get("pre_tokenizer"), spec.get("decoder"), spec.get("post_processor")]
-    ):
+    auto_map = config.get("auto_map")
+    if auto_map and (not isinstance(auto_map, dict) or auto_map.get("AutoTokenizer")):
+        return declared or registered or "TokenizersBackend"
+    wins = model_type in _REGISTERED_WINS
+    if declared == "LlamaTokenizer" and is_byte_level and not wins:
         return "TokenizersBackend"
     if registered and declared and registered != declared:
-        if registered == "TokenizersBackend":
-            return registered
-        return registered if model_type in _REGISTERED_WINS else declared
+        return registered if wins or registered == "TokenizersBackend" else declared
     return declared or registered or "TokenizersBackend"
 
 
-def recast(spec: dict[str, Any], name: str, config: dict[str, Any]) -> None:
-    """Rewrite `spec` (tokenizer.json) in place as class `name` would; classes that rebuild nothing leave it
-    alone.
-    """
-    model = spec.get("model", {})
-    if model.get("type", "BPE") != "BPE" or "merges" not in model:
-        return
-    prefix_space = config.get("add_prefix_space")
-    if name == "LlamaTokenizer":
-        prefix_space = True if prefix_space is None else bool(prefix_space)
-        scheme = ("always" if config.get("legacy") else "first") if prefix_space else "never"
-        _set_model(model, fuse_unk=True, byte_fallback=True, affix=None)
-        spec["normalizer"] = None
-        spec["pre_tokenizer"] = {
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": scheme,
-            "split": False,
-        }
-        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix_space else []
-        spec["decoder"] = {"type": "Sequence", "decoders": [*_SPIECE_DECODERS, *strip]}
-    elif name == "GemmaTokenizer":
-        _set_model(model, fuse_unk=True, byte_fallback=True, affix=None)
-        model["unk_token"] = token_text(config.get("unk_token")) or "<unk>"
-        spec["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        spec["pre_tokenizer"] = {
-            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
-        }  # fmt: skip
-        spec["decoder"] = {"type": "Sequence", "decoders": _SPIECE_DECODERS}
-    elif name == "Qwen2Tokenizer":
-        _set_model(model, fuse_unk=False, byte_fallback=False, affix="")
-        split = {
-            "type": "Split",
-            "pattern": {"Regex": _QWEN2_PATTERN},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        byte_level = {**_BYTE_LEVEL, "add_prefix_space": bool(prefix_space), "use_regex": False}
-        spec["normalizer"] = {"type": "NFC"}
+def _llama(spec: Spec, config: Spec) -> None:
+    prefix_space = config.get("add_prefix_space") in (None, True)
+    scheme = ("always" if config.get("legacy") else "first") if prefix_space else "never"
+    _set_model(spec, fuse_unk=True, byte_fallback=True, affix=None)
+    _set_spiece(spec, scheme, strips=prefix_space)
+
+
+def _code_llama(spec: Spec, config: Spec) -> None:
+    prefix_space = config.get("add_prefix_space") in (None, True)
+    _set_model(spec, fuse_unk=True, byte_fallback=True, affix=None)
+    spec["model"]["unk_token"] = _unknown_token(config)
+    _set_spiece(spec, "first" if prefix_space else "never", strips=True)
+
+
+def _gemma(spec: Spec, config: Spec) -> None:
+    _set_model(spec, fuse_unk=True, byte_fallback=True, affix=None)
+    spec["model"]["unk_token"] = _unknown_token(config)
+    spec["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    spec["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+    }  # fmt: skip
+    spec["decoder"] = {"type": "Sequence", "decoders": _SPIECE_DECODERS}
+
+
+def _qwen(pattern: str) -> Callable[[Spec, Spec], None]:
+    def rebuild(spec: Spec, config: Spec) -> None:
+        _set_byte_level(spec, config, normalizer={"type": "NFC"})
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        byte_level = {**spec["pre_tokenizer"], "use_regex": False}
         spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        spec["decoder"] = _BYTE_LEVEL
-    elif name == "GPT2Tokenizer":
-        _set_model(model, fuse_unk=False, byte_fallback=False, affix="")
-        spec["normalizer"] = None
-        spec["pre_tokenizer"] = {**_BYTE_LEVEL, "add_prefix_space": bool(prefix_space)}
-        spec["decoder"] = _BYTE_LEVEL
+
+    return rebuild
+
+
+def _gpt2(spec: Spec, config: Spec) -> None:
+    _set_byte_level(spec, config, normalizer=None)
+
+
+def _gpt_neox(spec: Spec, config: Spec) -> None:
+    _set_byte_level(spec, config, normalizer={"type": "NFC"})
+    spec["post_processor"] = None
+
+
+def _unknown_token(config: Spec) -> str:
+    # The class hands `str(unk_token)` to BPE, None included.
+    return str(token_text(config["unk_token"])) if "unk_token" in config else "<unk>"
+
+
+def _set_spiece(spec: Spec, scheme: str, *, strips: bool) -> None:
+    spec["normalizer"] = None
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    spec["pre_tokenizer"] = metaspace
+    strip = [_STRIP_DECODER] if strips else []
+    spec["decoder"] = {"type": "Sequence", "decoders": [*_SPIECE_DECODERS, *strip]}
+
+
+def _set_byte_level(spec: Spec, config: Spec, *, normalizer: Spec | None) -> None:
+    _set_model(spec, fuse_unk=False, byte_fallback=False, affix="")
+    spec["normalizer"] = normalizer
+    spec["pre_tokenizer"] = {**_BYTE_LEVEL, "add_prefix_space": bool(config.get("add_prefix_space"))}
+    spec["decoder"] = _BYTE_LEVEL
+
+
+def _set_model(spec: Spec, *, fuse_unk: bool, byte_fallback: bool, affix: str | None) -> None:
+    # Most classes hand no unk_token to BPE: a character outside of the vocabulary vanishes instead of
+    # becoming <unk>. No class keeps tokenizer.json's added tokens: they are registered anew.
+    spec["model"].update(
+        dropout=None, unk_token=None, continuing_subword_prefix=affix, end_of_word_suffix=affix,
+        fuse_unk=fuse_unk, byte_fallback=byte_fallback, ignore_merges=False,
+    )  # fmt: skip
+    spec["added_tokens"] = []
+
+
+_AS_IT_IS = TokenizerClass()
+_END = "<|endoftext|>"
+_SPIECE_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_FILL_TOKENS = {
+    "prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>",
+    "fill_token": "<FILL_ME>",
+}  # fmt: skip
+_GEMMA_TOKENS = {
+    "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}  # fmt: skip
+_GPT_TOKENS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+_QWEN_TOKENS = {"eos_token": _END, "unk_token": _END, "pad_token": _END}
+
+CLASSES: dict[str, TokenizerClass] = {
+    "TokenizersBackend": _AS_IT_IS,
+    "PreTrainedTokenizer": _AS_IT_IS,
+    "PythonBackend": _AS_IT_IS,
+    "BloomTokenizer": _AS_IT_IS,
+    "LlamaTokenizer": TokenizerClass(rebuild=_llama, special_tokens=_SPIECE_TOKENS),
+    "CodeLlamaTokenizer": TokenizerClass(
+        rebuild=_code_llama, special_tokens=_SPIECE_TOKENS | _FILL_TOKENS,
+        extra_special_tokens=tuple(_FILL_TOKENS.values()), writes_bos=True,
+        infill_token="<FILL_ME>",
+    ),
+    "GemmaTokenizer": TokenizerClass(rebuild=_gemma, special_tokens=_GEMMA_TOKENS),
+    "GPT2Tokenizer": TokenizerClass(rebuild=_gpt2, special_tokens=_GPT_TOKENS),
+    "CodeGenTokenizer": TokenizerClass(rebuild=_gpt2, special_tokens=_GPT_TOKENS),
+    "GPTNeoXTokenizer": TokenizerClass(
+        rebuild=_gpt_neox, special_tokens={**_GPT_TOKENS, "pad_token": "<|padding|>"}
+    ),
+    "Qwen2Tokenizer": TokenizerClass(
+        rebuild=_qwen(_QWEN2_PATTERN), special_tokens=_QWEN_TOKENS, resets_flags=True
+    ),
+    "Qwen3_5Tokenizer": TokenizerClass(rebuild=_qwen(_QWEN3_5_PATTERN), special_tokens=_QWEN_TOKENS),
+}  # fmt: skip
+"""By name. A class that is not here is refused."""
+
+
+def refusal(name: str, spec: Spec, config: Spec) -> str | None:
+    """Why ids equal to transformers' are not known for class `name` on these files; None where they are."""
+    if name not in CLASSES:
+        return (
+            f"tokenizer_class: transformers' {name} is not known to give the ids of tokenizer.json; where it "
+            'does, set "tokenizer_class": "PreTrainedTokenizerFast"'
+        )
+    if CLASSES[name].rebuild is not None and (
+        spec["model"].get("type", "BPE") != "BPE" or not isinstance(spec["model"].get("vocab"), dict)
+    ):
+        return (
+            f"tokenizer_class: transformers' {name} makes BPE of any tokenizer.json, and this one is "
+            f'{spec["model"].get("type")}; set "tokenizer_class": "PreTrainedTokenizerFast"'
+        )
+    if config.get("split_special_tokens"):
+        return "split_special_tokens: special tokens in text are not split here; remove the key"
+    if set(config.get("fast_tokenizer_files") or ()) - {"tokenizer.json"}:
+        return "fast_tokenizer_files: transformers may read another file than tokenizer.json; remove the key"
+    if config.get("fix_mistral_regex") and r"[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]" not in repr(
+        spec.get("pre_tokenizer")
+    ):
+        return (
+            "fix_mistral_regex: transformers may replace the pre-tokenizer of tokenizer.json; write the "
+            "fixed one with AutoTokenizer.from_pretrained(…, fix_mistral_regex=True).save_pretrained(…)"
+        )
+    return None
 
 
 def untrim_offsets(node: Any) -> None:
@@ -141,12 +248,3 @@ def token_text(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
-
-
-def _set_model(model: dict[str, Any], *, fuse_unk: bool, byte_fallback: bool, affix: str | None) -> None:
-    # The classes hand no unk_token to BPE: a character outside of the vocabulary vanishes instead of becoming
-    # <unk>.
-    model.update(
-        dropout=None, unk_token=None, continuing_subword_prefix=affix, end_of_word_suffix=affix,
-        fuse_unk=fuse_unk, byte_fallback=byte_fallback, ignore_merges=False,
-    )  # fmt: skip

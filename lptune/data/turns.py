@@ -7,17 +7,18 @@ turn (`<|im_end|>`, `</s>`), a target because the model must learn to stop; whit
 the template's.
 
 Three habits of templates break the plain difference, and each has an exact way out:
-- The template ignores `add_generation_prompt`. Then the turn starts where two renderings with different
-  contents part.
+- The template ignores `add_generation_prompt`, or its prompt opens reasoning (`<think>`) that earlier turns
+  do not show. Then the whole conversation is rendered twice with other contents in place of the turn's: what
+  differs is the turn.
 - It always writes the assistant's header at the end (Llama 3 once did). Then the turn ends with the first
   special token after its content.
 - It rewrites earlier turns (Qwen3 drops their reasoning). Then the text after the turn is no prefix of the
-  whole, and the turn ends at the
-  first closing text after its start, as seen on a probe conversation.
+  whole. Again what follows the two other contents follows the turn; failing that, the turn ends at the first
+  closing text after its start, as seen on a probe conversation.
 Anything else is one line asking for marks, never a guess.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lptune.data.errors import RowError
@@ -77,18 +78,11 @@ class TurnFinder:
         if given is not None and is_prefix and self._heeds_generation_prompt(tools):
             return len(given)
         # No generation prompt to go by: the turn starts where its content does.
-        texts = [
-            self._try([*messages[:i], {"role": "assistant", "content": probe}], tools) for probe in _PROBES
-        ]
-        if texts[0] is not None and texts[1] is not None:
-            start = _common_prefix(texts[0], texts[1])
-            if texts[0][start:].startswith(_PROBES[0]) and whole.startswith(texts[0][:start]):
+        for before, _ in self._around(messages, tools, i):
+            if whole.startswith(before):
                 # A space before the content is part of its first token in many tokenizers.
-                return (
-                    len(given)
-                    if given is not None and is_prefix and not texts[0][len(given) : start].strip()
-                    else start
-                )
+                spaced = given is not None and is_prefix and not before[len(given) :].strip()
+                return len(given) if given is not None and spaced else len(before)
         raise RowError(
             f"the start of assistant message {i + 1} cannot be told from the chat template's text; "
             f"{_ASK_FOR_MARKS}"
@@ -105,6 +99,16 @@ class TurnFinder:
                 return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False
             if upto.endswith(closing.tail):
                 return max(start, len(upto) - len(closing.tail) + len(closing.text)), False
+            # A call may end otherwise than an answer: Llama 3's in <|eom_id|>, Gemma 4's in <|tool_response>.
+            end = len(upto.rstrip())
+            if messages[i].get("tool_calls") and end > start and self._ends_special(upto):
+                return end, False
+        for _, after in self._around(messages, tools, i):
+            if closing is None or after is None or not after.startswith(closing.text):
+                continue
+            end = len(whole.text) - len(after)
+            if end >= start and whole.text.endswith(after):
+                return end + len(closing.text), not last
         if closing is None or closing.text not in whole.text[start:]:
             raise RowError(
                 f"the end of assistant message {i + 1} cannot be told from the chat template's text; "
@@ -118,6 +122,30 @@ class TurnFinder:
                 f"turns, so that its end cannot be told; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
+
+    def _ends_special(self, text: str) -> bool:
+        stripped = text.rstrip()
+        return any(token and stripped.endswith(token) for token in self.template.special_texts)
+
+    def _around(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
+    ) -> Iterator[tuple[str, str | None]]:
+        """The text before the content of message i and the text after it, as far as the content does not
+        change them. The second is None where it is not that of the whole conversation.
+        """
+        plain, rest = {"role": "assistant"}, messages[i + 1 :]
+        # With its tool calls, too: some templates refuse a tool's result that no call precedes.
+        for message, following in ((plain, rest), (messages[i], rest), (plain, [])):
+            texts = [
+                self._try([*messages[:i], {**message, "content": probe}, *following], tools)
+                for probe in _PROBES
+            ]
+            if texts[0] is None or texts[1] is None:
+                continue
+            start = _common_prefix(texts[0], texts[1])
+            before, after = texts[0][:start], texts[0][start + len(_PROBES[0]) :]
+            if texts == [before + probe + after for probe in _PROBES]:
+                yield before, after if len(following) == len(rest) else None
 
     def _closing(self, tools: Any) -> "_Closing | None":
         source = self.template.source(tools)

@@ -110,6 +110,24 @@ QWEN3 = r"""
     {%- if enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}
 """
+# The prompt opens the reasoning that earlier turns do not show.
+QWEN3_THINKING = QWEN3.replace(
+    """    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable""",
+    """    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {%- if enable""",
+)
+# DeepSeek's: no turn shows its reasoning, not even the last.
+R1 = (
+    "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{{- '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}"
+    "{%- elif m.role == 'user' %}{{- '<|user|>' + m.content }}{%- else %}{{- m.content }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|><think>\n' }}{%- endif %}"
+)
+# Passes over what it does not know.
+USER_AND_ASSISTANT = CHATML.replace(
+    "{% for message in messages %}", "{% for message in messages if message.role in ('user', 'assistant') %}"
+)
 LOOPS_AND_DATES = (
     "{%- set seen = namespace(count=0) -%}{%- for message in messages -%}{%- if message.role == 'system' "
     "-%}{%- continue -%}{%- endif -%}"
@@ -134,6 +152,9 @@ TEMPLATES: dict[str, str] = {
     "mistral": MISTRAL,
     "gemma": GEMMA,
     "qwen3": QWEN3,
+    "qwen3_thinking": QWEN3_THINKING,
+    "r1": R1,
+    "user_and_assistant": USER_AND_ASSISTANT,
     "loops_and_dates": LOOPS_AND_DATES,
 }
 
@@ -142,6 +163,7 @@ SPECIAL = {
     "llama3_always_prompts": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>"},
+    "r1": {"bos_token": "<s>", "eos_token": "</s>"},
 }
 
 

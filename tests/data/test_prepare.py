@@ -309,7 +309,7 @@ def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Cal
     prepared = run(jsonl(row), tokenizer)
     report = "\n".join(prepared.report)
     assert "knows no tool_calls: the calls of 1 conversations are written as JSON text" in report
-    assert "writes no tool definitions: those of 1 conversations are left out" in report
+    assert "does not write 1 tool definitions: they are left out" in report
     assert "1 rows hold placeholders such as {{name}}" in report
     assert texts(prepared, tokenizer)[0][1] == '{"name": "f", "arguments": {"x": 1}}<|im_end|>'
     assert "the model will not learn where to stop" in "\n".join(

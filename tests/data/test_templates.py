@@ -13,7 +13,16 @@ from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
 from lptune.data.sandbox import MAX_WORK
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
-from tests.data.chat_templates import CHATML, CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+from tests.data import fuzz_templates, fuzz_tokenizers
+from tests.data.chat_templates import (
+    CHATML,
+    CONVERSATIONS,
+    SPECIAL,
+    TEMPLATES,
+    TOOL_CONVERSATION,
+    TOOLS,
+    config,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,6 +59,17 @@ def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Callable[..
                 expected = theirs.apply_chat_template(part, add_generation_prompt=prompt, return_dict=False)
                 text = ours.render_chat(part, add_generation_prompt=prompt)
                 assert ours.encode(text, add_special=False) == expected, (title, upto, prompt)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_conversations_with_tools_and_reasoning_render_and_are_told(name: str) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=fuzz_tokenizers.byte_level())
+    sources = {"default": TEMPLATES[name]}
+    tokens = fuzz_templates.DEFAULT_TOKENS | SPECIAL.get(name, {})
+    rendered = fuzz_templates.compare(sources, tokens, theirs)
+    assert set(rendered) <= {"equal", "refused by both"}
+    told = fuzz_templates.check_turns(sources, tokens)
+    assert set(told) <= {"told", "marked by the template", "not renderable"}
 
 
 def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Callable[..., Path]) -> None:
@@ -243,6 +263,29 @@ def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None
         (RowError, UserError), match=r"too large|takes a width from a value|no text|more than|do not need"
     ):
         template(LONG + "{{ " + expression + " }}").render(ONE)
+
+
+@pytest.mark.parametrize(
+    "value", ["namespace(x=1)", "'x' * 100000", "[1] * 100000", "messages"], ids=lambda value: value[:9]
+)
+def test_a_value_set_inside_a_loop_or_a_block_is_no_operand_of_a_later_call(value: str) -> None:
+    body = (
+        "{% set own = " + value + " %}{{ messages[0].content.ljust(40) | trim }}"
+        "{{ '{}'.format(messages[0].content) }}{{ messages[0].get('role').upper() }}"
+    )
+    for around in ("{% for m in [1] %}X{% endfor %}", "{% block b %}X{% endblock %}"):
+        text = template(around.replace("X", body)).render(ONE).text
+        assert text == ONE[0]["content"] * 2 + "USER"
+
+
+@pytest.mark.parametrize("amount", ["-999999999999", "(0.0 / 1e-400)", "true", "'x'"])
+def test_a_template_gets_no_work_back(amount: str) -> None:
+    # The sandbox's own filters are out of reach by syntax, but `map` takes a name.
+    chat = template("{% set _ = [" + amount + "] | map('step!') | list %}")
+    with pytest.raises(RowError, match=r"no count|ZeroDivisionError"):
+        chat.render(ONE)
+    with pytest.raises(UserError, match="not a jinja template"):
+        template("{{ 1 | step! }}")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from packaging.version import Version
 
 from lptune.config import UserError
 from lptune.data import Tokenizer, load_tokenizer
+from lptune.data.tokenizer_classes import CLASSES, refusal
+from tests.data import fuzz_tokenizers
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,7 +81,7 @@ def test_special_tokens_equal_transformers(real: dict, name: str) -> None:
     assert (ours.bos_id, ours.vocab_size) == (theirs.bos_token_id, len(theirs))
     if theirs.eos_token_id is not None:
         assert ours.eos_id == theirs.eos_token_id
-    assert ours.special_tokens.items() >= theirs.special_tokens_map.items()
+    assert ours.special_tokens == theirs.special_tokens_map
     assert ours.encode("x") == [*ours.prefix_ids, *ours.encode("x", add_special=False), *ours.suffix_ids]
 
 
@@ -161,6 +163,79 @@ def test_sentencepiece_classes_are_followed(
         assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False), text
 
 
+def test_every_class_gives_the_ids_of_transformers_or_is_refused(tmp_path: Path) -> None:
+    sources = {"bytes": tmp_path / "bytes", "pieces": tmp_path / "pieces"}
+    for name, backend in (("bytes", fuzz_tokenizers.byte_level()), ("pieces", fuzz_tokenizers.pieces())):
+        sources[name].mkdir()
+        backend.save(str(sources[name] / "tokenizer.json"))
+    different: list[str] = []
+    counts = fuzz_tokenizers.compare_all(
+        sources, [*CLASSES, "BertTokenizer", "OursTokenizer"], tmp_path, different.append, step=3
+    )
+    assert not different
+    assert counts["equal"] > 25
+    assert 0 < counts["refused"] < 12
+
+
+def test_a_class_that_is_not_known_is_refused(tokenizer_json: str) -> None:
+    names = fuzz_tokenizers.class_names()
+    spec = json.loads(tokenizer_json)
+    refused = {name for name in names if refusal(name.removesuffix("Fast"), spec, {}) is not None}
+    assert {name.removesuffix("Fast") for name in names} - {
+        name.removesuffix("Fast") for name in refused
+    } == set(CLASSES)
+    assert len(refused) > 100
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "message"),
+    [
+        (
+            {"tokenizer_class": "GPT2Tokenizer"},
+            {"type": "Unigram", "vocab": [["a", 0.0]]},
+            "this one is Unigram",
+        ),
+        ({"split_special_tokens": True}, {}, "split_special_tokens: "),
+        ({"fix_mistral_regex": True}, {}, "fix_mistral_regex: "),
+        ({"fast_tokenizer_files": ["tokenizer.4.0.json"]}, {}, "fast_tokenizer_files: "),
+    ],
+)
+def test_what_changes_ids_in_a_way_that_is_not_followed_is_refused(
+    tokenizer_folder: Callable[..., Path], config: dict, spec: dict, message: str
+) -> None:
+    folder = tokenizer_folder(**config)
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"] = spec or values["model"]
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message) as caught:
+        load_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_llamas_infilling_text_is_refused(tmp_path: Path) -> None:
+    fuzz_tokenizers.pieces().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeLlamaTokenizer"}')
+    tokenizer = load_tokenizer(tmp_path)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match="a text holds <FILL_ME>, at which transformers takes it apart"):
+            encode("def f(x):<FILL_ME>return x")
+
+
+def test_a_byte_order_mark_is_written_where_transformers_writes_it(
+    tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tokenizer_folder()
+    (folder / "chat_template.jinja").write_text("\ufeff{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "x"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert load_tokenizer(folder).render_chat(messages) == expected == "\ufeffx"
+    # An editor's mark in a file of the user's own is none of the conversation.
+    own = load_tokenizer(folder, str(folder / "chat_template.jinja"))
+    assert own.render_chat(messages) == "x"
+    assert own.chat_template == "{{ messages[0].content }}"
+
+
 def test_the_eos_token_falls_back_on_generation_and_model_config(
     tokenizer_folder: Callable[..., Path],
 ) -> None:
@@ -170,8 +245,9 @@ def test_the_eos_token_falls_back_on_generation_and_model_config(
     assert load_tokenizer(folder).eos_id == 8
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     tokenizer = load_tokenizer(folder)
-    assert (tokenizer.eos_id, tokenizer.special_tokens["eos_token"]) == (3, "<|im_end|>")
-    assert tokenizer.pad_id == 3
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (3, 3)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.special_tokens == theirs.special_tokens_map == {}  # a chat template sees no eos_token
 
 
 def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
@@ -195,9 +271,14 @@ def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
         ({"tokenizer.json": "{}"}, "no `model` section"),
         (
             {"tokenizer.json": '{"model": {"type": "BPE", "vocab": 3}}'},
-            "not a tokenizer that `tokenizers` can read",
+            "not a tokenizer that `tokenizers` can use",
         ),
         ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: cannot be read as JSON"),
+        (
+            {"tokenizer_config.json": "\ufeff{}"},
+            "tokenizer_config.json: cannot be read as JSON: Unexpected UTF-8",
+        ),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": {"1": 3}}'}, "the special tokens of"),
         (
             {"tokenizer_config.json": '{"chat_template": "{% if %}"}'},
             "tokenizer_config.json: line 1: not a jinja template",

@@ -16,6 +16,7 @@ from lptune.data.turns import TurnFinder
 from tests.data.chat_templates import (
     CHATML,
     CONVERSATIONS,
+    QWEN3,
     TEMPLATES,
     TOOL_CONVERSATION,
     TOOLS,
@@ -37,6 +38,11 @@ WRITTEN: dict[str, Callable[[str, bool], str]] = {
     "qwen3": lambda content, last: (
         ("<think>\n\n</think>\n\n" + content.lstrip("\n") if last else content) + "<|im_end|>"
     ),
+    "qwen3_thinking": lambda content, last: (
+        ("\n</think>\n\n" + content.lstrip("\n") if last else content) + "<|im_end|>"
+    ),
+    "r1": lambda content, last: content + "</s>",
+    "user_and_assistant": lambda content, last: content + "<|im_end|>",
     "loops_and_dates": lambda content, last: content + "<|im_end|>",
 }
 
@@ -141,6 +147,21 @@ def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer_folder: Calla
     ]
 
 
+def test_a_call_that_ends_otherwise_than_an_answer_ends_there() -> None:
+    # As in Llama 3.1, where a call of a built-in tool expects its result.
+    source = (
+        "{% for m in messages %}<|h|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}<|eom_id|>{% else %}<|eot_id|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|h|>assistant\n{% endif %}"
+    )
+    chat = ChatTemplate({"default": source}, {}, ["<|h|>", "<|eom_id|>", "<|eot_id|>"])
+    turns = TurnFinder(chat).find(TOOL_CONVERSATION[:4])
+    call, answer = [turns.text[start:stop] for start, stop in turns.spans]
+    assert call.startswith("[{")
+    assert call.endswith("}]<|eom_id|>")
+    assert answer == "It is 4.<|eot_id|>"
+
+
 def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: Callable[..., Path]) -> None:
     messages = [
         {"role": "user", "content": "a"},
@@ -159,11 +180,53 @@ def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: C
     assert turns.num_rewritten == 1
 
 
-def test_a_closing_token_inside_a_rewritten_turn_is_refused(tokenizer_folder: Callable[..., Path]) -> None:
-    messages = CONVERSATIONS["three turns"].copy()
-    messages[1] = {"role": "assistant", "content": "<think>\nx\n</think>\n\nsay <|im_end|> twice"}
+def test_a_prompt_that_opens_reasoning_is_no_part_of_the_turn(tokenizer_folder: Callable[..., Path]) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "reasoning_content": "more", "content": "d"},
+    ]
+    spans = find(tokenizer_folder("thinking", **config("qwen3_thinking")), messages)[1]
+    assert spans == ["b<|im_end|>", "more\n</think>\n\nd<|im_end|>"]
+    spans = find(tokenizer_folder("r1", **config("r1")), messages)[1]
+    assert spans == ["\n\nb</s>", "d</s>"]
+
+
+def test_turns_under_a_prompt_that_opens_reasoning_hold_tool_calls(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    _, spans = find(tokenizer_folder(**config("qwen3_thinking")), TOOL_CONVERSATION, TOOLS)
+    assert spans == [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
+        "It is 4.<|im_end|>",
+        "They are polite.\n</think>\n\nYou are welcome.<|im_end|>",
+    ]
+
+
+TWO_CLOSINGS = CONVERSATIONS["three turns"].copy()
+TWO_CLOSINGS[1] = {"role": "assistant", "content": "<think>\nx\n</think>\n\nsay <|im_end|> twice"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking"])
+def test_a_closing_token_inside_a_rewritten_turn_does_not_end_it(
+    tokenizer_folder: Callable[..., Path], name: str
+) -> None:
+    spans = find(tokenizer_folder(**config(name)), TWO_CLOSINGS)[1]
+    assert spans == ["say <|im_end|> twice<|im_end|>", "4<|im_end|>", WRITTEN[name]("It is 6.", True)]
+
+
+def test_a_closing_token_inside_a_rewritten_turn_is_refused_where_no_other_content_fits(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    start = "{%- for message in messages %}\n"
+    refusing = (
+        "{%- if not loop.last and 'assistant probe' in message.content %}"
+        "{{ raise_exception('') }}{%- endif %}"
+    )
+    folder = tokenizer_folder(chat_template=QWEN3.replace(start, start + refusing), eos_token="<|im_end|>")
     with pytest.raises(RowError, match=r"holds the text '<\|im_end\|>'.*\{% generation %\}"):
-        find(tokenizer_folder(**config("qwen3")), messages)
+        find(folder, TWO_CLOSINGS)
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "chatml_without_prompt"])

@@ -1,0 +1,82 @@
+"""What a chat template leaves out of a conversation is named, and nothing else is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.config import DataConfig, UserError
+from lptune.data import ChatTemplate, Prepared, load_tokenizer, prepare
+from lptune.data.unwritten import UnwrittenFinder
+from tests.data.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+
+ONLY_LAST = "{{ messages[-1].content }}{{ '' if messages[-1].tool_calls is defined }}"
+
+
+def unwritten(name: str, messages: list[dict[str, Any]], tools: Any = None) -> list[tuple[str, int]]:
+    chat = ChatTemplate({"default": TEMPLATES.get(name, name)}, {"bos_token": "<s>", "eos_token": "</s>"})
+    return UnwrittenFinder(chat).find(messages, tools, chat.render(messages, tools).text)
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("title", sorted(CONVERSATIONS))
+def test_what_is_written_is_not_named(name: str, title: str) -> None:
+    if title == "system" and name in ("gemma", "user_and_assistant", "loops_and_dates"):
+        return
+    assert unwritten(name, CONVERSATIONS[title]) == []
+
+
+def test_what_is_left_out_is_named_with_its_message() -> None:
+    assert unwritten("user_and_assistant", CONVERSATIONS["system"]) == [("system messages", 0)]
+    assert unwritten("loops_and_dates", CONVERSATIONS["system"]) == [("system messages", 0)]
+    # A text as short as these stands in the conversation by accident.
+    short = [{"role": "system", "content": "Hi"}, *CONVERSATIONS["three turns"]]
+    assert unwritten("user_and_assistant", short) == [("system messages", 0)]
+    assert unwritten("chatml", short) == []
+    assert unwritten("user_and_assistant", TOOL_CONVERSATION, TOOLS) == [
+        ("tool calls", 1),
+        ("tool results", 2),
+        ("reasoning texts", 5),
+        ("tool definitions", -1),
+    ]
+    assert unwritten("qwen3", TOOL_CONVERSATION, TOOLS) == []
+    assert unwritten(ONLY_LAST, CONVERSATIONS["one turn"]) == [("user messages", 0)]
+
+
+def run(folder: Path, tmp_path: Path, rows: list[list[dict[str, Any]]], **keys: Any) -> Prepared:
+    import json
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    tokenizer = load_tokenizer(folder)
+    return prepare(DataConfig(source=str(path), seq_len=256, **keys), tokenizer, seed=0, vocab_size=600)
+
+
+def test_the_report_counts_what_is_left_out(tokenizer_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tokenizer_folder(**config("user_and_assistant"))
+    tool = [
+        CONVERSATIONS["one turn"][0],
+        {"role": "tool", "content": "it rains"},
+        CONVERSATIONS["one turn"][1],
+    ]
+    report = run(folder, tmp_path, [CONVERSATIONS["system"], CONVERSATIONS["system"], tool]).report
+    line = "note: the chat template does not write 2 system messages, 1 tool results: they are left out"
+    assert line in report
+    report = run(tokenizer_folder("chatml", **config("chatml")), tmp_path, [CONVERSATIONS["system"]]).report
+    assert not any("does not write" in line for line in report)
+
+
+def test_a_system_prompt_that_is_never_written_is_an_error(
+    tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    silent = tokenizer_folder("silent", **config("user_and_assistant"))
+    chatml = tokenizer_folder("chatml", **config("chatml"))
+    plain, own = CONVERSATIONS["one turn"], CONVERSATIONS["system"]
+    for folder, rows, message in (
+        (silent, [plain, own], "the chat template never writes it"),
+        (chatml, [own], "every row has a system message of its own"),
+    ):
+        with pytest.raises(UserError, match=f"data.system_prompt: {message}"):
+            run(folder, tmp_path, rows, system_prompt="Be brief.")
+    run(chatml, tmp_path, [plain, own], system_prompt="Be brief.")
