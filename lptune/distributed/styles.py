@@ -38,10 +38,8 @@ from lptune.distributed.activations import (
     sum_tokens,
 )
 from lptune.distributed.shards import row_runs
-from lptune.linear import LinearSpec, LowPrecisionLinear, RowTensor, local_part
+from lptune.linear import LinearSpec, LowPrecisionLinear, RowTensor, check_part, local_part
 from lptune.models import RMSNorm
-
-_ALIGNMENT = 16  # of both sizes of an 8-bit GEMM's operands
 
 
 class _Style(ParallelStyle):
@@ -82,7 +80,9 @@ class ColumnParallel(_Style):
             module.fused_rows = self.fused_rows
         _check_sizes(module, group)
         if isinstance(module, LowPrecisionLinear):
-            module.part = group.rank  # its forward takes a weight in parts as it is
+            module.part = group.rank
+            low: Any = module
+            low.__class__ = _of_parts(low.__class__)
         else:
             module.__class__ = _LocalLinear
 
@@ -230,6 +230,12 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
 
 
 @functools.cache
+def _of_parts(cls: Any) -> type[nn.Module]:
+    """A LowPrecisionLinear whose input is plain, not a DTensor as under torch's own styles."""
+    return _subclass(cls, cls.forward_part)
+
+
+@functools.cache
 def _row_parallel(cls: Any, sequence: bool, group: Group) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         out = self.multiply(x)
@@ -367,10 +373,6 @@ def _check_linear(module: nn.Module) -> None:
 
 
 def _check_sizes(module: nn.Linear, group: Group) -> None:
-    n, k = local_part(module.weight.detach()).shape
-    if isinstance(module, LowPrecisionLinear) and (n % _ALIGNMENT or k % _ALIGNMENT):
-        raise UserError(
-            f"parallel.tensor: {group.size} ranks leave {n} x {k} of a layer of {module.out_features} x "
-            f"{module.in_features}, and an 8-bit GEMM wants multiples of {_ALIGNMENT}; use fewer ranks, or "
-            "name the layer in precision.skip"
-        )
+    if isinstance(module, LowPrecisionLinear):
+        whole = (module.out_features, module.in_features)
+        check_part(local_part(module.weight.detach()), whole, group.size)

@@ -12,6 +12,7 @@ from lptune.linear.autograd import QuantizedTokens
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
+from lptune.linear.dtensors import check_part
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
@@ -39,6 +40,7 @@ __all__ = [
     "RowTensor",
     "StochasticRounding",
     "Verified",
+    "check_part",
     "convert",
     "dequantized",
     "gather_in_8_bits",

@@ -14,13 +14,10 @@ from torch import nn
 from lptune.config import PrecisionConfig, UserError, closest
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import Measurements, measurements
+from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
-
-# 8-bit tensor-core GEMMs want 16-byte rows. The rule holds on every device, so that a plan made on one is
-# the plan on another.
-_ALIGNMENT = 16
 
 
 def convert(
@@ -158,6 +155,6 @@ def _reason_to_skip(name: str, module: nn.Linear, patterns: list[str], tied: boo
     for pattern in patterns:
         if _matches(name, pattern):
             return f"precision.skip: {pattern}"
-    if module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT:
-        return f"sizes are not multiples of {_ALIGNMENT}"
+    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+        return f"sizes are not multiples of {ALIGNMENT}"
     return None

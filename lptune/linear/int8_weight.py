@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lptune.config import UserError
 from lptune.linear.master_weight import plain_rows
 from lptune.linear.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
@@ -91,6 +92,13 @@ class Int8Weight(GatheredByRows):
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Whatever else reads it sees plain values; whatever else would write is refused."""
+        if func.namespace == "c10d":
+            # It would send dequantized copies, receive into another copy, and leave the weight unwritten.
+            raise UserError(
+                f"precision.kind: int8_weight_only does not allow {func} on its weights (parallelize_module "
+                "with torch's styles does it); cut them by the styles of lptune.distributed "
+                "(docs/distributed.md), or choose another kind"
+            )
         if _writes_to_int8(func, args, kwargs):
             raise RuntimeError(
                 f"{func} in place on an INT8 weight would round to nearest, and small updates would be lost; "

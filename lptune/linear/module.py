@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 from lptune.config import UserError
 from lptune.kernels import expect_gather, forget_amaxes, forget_gather, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
+from lptune.linear.dtensors import multiply_parts
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
 from lptune.linear.spec import LinearSpec
@@ -88,27 +89,45 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, x: Tensor | QuantizedTokens) -> Tensor:
         """x: (..., in_features) in compute dtype, autocast's where it is on -> (..., out_features) in the
-        same.
+        same. DTensors in, DTensor out, where torch's tensor parallelism cut the weight (dtensors.py).
         """
+        if not isinstance(self.weight, DTensor):
+            return self.forward_part(x)
+        assert isinstance(x, Tensor)
+        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:
+        """`forward` of plain tensors with what this rank has of weight and bias."""
         out = self.multiply(x)
         return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
 
     def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """`forward` without the bias. Of a weight that tensor parallelism cut, this rank's part."""
+        """`forward_part` without the bias."""
         quantized_x: tuple[Tensor, Tensor] | None = None
         if isinstance(x, QuantizedTokens):
             x, *rest = x
             quantized_x = (rest[0], rest[1])
-        elif torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        else:
+            x = _autocast(x)
+        return self._multiply(x, local_part(self.weight), quantized_x)
+
+    def _multiply(
+        self, x: Tensor, weight_NK: Tensor, quantized_x: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, local_part(self.weight), self.handle, self.spec, quantized_x)
+        out_TN = low_precision_linear(x_TK, weight_NK, self.handle, self.spec, quantized_x)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:
         """The spec beside the sizes."""
         s = self.spec
         return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class Int8WeightLinear(LowPrecisionLinear):

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
@@ -410,10 +411,9 @@ def test_a_weight_that_tensor_parallelism_left_in_a_dtensor_has_the_bits_of_a_hi
         with distributed.session("cpu") as world:
             mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tensor"))
             model, plan = _model_and_plan(_precision(kind, all_gather=gather))
-            for layer in model.modules():
-                for name, parameter in layer.named_parameters(recurse=False):
-                    cut = distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])
-                    layer.register_parameter(name, nn.Parameter(cut))
+            for name, layer in model.named_modules():
+                if isinstance(layer, nn.Linear):
+                    parallelize_module(model, mesh["tensor"], {name: distributed.ColumnParallel()})
             _shard(model, dataclasses.replace(world, mesh=mesh), True)
             results.append(_train(model, plan, world, num_steps=3))
     _assert_equal(*results)

@@ -1,0 +1,82 @@
+"""A layer that torch's tensor parallelism cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+
+The weight is a DTensor, and so are activations. An 8-bit product needs no sharding rule of DTensor's: each
+rank multiplies its parts, by scales of these parts, and what it found is a DTensor again.
+
+    weight                input                 output        gradient of input  gradient of weight
+    Shard(0), Colwise     Replicate             Shard(-1)     Partial            Shard(0)
+    Shard(1), Rowwise     Shard(-1)             Partial       Shard(-1)          Shard(1)
+    Replicate             Replicate             Replicate     Replicate          Replicate
+    Replicate             Shard(batch, tokens)  as the input  as the input       Partial
+
+An input that is placed otherwise is redistributed first. Partial products are dequantized before the sum over
+ranks, which loses nothing beyond the format's own rounding.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lptune.config import UserError
+
+ALIGNMENT = 16
+"""8-bit tensor-core GEMMs want rows of 16 bytes. The rule holds on every device, so that a plan made on one
+is the plan on another.
+"""
+
+
+def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
+    """part_NK: what tensor parallelism leaves to a rank of a converted layer's weight of shape `whole`.
+
+    Raises UserError where an 8-bit GEMM cannot take it.
+    """
+    n, k = part_NK.shape
+    if n % ALIGNMENT or k % ALIGNMENT:
+        raise UserError(
+            f"parallel.tensor: {num_ranks} ranks leave {n} x {k} of a layer of {whole[0]} x {whole[1]}, and "
+            f"an 8-bit GEMM wants multiples of {ALIGNMENT}; use fewer ranks, or name the layer in "
+            "precision.skip"
+        )
+
+
+def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> DTensor:
+    """`x @ weight.T` as a DTensor (..., N), differentiable; see the table above.
+
+    x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K) -> (..., N), of a rank's parts.
+    Raises UserError for a plain x, or another mesh, and for parts that an 8-bit GEMM cannot take.
+    """
+    mesh = weight.device_mesh
+    if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        raise UserError(
+            f"a low-precision layer whose weight is cut over {mesh.size()} ranks got an input that is no "
+            "DTensor of that mesh; apply ColwiseParallel or RowwiseParallel by parallelize_module, which "
+            "convert it (or call the module that fully_shard was applied to)"
+        )
+    last = x.dim() - 1
+    axes = [_axis(x_at, w_at, last) for x_at, w_at in zip(x.placements, weight.placements, strict=True)]
+    x_at, out_at, x_grad_at, w_grad_at = zip(*axes, strict=True)
+    if x.placements != x_at:
+        x = x.redistribute(placements=x_at)
+    part_NK = weight.to_local(grad_placements=w_grad_at)
+    check_part(part_NK, weight.shape, mesh.size())
+    out = multiply(x.to_local(grad_placements=x_grad_at), part_NK)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    # Given, since parts need not be equal.
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(out, mesh, out_at, run_check=False, shape=shape, stride=stride)
+
+
+def _axis(x_at: Placement, w_at: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
+    """On one axis of the mesh, where the input is wanted, and where output and both gradients are."""
+    if type(w_at) is Shard and w_at.dim in (0, 1):
+        if w_at.dim == 0:
+            return Replicate(), Shard(last), Partial(), w_at
+        return Shard(last), Partial(), Shard(last), w_at
+    if not w_at.is_replicate():
+        raise UserError(f"a low-precision layer cannot multiply by a weight that is placed as {w_at}")
+    if type(x_at) is Shard and x_at.dim != last:
+        return x_at, x_at, x_at, Partial()
+    return Replicate(), Replicate(), Replicate(), Replicate()
