@@ -30,7 +30,7 @@ def main(cfg: FinetuneConfig) -> None:
         distributed.check_compiler(cfg.compile)
         data.check_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
         source = checkpoint.read_index(Path(cfg.model.path).expanduser())
-        model_config = models.read_config(source.folder)
+        model_config = checkpoint.read_config(source, world.print)
         model = models.build_on_meta(model_config)
         checkpoint.match_tensors(model, source)
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len

@@ -2,7 +2,7 @@
 
 from lptune.checkpoint.about import About, read_about
 from lptune.checkpoint.export import export_hf
-from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_index
+from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_config, read_index
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import (
@@ -32,6 +32,7 @@ __all__ = [
     "newest_verified",
     "open_run_folder",
     "read_about",
+    "read_config",
     "read_index",
     "run_facts",
     "skipped_steps",

@@ -12,9 +12,9 @@ place and published by renaming it, when all ranks have succeeded.
 
 import shutil
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -35,7 +35,7 @@ from lptune.checkpoint.files import (
     write_json,
     write_text,
 )
-from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, HFIndex, match_tensors
+from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, TIED, HFIndex, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.sums import write_part, write_sums
@@ -122,17 +122,15 @@ def _export(
 
 def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
     """Which tensors go where: into the imported files, or into ones of at most `export.max_shard_gib`."""
-    model = models.build_on_meta(models.read_config(source.folder))
-    parameter_of = {
-        stored: parameter for parameter, names in match_tensors(model, source).items() for stored in names
-    }
-    targets = {
-        name: Target(
-            parameter_of[name], t.shape, t.dtype if cfg.dtype == "original" else getattr(torch, cfg.dtype)
-        )
-        for name, t in source.tensors.items()
-        if name in parameter_of
-    }
+    model = models.build_on_meta(read_config(source, say=lambda note: None))  # the run has said it
+    targets: dict[str, Target] = {}
+    for parameter, names in match_tensors(model, source).items():
+        stored = [source.tensors[name] for name in names]
+        # Of a tied weight's names the widest dtype: rounded apart, the two would no longer be tied.
+        widest = reduce(torch.promote_types, (tensor.dtype for tensor in stored))
+        dtype = widest if cfg.dtype == "original" else getattr(torch, cfg.dtype)
+        targets |= {name: Target(parameter, stored[0].shape, dtype) for name in names}
+    targets = {name: targets[name] for name in source.tensors if name in targets}
     files: Files = {}
     if not cfg.max_shard_gib:
         for name, target in targets.items():
@@ -226,11 +224,16 @@ def _write_rest(
 ) -> None:
     for path in _copied(source.folder):
         shutil.copyfile(path, scratch / path.name)
+    corrections: dict[str, Any] = {}
     if cfg.dtype != "original":
-        config = read_json(scratch / "config.json")
         # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.
-        config["dtype" if "dtype" in config else "torch_dtype"] = cfg.dtype
-        write_json(scratch / "config.json", config)
+        key = "dtype" if "dtype" in read_json(scratch / "config.json") else "torch_dtype"
+        corrections[key] = cfg.dtype
+    parameters = {targets[name].parameter for targets in files.values() for name in TIED if name in targets}
+    if len(parameters) > 1 and models.read_config(scratch).tied:  # other readers would drop the head
+        corrections["tie_word_embeddings"] = False
+    if corrections:
+        write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)
     if about.chat_template is not None:
         write_text(scratch / "chat_template.jinja", about.chat_template)
     if len(files) > 1 or (source.has_index_file and not cfg.max_shard_gib):

@@ -6,10 +6,11 @@ place.
 """
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lptune import models
 from lptune.checkpoint.files import read_json
 from lptune.config import UserError, closest
 from lptune.distributed import Piece, fused_rows, local_pieces
@@ -28,6 +30,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, by its format."""
+
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
+"""The names of the one weight that `tie_word_embeddings` makes of two."""
+_COMPARED_AT_ONCE = 1 << 24  # elements
 
 # Old Llama checkpoints store this table; it follows from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -49,7 +55,7 @@ class HFIndex:
     folder: Path
     tensors: dict[str, StoredTensor]
     has_index_file: bool
-    """Whether the folder holds model.safetensors.index.json."""
+    """Whether model.safetensors.index.json says which they are."""
 
     @property
     def files(self) -> list[str]:
@@ -78,6 +84,10 @@ def read_index(folder: Path) -> HFIndex:
             f"model.path: {folder} is a run's folder; the model it trained is {folder / 'export'}"
         )
     index_path = folder / INDEX_NAME
+    # Where both are there, transformers takes the single file. And some folders hold the same weights in
+    # another layout, under another name, beside it.
+    if (folder / SINGLE_NAME).is_file():
+        return HFIndex(folder, read_header(folder / SINGLE_NAME), False)
     if index_path.exists():
         weight_map = _weight_map(index_path)
         tensors: dict[str, StoredTensor] = {}
@@ -96,9 +106,7 @@ def read_index(folder: Path) -> HFIndex:
                 tensors[name] = stored[name]
         return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    if (folder / SINGLE_NAME).is_file():  # some folders hold the same weights in another layout beside it
-        files = [folder / SINGLE_NAME]
-    elif (folder / "adapter_config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder}: holds an adapter, not a model; merge it into its base model first (peft: "
             "merge_and_unload, save_pretrained)"
@@ -118,11 +126,50 @@ def read_index(folder: Path) -> HFIndex:
     raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
 
 
+def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:
+    """The decoder of a folder: config.json, and what the stored tensors say of its head.
+
+    A folder whose config.json ties the head to the embeddings, but which stores both with different values,
+    has a head of its own, as in transformers 5. say: gets a line for this, for an index that is not
+    read, and for each setting of config.json that is not applied. Raises UserError as `models.read_config`
+    does.
+    """
+    config = models.read_config(index.folder)
+    for note in config.notes:
+        say(f"note: {index.folder / 'config.json'}: {note}")
+    if not index.has_index_file and (index.folder / INDEX_NAME).exists():
+        say(f"note: {index.folder / INDEX_NAME}: not read, {SINGLE_NAME} is (as in transformers)")
+    if config.tied and not _equal_values(index, [name for name in TIED if name in index.tensors]):
+        say(
+            f"note: {index.folder}: lm_head.weight differs from model.embed_tokens.weight, so the head is "
+            "not tied, although config.json says so (tie_word_embeddings); an export of it says false"
+        )
+        return replace(config, tied=False)
+    return config
+
+
+def _equal_values(index: HFIndex, names: list[str]) -> bool:
+    """Whether the stored tensors are one, in float32, as they are loaded. Of other shapes: left to
+    `match_tensors`.
+    """
+    if len({index.tensors[name].shape for name in names}) != 1 or len(names) < 2:
+        return True
+    shape = index.tensors[names[0]].shape
+    rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(shape[1:])))
+    slices = [_open(index.folder / index.tensors[name].file).get_slice(name) for name in names]
+    for start in range(0, shape[0], rows):
+        first, *others = (part[start : start + rows].float() for part in slices)
+        if not all(torch.equal(first, other) for other in others):
+            return False
+    return True
+
+
 def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
     """For each parameter of `model`, the stored names it is loaded from and exported to.
 
-    A tied parameter has several names in the model; a checkpoint may store any of them, or all. Raises
-    UserError when a tensor is missing, unexpected or of another shape.
+    A tied parameter has several names in the model; a checkpoint may store any of them, or all with the same
+    values. Raises UserError when a tensor is missing, unexpected or of another shape, and when a tied
+    parameter is stored with several values: `read_config` builds no such model.
     """
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -142,6 +189,11 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
                     f"{index.folder / found.file}: tensor {alias!r} has shape {list(found.shape)}, "
                     f"config.json asks for {list(parameter.shape)}; they do not belong together"
                 )
+        if not _equal_values(index, stored):
+            raise UserError(
+                f"{index.folder}: {' and '.join(stored)} are one weight of this model, but differ; "
+                "checkpoint.read_config tells that they are not tied"
+            )
         matched[name] = stored
     if missing:
         hint = closest(missing[0], unexpected) or "; download the checkpoint again"

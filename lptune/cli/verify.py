@@ -63,8 +63,8 @@ def _verify_hf(folder: Path) -> str:
     from lptune.checkpoint import hf
     from lptune.checkpoint.sums import verify_sums
 
-    model = models.build_on_meta(models.read_config(folder))
     index = hf.read_index(folder)
+    model = models.build_on_meta(hf.read_config(index, click.echo))
     hf.match_tensors(model, index)
     num_exported, num_hashed = verify_sums(folder), _verify_download(folder)
     for name, tensor in hf.iter_tensors(index):

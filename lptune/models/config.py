@@ -110,6 +110,8 @@ class DecoderConfig:
     """The checkpoint stores qkv_proj and gate_up_proj instead of five separate weights."""
     initializer_range: float = 0.02
     """Standard deviation of new random weights."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What config.json asks for and a run does not do; a line each."""
     layer_kinds: tuple[LayerConfig, ...] = field(init=False, repr=False, compare=False)
     """The distinct entries of `layers`, in order of appearance."""
 

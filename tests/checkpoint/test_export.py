@@ -34,8 +34,13 @@ ABOUT = About(
 )
 
 
-def _base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """An imported model in several files whose names and sizes differ, its norms in float32."""
+def _base(
+    folder: Path, *, tied: bool = False, own_head: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """An imported model in several files whose names and sizes differ, its norms in float32.
+
+    own_head: config.json may say `tied`, the values say otherwise.
+    """
     content = dict(models.PRESETS["llama3_2"]["tiny"]) | {"tie_word_embeddings": tied, "dtype": "bfloat16"}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -46,7 +51,7 @@ def _base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat
         name: model.initial_value(name, 0).to(torch.float32 if "norm" in name else dtype) for name in names
     }
     if tied:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + own_head
     file_of = {name: f"part-{i * i % 7}.safetensors" for i, name in enumerate(tensors)}
     assert len(set(file_of.values())) == NUM_FILES
     for file in set(file_of.values()):
@@ -59,7 +64,7 @@ def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str
     """A checkpoint of other weights than the base's, written by all ranks of `world`."""
     from torch.distributed.fsdp import fully_shard
 
-    model = models.build_on_meta(models.read_config(base))
+    model = models.build_on_meta(checkpoint.read_config(checkpoint.read_index(base), print))
     fully_shard(model, mesh=world.mesh)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -75,7 +80,7 @@ def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str
 
 def _weights(base: Path) -> dict[str, Tensor]:
     """What `_trained` saves."""
-    model = models.build_on_meta(models.read_config(base))
+    model = models.build_on_meta(checkpoint.read_config(checkpoint.read_index(base), print))
     return {name: model.initial_value(name, 1) + 1 / 3 for name, _ in model.named_parameters()}
 
 
@@ -190,6 +195,37 @@ def test_a_tied_tensor_keeps_both_of_its_names(tmp_path: Path) -> None:
     tensors = _tensors(_export(path, base, tmp_path / "export"))
     assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
     assert tensors.keys() == checkpoint.read_index(base).tensors.keys()
+
+
+def test_a_head_that_differs_from_the_embeddings_is_exported_beside_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = _base(tmp_path / "base", tied=True, own_head=True)
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path, world)
+    folder = _export(path, base, tmp_path / "export", dtype="float32")
+    tensors, trained = _tensors(folder), _weights(base)
+    assert tensors.keys() == trained.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, trained[name]), name
+    exported = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert exported["tie_word_embeddings"] is False  # vLLM would drop the head
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.lm_head.weight, tensors["lm_head.weight"])
+
+
+def test_the_names_of_a_tied_tensor_are_exported_in_one_dtype(tmp_path: Path) -> None:
+    base = _base(tmp_path / "base", tied=True)
+    file = base / checkpoint.read_index(base).tensors["model.embed_tokens.weight"].file
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].float()
+    save_file(tensors, file)
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path, world)
+    folder = _export(path, base, tmp_path / "export")
+    exported = _tensors(folder)
+    assert exported["model.embed_tokens.weight"].dtype == exported["lm_head.weight"].dtype == torch.float32
+    assert checkpoint.read_config(checkpoint.read_index(folder), print).tied
 
 
 def test_no_more_than_two_files_are_in_memory_at_once(

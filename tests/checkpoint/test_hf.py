@@ -1,5 +1,6 @@
 """Hugging Face folders: every layout that loads, every fault that is named."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -74,6 +75,54 @@ def test_a_tied_checkpoint_may_store_either_name_or_both(tmp_path: Path, stored:
     index = checkpoint.read_index(folder)
     model = models.build_on_meta(models.read_config(folder))
     assert sorted(checkpoint.match_tensors(model, index)["model.embed_tokens.weight"]) == sorted(stored)
+
+
+@pytest.mark.parametrize("said", [True, None])
+def test_a_head_that_differs_from_the_embeddings_is_its_own_as_in_transformers(
+    tmp_path: Path, said: bool | None
+) -> None:
+    import transformers
+
+    tensors = _weights()
+    folder = _folder(tmp_path / "model", tensors, tied=True)
+    if said is None:  # the family's default
+        content = dict(models.PRESETS["smollm3"]["tiny"])
+        del content["tie_word_embeddings"]
+        (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        model = models.build_on_meta(dataclasses.replace(models.read_config(folder), tied=False))
+        tensors = {name: model.initial_value(name, 0) for name, _ in model.named_parameters()}
+        save_file(tensors, folder / "model.safetensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    index, said_lines = checkpoint.read_index(folder), list[str]()
+    config = checkpoint.read_config(index, said_lines.append)
+    ours = models.build_on_meta(config)
+    ours.to_empty(device="cpu")
+    checkpoint.load_hf(ours, index)
+    assert not config.tied
+    assert "lm_head.weight differs from model.embed_tokens.weight" in said_lines[0]
+    loaded = dict(theirs.named_parameters())
+    assert loaded.keys() == dict(ours.named_parameters()).keys() == tensors.keys()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, loaded[name]), name
+
+
+def test_a_tied_model_refuses_two_different_values(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights(), tied=True)
+    with pytest.raises(UserError, match="are one weight of this model, but differ"):
+        _load(folder)
+
+
+def test_the_single_file_is_read_where_an_index_names_others(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights(), num_files=3)
+    tensors = {name: tensor + 1 for name, tensor in _weights().items()}
+    save_file(tensors, folder / "model.safetensors")
+    said = list[str]()
+    checkpoint.read_config(checkpoint.read_index(folder), said.append)
+    assert said == [
+        f"note: {folder}/model.safetensors.index.json: not read, model.safetensors is (as in transformers)"
+    ]
+    for name, parameter in _load(folder).items():
+        assert torch.equal(parameter, tensors[name]), name
 
 
 def test_tables_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:

@@ -180,3 +180,17 @@ def test_verify_checks_a_checkpoint_against_its_manifest(command: Command) -> No
     code, _, stderr = command("verify", str(folder))
     assert (code, stderr.count("\n")) == (2, 1)
     assert "sha256" in stderr
+
+
+def test_verify_says_that_a_head_is_not_tied_after_all(command: Command) -> None:
+    assert command("new-checkpoint", "llama3_2/tiny", "new")[0] == 0
+    tied = command("verify", "new")[1]
+    weights = Path("new/model.safetensors")
+    tensors = load_file(weights)
+    head = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors | {"lm_head.weight": head}, weights, metadata={"format": "pt"})
+    code, stdout, _ = command("verify", "new")
+    assert code == 0
+    assert stdout.startswith("note: new: lm_head.weight differs from model.embed_tokens.weight, so the head")
+    assert tied.startswith("ok: new: 0.1 M parameters")
+    assert f"ok: new: {0.1 + head.numel() / 1e6:.1f} M parameters" in stdout
