@@ -51,7 +51,7 @@ def main(cfg: FinetuneConfig) -> None:
             num_ranks=world.data_size,
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        facts = checkpoint.run_facts(cfg, rows.train.digest, started_on, tokenizer.chat_template)
+        facts = checkpoint.run_facts(cfg, plan, saved, rows.train.digest, started_on, tokenizer.chat_template)
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
             if step >= num_steps and (run.exported_step() == step or not cfg.export.enabled):
