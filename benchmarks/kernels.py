@@ -21,8 +21,8 @@ from harness import Results, device_name, device_type, median_ms, parser
 
 from lptune import kernels
 from lptune.config import UserError
+from lptune.devices import known_device
 from lptune.kernels import choose_backend, layer_handle
-from lptune.training.utilization import peak_flops_per_s
 
 GPU_SHAPES = [(8192, 4096, 14336), (16384, 3072, 8192), (8192, 4096, 4096), (8192, 4096, 1024)]
 CPU_SHAPES = [(512, 512, 512)]
@@ -115,13 +115,16 @@ def _block_gemms(x: Any, w: Any, g: Any, transposed: bool) -> dict[str, tuple[Ca
 def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
     """Every kind and GEMM, by lptune's choice and by torch."""
     t, k, n = shape
-    flops, peaks = 2 * t * k * n, peak_flops_per_s(device_name())
+    flops, device = 2 * t * k * n, known_device(device_name())
     pairs = [(random(t, k), random(k, n)) for _ in range(INPUT_SETS)]
     bf16 = flops / (1e-3 * median_ms([lambda a=a, b=b: a @ b for a, b in pairs]))  # type: ignore[misc]
-    share = f", {bf16 / peaks[0]:.1%} of peak" if peaks else ""
+    share = f", {bf16 / device.bf16:.1%} of peak" if device else ""
     print(f"\n{t} x {k} x {n}: bfloat16 {bf16 / 1e12:.1f} TFLOP/s{share}", flush=True)
-    results.add(shape=shape, format="bfloat16", flops_per_s=bf16, of_peak=bf16 / peaks[0] if peaks else None)
+    results.add(
+        shape=shape, format="bfloat16", flops_per_s=bf16, of_peak=bf16 / device.bf16 if device else None
+    )
     for kind in ("int8", "e4m3", "e4m3 tensor", "e4m3 blocks"):
+        peak = device.peak(kind.split()[0]) if device else None
         sets = [gemms(kind, shape) for _ in range(INPUT_SETS)]
         for gemm, (_, operation) in sets[0].items():
             for name in (None, "torch"):
@@ -142,10 +145,10 @@ def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
                     chosen=name is None,
                     ms=ms,
                     flops_per_s=rate,
-                    of_peak=rate / peaks[1] if peaks else None,
+                    of_peak=rate / peak if peak else None,
                     of_twice_bf16=rate / (2 * bf16),
                 )
-                of_peak = f"  {rate / peaks[1]:6.1%} of peak" if peaks else ""
+                of_peak = f"  {rate / peak:6.1%} of peak" if peak else ""
                 print(
                     f"  {kind:<12} {gemm:<12}{runs_by:<10}{rate / 1e12:9.1f} TFLOP/s"
                     f"  {rate / bf16:5.2f}x of bf16  {rate / (2 * bf16):6.1%} of twice that{of_peak}",

@@ -51,7 +51,7 @@ def main(cfg: FinetuneConfig) -> None:
             num_ranks=world.data_size,
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        facts = checkpoint.run_facts(cfg, rows.train.digest, started_on, tokenizer.chat_template)
+        facts = checkpoint.run_facts(cfg, plan, saved, rows.train.digest, started_on, tokenizer.chat_template)
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
             if step >= num_steps and (run.exported_step() == step or not cfg.export.enabled):
@@ -84,6 +84,7 @@ def main(cfg: FinetuneConfig) -> None:
             world.device, compute_dtype, one_document_per_row=rows.train.one_document_per_row
         )
         world.print("\n".join([*rows.report, plan.table()]))
+        meter = training.UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(
                 f"note: data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
@@ -132,9 +133,7 @@ def main(cfg: FinetuneConfig) -> None:
                 step_time_s = time.perf_counter() - started
                 tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
                 low_fraction = first_step.verified.low_precision_flops_fraction
-                used = training.utilization(
-                    tokens_per_s * plan.flops_per_token, low_fraction, world.device, world.size
-                )
+                used = meter(step_time_s, loader.document_lengths(step - 1), low_fraction)
                 record = {
                     "step": step,
                     "loss": loss,

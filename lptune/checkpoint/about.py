@@ -4,7 +4,6 @@ about         where the imported model is, how to export, what the model card st
 fingerprint   digests by which an imported model is recognised (and what else a resume compares)
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +16,6 @@ from lptune.checkpoint.files import read_json, sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
 from lptune.config import FinetuneConfig, UserError
-
-_HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-
 
 Facts = Mapping[str, Any]
 """What state.json says beside the step."""
@@ -35,7 +30,7 @@ class About:
     data: str
     """Name of the training data's source."""
     precision: str
-    """`precision.kind`."""
+    """`precision.kind` of its last steps; of all of them: card.py."""
     chat_template: str | None
     """Text of the template, where the run used another than the tokenizer's own."""
     dtype: str
@@ -114,33 +109,3 @@ def check_base(manifest: Manifest, folder: Path) -> None:
                 f"{folder}: is not the model that {manifest.folder} was trained from: the digest of {key} is "
                 f"{found}, the checkpoint says {wanted}; give the folder it was trained from"
             )
-
-
-def model_card(about: About, step: int) -> str:
-    """README.md of an export."""
-    from huggingface_hub import ModelCardData
-
-    base = Path(about.model)
-    hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
-    is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
-    header = ModelCardData(
-        base_model=hub_id if is_name else None, library_name="transformers", tags=["lptune"]
-    )
-    rows = {
-        "base": hub_id,
-        "data": about.data,
-        "precision in training": about.precision,
-        "steps": step,
-        "lptune": about.lptune,
-        "torch": about.torch,
-    }
-    name = _cell(hub_id.rpartition("/")[2])
-    lines = ["---", header.to_yaml(), "---", "", f"# {name}, fine-tuned", ""]
-    lines += ["All weights were trained with lptune.", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    """On one line, without what ends a cell of a table or begins markup."""
-    return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(str(value).split()))

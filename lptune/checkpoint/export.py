@@ -21,7 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
-from lptune.checkpoint.about import About, check_base, model_card, read_about
+from lptune.checkpoint.about import check_base, read_about, read_fingerprint
+from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
@@ -97,6 +98,7 @@ def _export(
         with _together(group, checkpoint, folder):
             manifest = read_manifest(checkpoint)
             about = read_about(manifest)
+            card = model_card(about, manifest.step, read_parts(manifest), read_fingerprint(manifest))
             check_base(manifest, source.folder)
             files = plan_files(source, cfg)
             if group.rank == 0:
@@ -112,7 +114,7 @@ def _export(
             write_part(scratch, group.rank, mine)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
-                _write_rest(scratch, source, files, cfg, about, manifest.step)
+                _write_rest(scratch, source, files, cfg, about.chat_template, card)
                 _publish(scratch, folder, replace)
     finally:
         # What a failure leaves; all ranks have stopped writing.
@@ -220,7 +222,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_rest(
-    scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, about: About, step: int
+    scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
 ) -> None:
     for path in _copied(source.folder):
         shutil.copyfile(path, scratch / path.name)
@@ -234,15 +236,15 @@ def _write_rest(
         corrections["tie_word_embeddings"] = False
     if corrections:
         write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)
-    if about.chat_template is not None:
-        write_text(scratch / "chat_template.jinja", about.chat_template)
+    if chat_template is not None:
+        write_text(scratch / "chat_template.jinja", chat_template)
     if len(files) > 1 or (source.has_index_file and not cfg.max_shard_gib):
         file_of = {name: file for file, tensors in files.items() for name in tensors}
         weight_map = {name: file_of[name] for name in source.tensors if name in file_of}
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     write_sums(scratch)
-    write_text(scratch / "README.md", model_card(about, step))
+    write_text(scratch / "README.md", card)
     for path in scratch.iterdir():
         fsync_path(path)
 

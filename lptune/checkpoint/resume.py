@@ -5,9 +5,11 @@ from datetime import date
 from pathlib import Path
 
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
+from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import FinetuneConfig, UserError
 from lptune.distributed import SideGroup, World, side_group
+from lptune.linear import Plan
 
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
@@ -73,12 +75,20 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     return manifest
 
 
-def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_template: str | None) -> Facts:
+def run_facts(
+    cfg: FinetuneConfig,
+    plan: Plan,
+    saved: Manifest | None,
+    data_digest: str,
+    started_on: date,
+    chat_template: str | None,
+) -> Facts:
     """What state.json says of a run beside its step.
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
     about: what an export needs to know.
+    parts: the precision of every step so far, and of those to come; saved: what the run continues.
     started_on: the day that chat templates which write a date see, in every part of the run.
     chat_template: the tokenizer's, as the run sees it.
     """
@@ -94,6 +104,7 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_temp
         "fingerprint": fingerprint,
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
+        "parts": run_parts(cfg, plan, saved),
     }
 
 

@@ -8,6 +8,9 @@ computed over one, do not depend on the number of ranks.
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from lptune.config import UserError
 from lptune.data.rows import EMPTY_ROW, Batch, Rows
 
@@ -64,11 +67,17 @@ class Loader:
 
     def num_targets(self, step: int) -> int:
         """Targets of step `step` over all ranks: counted, since every rank has all rows, not exchanged."""
+        return int(self.rows.num_targets_per_row[self._rows_of(step)].sum())
+
+    def document_lengths(self, step: int) -> npt.NDArray[np.int64]:
+        """`Rows.document_lengths` of step `step`, over all ranks."""
+        return self.rows.document_lengths(self._rows_of(step))
+
+    def _rows_of(self, step: int) -> list[int]:
+        """Rows of step `step`, over all ranks."""
         start = step * self.global_batch_size
-        rows = [
-            self.rows.row_at(sample, self.seed) for sample in range(start, start + self.global_batch_size)
-        ]
-        return int(self.rows.num_targets_per_row[rows].sum())
+        samples = range(start, start + self.global_batch_size)
+        return [self.rows.row_at(sample, self.seed) for sample in samples]
 
     def num_steps(self, num_epochs: int) -> int:
         """Steps until every row was seen `num_epochs` times."""

@@ -122,6 +122,18 @@ class Rows:
         """
         return bool((np.diff(self.packing.row_offsets) == 1).all())
 
+    def document_lengths(self, row_numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Tokens of each document that attention sees in the rows `row_numbers`; padding is one, too. Where
+        each row is one document, that is the row with its padding, as in `batch`.
+        """
+        if self.one_document_per_row:
+            return np.full(len(row_numbers), self.seq_len, dtype=np.int64)
+        first, stop = self.packing.row_offsets[:-1], self.packing.row_offsets[1:]
+        lengths = self.documents.lengths
+        rows = [lengths[self.packing.documents[first[row] : stop[row]]] for row in row_numbers]
+        padding = [self.seq_len - int(row.sum()) for row in rows]
+        return np.concatenate([*rows, np.array([left for left in padding if left], dtype=np.int64)])
+
     @cached_property
     def digest(self) -> str:
         """sha256 of tokens, targets, documents and packing: equal digests mean equal batches."""

@@ -16,7 +16,7 @@ from lptune.linear.dtensors import check_part
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
-from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.precomputed import PrecomputedScales
 from lptune.linear.row_tensor import RowTensor, pack_rows, unpack_rows
 from lptune.linear.spec import LinearSpec
@@ -24,6 +24,7 @@ from lptune.linear.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
+    "PLAN_COLUMNS",
     "DelayedScaling",
     "FirstStep",
     "GatheredWeight",

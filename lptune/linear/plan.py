@@ -8,6 +8,9 @@ from typing import Any
 from lptune.kernels import GEMMS, choose_backend
 from lptune.linear.spec import LinearSpec
 
+PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
+"""Of the table of a plan."""
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -80,16 +83,19 @@ class Plan:
             )
         return {"kind": self.kind, "num_converted": len(self.converted), "layers": rows}
 
-    def table(self) -> str:
-        """Text table; layers that differ only in their number share a row
+    def rows(self) -> list[tuple[str, ...]]:
+        """PLAN_COLUMNS of the layers; those that differ only in their number share a row
         (`model.layers.0-27.mlp.up_proj`).
         """
-        header = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
             key = (re.sub(r"\.\d+\.", ".#.", layer.name), *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
-        rows = [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
+        return [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
+
+    def table(self) -> str:
+        """Text table of `rows`."""
+        header, rows = PLAN_COLUMNS, self.rows()
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
     from lptune.models.documents import Documents
+    from lptune.models.flops import attention_flops
     from lptune.models.loss import IGNORE_INDEX, chunked_cross_entropy
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "RMSNorm",
     "RopeConfig",
     "activate_attention",
+    "attention_flops",
     "build_on_meta",
     "chunked_cross_entropy",
     "config_from_dict",
@@ -49,6 +51,7 @@ _LAZY = {
     "Documents": "lptune.models.documents",
     "IGNORE_INDEX": "lptune.models.loss",
     "activate_attention": "lptune.models.attention",
+    "attention_flops": "lptune.models.flops",
     "chunked_cross_entropy": "lptune.models.loss",
 }
 

@@ -1,54 +1,87 @@
 """How much of the device a step used: model FLOPs utilization against each dtype's own peak, and memory.
 
-A run in which a share f of the GEMM FLOPs runs in 8 bits at twice the bf16 peak could at best take
-`(1 - f) / peak_bf16 + f / peak_8bit` per FLOP. `mfu` measures against that; `bf16_mfu` against bf16's peak
-alone, the figure that compares with bf16 runs and may exceed 1.
+Model FLOPs are those of the linear layers (three GEMMs for every token of the rows, padding too, since it is
+computed) and of attention (models/flops.py: pairs that see each other), forward and backward, recomputation
+apart. `mfu` compares the time that they take at the peaks (share f of the linear layers' FLOPs in 8 bits at
+that format's peak, the rest and attention at bfloat16's) with the time that the step took. `bf16_mfu` takes
+bfloat16's peak for all of them: it compares with bf16 runs and may exceed 1.
 """
 
 import resource
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-# Dense peaks in FLOP/s, (bf16, 8 bits), from the vendors' data sheets.
-_PEAKS = {
-    "H200": (989e12, 1979e12),
-    "H100": (989e12, 1979e12),
-    "A100": (312e12, 624e12),
-    "B200": (2250e12, 4500e12),
-    "L40S": (362e12, 733e12),
-    "RTX 4090": (165e12, 661e12),
-}
+from lptune import models
+from lptune.devices import Device, known_device
+from lptune.distributed import World
+from lptune.linear import Plan
+from lptune.models import DecoderConfig
 
 
 class Utilization(NamedTuple):
-    """Shares of the peak; None where the device's peak is unknown (CPUs, other GPUs)."""
+    """Shares of the peak; None where the peak is unknown."""
 
     mfu: float | None
     bf16_mfu: float | None
 
 
-def peak_flops_per_s(device_name: str) -> tuple[float, float] | None:
-    """Dense peaks in FLOP/s of a device, (bf16, 8 bits); None where unknown."""
-    return next((peaks for key, peaks in _PEAKS.items() if key in device_name), None)
+class UtilizationMeter:
+    """Utilization of the devices of a run, which are all alike."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        config: DecoderConfig,
+        world: World,
+        compute_dtype: torch.dtype,
+        *,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """say: called with a line where a GPU's peak, or that of a dtype on it, is not known. Of a CPU there
+        is none.
+        """
+        self._plan, self._config, self._num_devices = plan, config, world.size
+        self._known: Device | None = None
+        self._high: float | None = None
+        self._low: float | None = None
+        if world.device.type != "cuda":
+            return
+        name = torch.cuda.get_device_name(world.device)
+        self._known = known_device(name)
+        if self._known is None:
+            say(f"note: no mfu: the peak of {name} is not known (lptune/devices.py has those that are)")
+            return
+        self._high = self._known.bf16 if compute_dtype == torch.bfloat16 else None
+        formats = {layer.spec.fmt for layer in plan.converted if layer.spec}
+        self._low = self._known.peak(formats.pop()) if formats else self._known.bf16
+        if self._high is None or self._low is None:
+            what = f"{compute_dtype}".removeprefix("torch.") if self._high is None else "float8"
+            say(f"note: bf16_mfu, but no mfu: the peak of {name} in {what} is not known")
 
-def utilization(
-    flops_per_s: float, low_precision_fraction: float | None, device: torch.device, num_devices: int
-) -> Utilization:
-    """flops_per_s: model FLOPs (recomputation apart) per second over all devices.
+    def __call__(
+        self, step_time_s: float, lengths: npt.NDArray[np.int64], low_precision_fraction: float | None
+    ) -> Utilization:
+        """Of a step of all devices.
 
-    low_precision_fraction: share of them in 8 bits; None (not measured) leaves mfu unknown.
-    """
-    peaks = peak_flops_per_s(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-    if peaks is None:
-        return Utilization(None, None)
-    bf16, low = peaks
-    per_device = flops_per_s / num_devices
-    if low_precision_fraction is None:
-        return Utilization(None, per_device / bf16)
-    best = 1 / ((1 - low_precision_fraction) / bf16 + low_precision_fraction / low)
-    return Utilization(per_device / best, per_device / bf16)
+        lengths: tokens of each document in it, padding among them (`Loader.document_lengths`).
+        low_precision_fraction: share of the linear layers' FLOPs in 8 bits; None (not measured) leaves mfu
+        unknown.
+        """
+        if self._known is None:
+            return Utilization(None, None)
+        linear_flops = self._plan.flops_per_token * int(lengths.sum())
+        attention_flops = models.attention_flops(self._config, lengths)
+        device_time_s = step_time_s * self._num_devices
+        bf16_mfu = (linear_flops + attention_flops) / self._known.bf16 / device_time_s
+        if low_precision_fraction is None or self._high is None or self._low is None:
+            return Utilization(None, bf16_mfu)
+        low_flops = linear_flops * low_precision_fraction
+        high_flops = linear_flops - low_flops + attention_flops
+        return Utilization((low_flops / self._low + high_flops / self._high) / device_time_s, bf16_mfu)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lptune import checkpoint, distributed, models
 from lptune.checkpoint import export as module
-from lptune.checkpoint.about import About, base_digests, model_card
+from lptune.checkpoint.about import About, base_digests
+from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import save_tensors, sha256
 from lptune.config import CheckpointConfig, ExportConfig, UserError
 from tests.launch import run_ranks
@@ -32,6 +33,7 @@ ABOUT = About(
     lptune="1.2.3",
     torch="2.11.0",
 )
+PART = Part(1, "int8_rowcol", "bfloat16", False, (), "1.2.3", "2.11.0")
 
 
 def _base(
@@ -356,7 +358,7 @@ def test_another_base_and_a_checkpoint_that_says_nothing_are_refused(
 )
 def test_the_card_is_valid_whatever_names_hold(model: str, base_model: str | None, title: str) -> None:
     about = About(**(vars(ABOUT) | {"model": model, "data": "a|b\n---\n[x](y).jsonl"}))
-    _, header, body = model_card(about, 7).split("---\n", 2)
+    _, header, body = model_card(about, 7, [PART], {}).split("---\n", 2)
     values = yaml.safe_load(header)
     assert values.pop("base_model", None) == base_model
     assert values == {"library_name": "transformers", "tags": ["lptune"]}

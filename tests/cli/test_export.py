@@ -64,7 +64,10 @@ def test_it_writes_what_the_run_exported_itself(finished_run: Path, tmp_path: Pa
         assert (code, err) == (0, "")
         assert out == f"export: {dest} (step 2, read back and compared with {last})\n"
         assert _digests(tmp_path / dest) == expected
-    assert "| data | builtin |" in (tmp_path / "empty" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "empty" / "README.md").read_text(encoding="utf-8")
+    assert "| data | builtin |" in card
+    assert "## Steps 1 to 2: none" in card
+    assert "| model.layers.0-1.mlp.up_proj | 128 x 64 | high | high | high | high |  |" in card
 
 
 def test_dtype_and_file_size_can_be_others(finished_run: Path, tmp_path: Path, command: Command) -> None:

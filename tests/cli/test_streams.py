@@ -33,7 +33,7 @@ def test_commands_that_end_well_write_nothing_to_stderr(tmp_path: Path) -> None:
     if os.environ.get("LPTUNE_TEST_INSTALLED") == "1":
         del environment["PYTHONPATH"]  # the wheel, not the source beside it
     job = ["--config", "llama3_2/1b", "model.path=model", "data.source=builtin", "data.seq_len=64"]
-    job += ["data.max_rows=100", "data.eval_fraction=0.1", "global_batch_size=4", "num_steps=2"]
+    job += ["data.max_rows=100", "data.eval_fraction=0.1", "global_batch_size=16", "num_steps=2"]
     job += ["precision.kind=int8_rowcol", "checkpoint.every_steps=1", "device=cpu", "num_samples=1"]
     for arguments in (
         ["--help"],

@@ -212,3 +212,17 @@ def test_evaluation_sees_every_row_once_in_batches_of_one_shape(
     firsts = [first for batch in batches for first in batch.tokens_BS[:, 0].tolist() if first != PAD]
     assert sorted(firsts) == [1000 + SEQ_LEN * row for row in range(num_rows)]
     assert sum(batch.num_targets for batch in batches) == rows.num_target_tokens
+
+
+@given(LENGTHS, st.booleans())
+def test_document_lengths_are_those_of_the_documents_in_a_batch(lengths: list[int], packing: bool) -> None:
+    rows = make_rows(lengths, packing=packing)
+    loader = Loader(rows, seed=0, global_batch_size=4, micro_batch_size=2)
+    for step in (0, 3):
+        expected: list[int] = []
+        for batch in loader.micro_batches(step):
+            if batch.one_document_per_row:  # plain causal attention over the whole row
+                expected += [SEQ_LEN] * len(batch.tokens_BS)
+            else:
+                expected += np.diff(np.unique(batch.offsets.numpy())).tolist()
+        assert sorted(loader.document_lengths(step).tolist()) == sorted(expected)

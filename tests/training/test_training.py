@@ -108,14 +108,3 @@ def test_a_missing_extra_is_named_with_its_install_line(monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=rf"{extra} is not installed; pip install 'lptune\[{extra}\]'"):
             training.check_logging(LoggingConfig(**keys))  # type: ignore[arg-type]
     training.check_logging(LoggingConfig())
-
-
-def test_utilization_is_unknown_on_cpu_and_weighted_by_dtype_on_known_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert training.utilization(1e12, 0.5, torch.device("cpu"), 1) == (None, None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    used = training.utilization(989e12, 1.0, torch.device("cuda"), 1)
-    assert used.bf16_mfu == pytest.approx(1.0)
-    assert used.mfu == pytest.approx(989 / 1979)
-    assert training.utilization(2 * 989e12, 0.0, torch.device("cuda"), 4).mfu == pytest.approx(0.5)

@@ -1,0 +1,152 @@
+"""README.md of an export: the model card, which says what trained the weights, part by part.
+
+A run may be resumed under another precision. state.json therefore has `parts`: one entry for each stretch of
+steps under one precision and one version of lptune and torch, in order.
+
+    {"from_step": 11, "precision": "int8_rowcol", "compute_dtype": "bfloat16", "emulated": false,
+     "layers": [["model.layers.0-15.mlp.up_proj", "8192 x 2048", "int8 row", …], …], "lptune": …, "torch": …}
+
+Checkpoints written before that have no `parts`. They resume and export all the same: the card then says that
+their first steps were not recorded.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+import lptune
+from lptune.checkpoint.about import About, Facts, read_about, read_state
+from lptune.checkpoint.manifest import Manifest
+from lptune.config import FinetuneConfig, UserError
+from lptune.linear import PLAN_COLUMNS, Plan
+
+_HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of a run under one precision and one version."""
+
+    from_step: int
+    """The first one, counted from 1. It ends where the next part begins."""
+    precision: str
+    """`precision.kind`."""
+    compute_dtype: str
+    """Of what the plan calls `high`; empty where the part was not recorded."""
+    emulated: bool
+    layers: tuple[tuple[str, ...], ...]
+    """The plan's rows, PLAN_COLUMNS each."""
+    lptune: str
+    torch: str
+
+
+def run_parts(cfg: FinetuneConfig, plan: Plan, saved: Manifest | None) -> list[dict[str, Any]]:
+    """`parts` of state.json, from the first step to what now begins. saved: what the run continues."""
+    before = [] if saved is None else read_parts(saved)
+    now = Part(
+        from_step=1 if saved is None else saved.step + 1,
+        precision=cfg.precision.kind,
+        compute_dtype=cfg.compute_dtype,
+        emulated=any(layer.spec.emulate for layer in plan.converted if layer.spec),
+        layers=tuple(plan.rows()),
+        lptune=lptune.__version__,
+        torch=str(torch.__version__),
+    )
+    if not before or replace(before[-1], from_step=now.from_step) != now:
+        before.append(now)
+    return [asdict(part) for part in before]
+
+
+def read_parts(manifest: Manifest) -> list[Part]:
+    """Of a verified checkpoint; one part that was not recorded, if an older version of lptune wrote it."""
+    state = read_state(manifest)
+    if "parts" not in state:
+        about = read_about(manifest)
+        return [Part(1, about.precision, "", False, (), about.lptune, about.torch)]
+    try:
+        parts = [_part(entry) for entry in state["parts"]]
+        steps = [part.from_step for part in parts]
+        if steps[0] != 1 or any(a >= b for a, b in pairwise([*steps, manifest.step + 1])):
+            raise ValueError(steps)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"{manifest.folder / 'state.json'}: parts: cannot be read ({error!r:.80}); lptune did not "
+            "write it"
+        ) from None
+    return parts
+
+
+def _part(entry: Mapping[str, Any]) -> Part:
+    layers = tuple(tuple(row) for row in entry["layers"])
+    if any(len(row) != len(PLAN_COLUMNS) or not all(type(cell) is str for cell in row) for row in layers):
+        raise ValueError(entry["layers"])
+    part = Part(**{**entry, "layers": layers})
+    for key, type_ in get_type_hints(Part).items():
+        if key != "layers" and type(getattr(part, key)) is not type_:
+            raise TypeError(key)
+    return part
+
+
+def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Facts) -> str:
+    """README.md of an export of `step`. fingerprint: that of the checkpoint, for its digests."""
+    from huggingface_hub import ModelCardData
+
+    base = Path(about.model)
+    hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
+    is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
+    header = ModelCardData(
+        base_model=hub_id if is_name else None, library_name="transformers", tags=["lptune"]
+    )
+    ends = [part.from_step - 1 for part in parts[1:]] + [step]
+    spans = [f"{part.from_step} to {end}" for part, end in zip(parts, ends, strict=True)]
+    rows = {
+        "base": hub_id,
+        "base, digest of its weights": fingerprint.get("weights"),
+        "data": about.data,
+        "data, digest of its rows": fingerprint.get("data"),
+        "precision in training": "; ".join(
+            part.precision if len(parts) == 1 else f"{part.precision} (steps {span})"
+            for part, span in zip(parts, spans, strict=True)
+        ),
+        "steps": step,
+        "lptune": ", ".join(dict.fromkeys(part.lptune for part in parts)),
+        "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),
+    }
+    name = _cell(hub_id.rpartition("/")[2])
+    lines = ["---", header.to_yaml(), "---", "", f"# {name}, fine-tuned", ""]
+    lines += ["All weights were trained with lptune.", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None]
+    for part, span in zip(parts, spans, strict=True):
+        lines += ["", *_section(part, span)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(part: Part, span: str) -> list[str]:
+    emulated = ", emulated in wider arithmetic" * part.emulated
+    lines = [f"## Steps {span}: {_cell(part.precision)}{emulated}", ""]
+    if not part.compute_dtype:
+        lines.append(
+            "The version of lptune that trained them did not record more; earlier ones of these steps may "
+            "have run under another precision."
+        )
+        return lines
+    lines += [
+        f"lptune {_cell(part.lptune)}, torch {_cell(part.torch)}; `high` is {_cell(part.compute_dtype)}."
+    ]
+    lines += ["", _row(PLAN_COLUMNS), _row(["---"] * len(PLAN_COLUMNS))]
+    return lines + [_row(row) for row in part.layers]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_cell(cell) if cell != '---' else cell for cell in cells)} |"
+
+
+def _cell(value: object) -> str:
+    """On one line, without what ends a cell of a table or begins markup."""
+    return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(str(value).split()))
