@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lptune.config import DataConfig, UserError
 from lptune.data.columns import Unused
 from lptune.data.detect import detect_format
-from lptune.data.documents import Counts, Documents, tokenize
+from lptune.data.documents import Counts, Documents, concatenated, tokenize
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.order import shuffled
@@ -81,10 +81,12 @@ def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_
     fmt = detect_format(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
-    documents, counts = tokenize(
-        unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad,
+    counts = Counts()
+    parts = tokenize(
+        unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
         seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
     )  # fmt: skip
+    documents = concatenated(list(parts))
     if not documents.num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
