@@ -47,6 +47,8 @@ class DataConfig:
     """Column of the chat messages."""
     text_column: str | None = None
     """Column of raw text."""
+    system_column: str | None = None
+    """Column of a row's own system message, found like the others; `none`: there is none."""
     prompt_template: str | None = None
     """For pairs without a chat template: the prompt with {column} placeholders, "Q: {question}\\nA: "."""
     chat_template: str | None = None

@@ -2,15 +2,17 @@
 document starts.
 
 No object per token or document survives tokenization: a billion tokens take 5 GB. Texts are encoded in
-batches by the Rust tokenizer, on all cores and without the GIL, while the next batch is rendered here.
+batches by the Rust tokenizer, on all cores and without the GIL, while the next batch is rendered here; each
+batch becomes arrays at once, so that no more than a few of them are in memory as objects.
 
 Legend: T tokens, N documents, N1 = N + 1.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +28,13 @@ from lptune.data.tokenizer import Tokenizer
 BATCH_DOCUMENTS = 2048
 BATCH_CHARACTERS = 4 * 1024 * 1024
 PIECE_CHARACTERS = 64 * 1024
+PIECE_TOKENS = 1024 * 1024
 TEXT_SAMPLE_TOKENS = 32
+
+Ids = npt.NDArray[np.int32]
+
+
+_UNKNOWN: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +51,21 @@ class Documents:
     prompt_keys_N: npt.NDArray[np.uint64]
     """Hash of the prompt's tokens (of the whole text for raw text): equal for equal prompts."""
 
+    num_targets_N: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: _UNKNOWN)
+    """Targets of each document; counted where they are not given."""
+    starts_N: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: _UNKNOWN)
+    """Where each document begins in `tokens_T`; `offsets_N1`, where these are not some of the documents of a
+    larger array."""
+
+    def __post_init__(self) -> None:
+        if self.starts_N is _UNKNOWN:
+            object.__setattr__(self, "starts_N", self.offsets_N1[:-1])
+        if self.num_targets_N is _UNKNOWN:
+            counts = np.zeros(0, dtype=np.int64)
+            if len(self.starts_N):
+                counts = np.add.reduceat(self.is_target_T, self.starts_N, dtype=np.int64)
+            object.__setattr__(self, "num_targets_N", counts)
+
     @property
     def num_documents(self) -> int:
         """Number of documents."""
@@ -53,15 +76,49 @@ class Documents:
         """Tokens per document."""
         return np.diff(self.offsets_N1)
 
+    def place(self, number: int) -> tuple[int, int]:
+        """Start and end of a document in `tokens_T`."""
+        start = int(self.starts_N[number])
+        return start, start + int(self.offsets_N1[number + 1] - self.offsets_N1[number])
+
     def select(self, numbers: npt.NDArray[np.int64]) -> "Documents":
-        """The documents `numbers`, in that order."""
-        lengths = self.lengths[numbers]
-        offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
-        take = np.repeat(self.offsets_N1[numbers] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        """The documents `numbers`, in that order. Tokens and targets stay where they are: only `offsets_N1`
+        counts these documents' tokens alone, as if they stood end to end.
+        """
         return Documents(
-            tokens_T=self.tokens_T[take], is_target_T=self.is_target_T[take], offsets_N1=offsets,
+            tokens_T=self.tokens_T, is_target_T=self.is_target_T,
+            offsets_N1=_offsets(self.lengths[numbers]), starts_N=self.starts_N[numbers],
             answers_N2=self.answers_N2[numbers], prompt_keys_N=self.prompt_keys_N[numbers],
+            num_targets_N=self.num_targets_N[numbers],
         )  # fmt: skip
+
+    def end_to_end(self, array_T: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        """`array_T` (tokens_T or is_target_T) of these documents one after the other, in pieces."""
+        if self.starts_N.base is self.offsets_N1 or np.array_equal(self.starts_N, self.offsets_N1[:-1]):
+            yield array_T[: self.offsets_N1[-1]]
+            return
+        ends = np.arange(PIECE_TOKENS, int(self.offsets_N1[-1]) + PIECE_TOKENS, PIECE_TOKENS)
+        cuts = np.unique(np.r_[0, np.searchsorted(self.offsets_N1[1:], ends, side="left") + 1])
+        for first, stop in itertools.pairwise(np.minimum(cuts, self.num_documents).tolist()):
+            offsets = self.offsets_N1[first : stop + 1]
+            shifts = np.repeat(self.starts_N[first:stop] - offsets[:-1], np.diff(offsets))
+            yield array_T[shifts + np.arange(offsets[0], offsets[-1])]
+
+
+def _offsets(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    offsets_N1: npt.NDArray[np.int64] = np.r_[0, np.cumsum(lengths_N)].astype(np.int64)
+    return offsets_N1
+
+
+def concatenated(parts: Sequence[Documents]) -> Documents:
+    """The documents of all parts, in order."""
+    return Documents(
+        tokens_T=np.concatenate([np.zeros(0, dtype=np.int32), *(part.tokens_T for part in parts)]),
+        is_target_T=np.concatenate([np.zeros(0, dtype=np.bool_), *(part.is_target_T for part in parts)]),
+        offsets_N1=_offsets(np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])),
+        answers_N2=np.concatenate([np.zeros((0, 2), dtype=np.int32), *(part.answers_N2 for part in parts)]),
+        prompt_keys_N=np.concatenate([np.zeros(0, dtype=np.uint64), *(part.prompt_keys_N for part in parts)]),
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,27 +141,45 @@ def tokenize(
     layout: Layout,
     tokenizer: Tokenizer,
     bad: BadRows,
+    counts: Counts,
     *,
     seq_len: int,
     train_on_prompt: bool = False,
-) -> tuple[Documents, Counts]:
-    """Tokenize `rows`. Pairs and chats longer than seq_len are cut at the end, raw text is cut into chunks
-    that lose nothing.
+) -> Iterator[Documents]:
+    """The documents of `rows`, batch by batch; some batches may have none. Pairs and chats longer than
+    seq_len are cut at the end, raw text is cut into chunks that lose nothing. `counts` is added to.
     """
-    builder = _Builder(tokenizer, seq_len, train_on_prompt)
+    builder = _Builder(tokenizer, counts, seq_len, train_on_prompt)
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending = None
-        for batch in _batches(_write(rows, fmt, layout, bad, builder.counts)):
+        for batch in _batches(_write(rows, fmt, layout, bad, counts)):
             pieces = [_pieces(written, tokenizer) for written in batch]
             texts = [piece for document in pieces for piece in document]
-            needs_offsets = any(written.spans is not None for written in batch)
-            future = pool.submit(tokenizer.encode_batch, texts, offsets=needs_offsets)
+            is_chat = any(written.spans is not None for written in batch)
+            future = pool.submit(_encode, texts, tokenizer, is_chat)
             if pending is not None:
-                builder.add(pending[0], pending[1], pending[2].result())
+                yield builder.build(pending[0], pending[1], pending[2].result())
             pending = (batch, [len(document) for document in pieces], future)
+            del batch, pieces, texts
         if pending is not None:
-            builder.add(pending[0], pending[1], pending[2].result())
-    return builder.finish(), builder.counts
+            yield builder.build(pending[0], pending[1], pending[2].result())
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
+    """Encodings, of which chats need the offsets; else arrays of ids, int32: an encoding takes over a hundred
+    bytes per token, and a long text has many pieces.
+    """
+    if is_chat:
+        return [*tokenizer.encode_batch(texts, offsets=True)]
+    found: list[Any] = []
+    first, size = 0, 0
+    for stop, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= BATCH_CHARACTERS or stop == len(texts):
+            encodings = tokenizer.encode_batch(texts[first:stop], offsets=False)
+            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            first, size = stop, 0
+    return found
 
 
 def _write(
@@ -177,43 +252,59 @@ def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
 
 
 class _Builder:
-    """Collects encodings into arrays, batch by batch."""
+    """Makes documents of encodings, batch by batch."""
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, train_on_prompt: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, counts: Counts, seq_len: int, train_on_prompt: bool) -> None:
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.train_on_prompt = train_on_prompt
-        self.counts = Counts()
-        self._tokens: list[npt.NDArray[np.int32]] = []
-        self._targets: list[npt.NDArray[np.bool_]] = []
-        self._lengths: list[int] = []
-        self._answers: list[tuple[int, int]] = []
-        self._keys: list[int] = []
+        self.counts = counts
         names = tokenizer.special_tokens
         unknown = names.get("unk_token")
         if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
             unknown = None  # byte-level classes give the name to <|endoftext|>, and know every character
         self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+        self._clear()
 
-    def add(self, batch: list[Written], num_pieces: list[int], encodings: list[Any]) -> None:
-        """The documents of one batch; document i is written in `num_pieces[i]` of the encodings."""
+    def _clear(self) -> None:
+        self._tokens: list[npt.NDArray[np.int32]] = []
+        self._targets: list[npt.NDArray[np.bool_]] = []
+        self._answers: list[tuple[int, int]] = []
+        self._keys: list[int] = []
+
+    def build(self, batch: list[Written], num_pieces: list[int], encoded: list[Any]) -> Documents:
+        """The documents of one batch; document i is written in `num_pieces[i]` of what was encoded."""
         place = 0
         for written, count in zip(batch, num_pieces, strict=True):
-            own = encodings[place : place + count]
+            own = encoded[place : place + count]
             place += count
             if written.spans is not None:
                 self._add_chat(written.spans, own[0])
             elif written.response is not None:
-                self._add_pair(own[0].ids, own[1].ids)
+                self._add_pair(own[0], own[1])
             else:
-                self._add_text([token for encoding in own for token in encoding.ids])
+                self._add_text(own)
+        documents = Documents(
+            tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
+            is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
+            offsets_N1=_offsets(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
+            answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
+            prompt_keys_N=np.array(self._keys, dtype=np.uint64),
+        )
+        self._clear()
+        return documents
 
     def _closing(self) -> tuple[int, ...]:
         eos, suffix = self.tokenizer.eos_id, self.tokenizer.suffix_ids
         return suffix if eos is None or eos in suffix else (*suffix, eos)
 
-    def _add_text(self, ids: list[int]) -> None:
-        tokens = np.array([*self.tokenizer.prefix_ids, *ids, *self._closing()], dtype=np.int32)
+    def _around(self, *ids: Ids) -> Ids:
+        """`ids` with what the tokenizer puts before and after a text."""
+        before, after = self.tokenizer.prefix_ids, self._closing()
+        return np.concatenate([np.array(before, np.int32), *ids, np.array(after, np.int32)])
+
+    def _add_text(self, ids: list[Ids]) -> None:
+        tokens = self._around(*ids)
         key = _key(tokens)
         if len(tokens) < 2:
             self.counts.num_dropped_documents += 1
@@ -225,10 +316,9 @@ class _Builder:
             prompt = max(1, min(TEXT_SAMPLE_TOKENS, len(chunk) // 2))
             self._append(chunk, is_target, (prompt, len(chunk)), key)
 
-    def _add_pair(self, prompt: list[int], response: list[int]) -> None:
+    def _add_pair(self, prompt: Ids, response: Ids) -> None:
         first = len(self.tokenizer.prefix_ids) + len(prompt)
-        response = response[1:] if self.tokenizer.continuation else response
-        tokens = np.array([*self.tokenizer.prefix_ids, *prompt, *response, *self._closing()], dtype=np.int32)
+        tokens = self._around(prompt, response[1:] if self.tokenizer.continuation else response)
         self._add_answered(tokens, np.arange(len(tokens)) >= first)
 
     def _add_chat(self, spans: list[tuple[int, int]], encoding: Any) -> None:
@@ -271,19 +361,8 @@ class _Builder:
             self.counts.num_unknown_tokens += int((tokens == self._unknown_id).sum())
         self._tokens.append(tokens)
         self._targets.append(is_target)
-        self._lengths.append(len(tokens))
         self._answers.append(answer)
         self._keys.append(key)
-
-    def finish(self) -> Documents:
-        """Everything added so far."""
-        return Documents(
-            tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
-            is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
-            offsets_N1=np.r_[0, np.cumsum(np.array(self._lengths, dtype=np.int64))].astype(np.int64),
-            answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
-            prompt_keys_N=np.array(self._keys, dtype=np.uint64),
-        )
 
 
 def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:

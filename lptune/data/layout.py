@@ -43,6 +43,7 @@ class Layout:
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, fmt: Format) -> None:
         self.tokenizer = tokenizer
         self.system_prompt = cfg.system_prompt
+        self.train_on_prompt = cfg.train_on_prompt
         self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
         self.unwritten_finder = UnwrittenFinder(tokenizer.template) if tokenizer.template else None
         self.is_text = fmt.kind == "text"
@@ -82,6 +83,11 @@ class Layout:
             return "raw text"
         return "chat template" if self.finder else "plain layout"
 
+    @property
+    def template_text(self) -> str:
+        """The chat template's source, all its variants; empty without one."""
+        return "\n".join(self.finder.template.sources.values()) if self.finder else ""
+
     def write(self, document: Document) -> Written:
         """`document` as text. Raises RowError where its template refuses it."""
         if isinstance(document, Text):
@@ -95,6 +101,8 @@ class Layout:
                 else document.prompt + document.input
             )
             messages = [
+                *([{"role": "system", "content": document.system}] if document.system else []),
+                *document.history,
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": document.response},
             ]
@@ -116,6 +124,11 @@ class Layout:
         assert self.finder is not None
         assert self.unwritten_finder is not None
         messages, tools = conversation.messages, conversation.tools
+        if self.train_on_prompt and any(message.get("weight") == 0 for message in messages):
+            raise RowError(
+                "has an answer that is not learned (weight 0), and data.train_on_prompt=true learns every "
+                "token; give up one of the two"
+            )
         source = self.finder.template.source(tools)
         if "tool_calls" not in source and any("tool_calls" in message for message in messages):
             messages = inline_calls(messages)
@@ -200,6 +213,12 @@ def _check_characters(text: str) -> None:
 
 
 def _plain(pair: Pair) -> Written:
+    if pair.system or pair.history:
+        what = "a system message" if pair.system else "earlier turns"
+        raise RowError(
+            f"has {what}, which only a chat template writes; set data.chat_template"
+            + (", or data.system_column=none to leave it out" if pair.system else "")
+        )
     if pair.filled_template is not None:
         prompt = pair.filled_template
     else:

@@ -5,10 +5,12 @@ answer that is context only. ShareGPT: `conversations` of {"from", "value"} with
 function_call, observation. The common form is transformers': roles system, user, assistant, tool; a call is
 `{"type": "function", "function": {"name": …, "arguments": {…}}}` with its arguments as an object, not as a
 string of JSON, because templates write them with `tojson`; a tool is `{"type": "function", "function": {…}}`.
+Whatever key a tool chain uses to say that an answer is not learned, in the common form it is `weight` 0.
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lptune.config import closest
@@ -22,6 +24,44 @@ _ROLES = {
     "tool_response": "tool", "ipython": "tool",
 }  # fmt: skip
 _CALL_ROLES = ("function_call", "tool_call", "function-call", "tool_calls")
+_LEARNED_KEYS = (
+    "weight", "loss_weight", "loss", "loss_mask", "loss_scale", "train", "training", "trainable", "learn",
+)  # fmt: skip
+HIDDEN_KEYS = ("masked", "mask")
+LOSS_KEYS = (*_LEARNED_KEYS, *HIDDEN_KEYS)
+"""Keys of a message (the last two the other way round) that say whether it is learned: 0, 1, false, true."""
+ANSWER_ROLES = {*_CALL_ROLES, *(role for role, common in _ROLES.items() if common == "assistant")}
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_TEXT_KEYS = ("text", "value", "content")
+PART_KEYS = ("type", *_TEXT_KEYS)
+_TEXT_TYPES = (None, "text", "input_text", "output_text")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a column or key holds nothing: null, or the NaN that pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS_KEYS) -> bool | None:
+    """What `values` say about learning them by any of LOSS_KEYS; None where they do not.
+
+    RowError for a value that is neither yes nor no, and for a contradiction.
+    """
+    said = {}
+    for key in keys:
+        value = values.get(key)
+        if is_missing(value):
+            continue
+        if value not in (0, 1):
+            raise RowError(
+                f"{where} has the {key} {_short(value)}; only 0 (not learned) and 1 are known"
+                if key in _LEARNED_KEYS
+                else f"{where} has {key}: {_short(value)}; only true (not learned) and false are known"
+            )
+        said[key] = bool(value) == (key in _LEARNED_KEYS)
+    if len(set(said.values())) > 1:
+        raise RowError(f"{where} is both learned and not learned, by {' and '.join(said)}; keep one of them")
+    return next(iter(said.values()), None)
 
 
 def is_messages(value: Any) -> bool:
@@ -53,7 +93,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """
     if isinstance(value, str):
         value = _parse(value, f"column {column!r}") if value.strip() else None
-    if not value:
+    if not value or is_missing(value):
         return None
     if isinstance(value, dict):
         value = [value]
@@ -79,26 +119,20 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or (role.lower() not in _ROLES and role.lower() not in _CALL_ROLES):
         hint = closest(role, (*_ROLES, *_CALL_ROLES)) if isinstance(role, str) else ""
         raise RowError(f"{where} has the unknown role {role!r}{hint}; known: system, user, assistant, tool")
-    if role.lower() in _CALL_ROLES:
-        return {"role": "assistant", "content": "", "tool_calls": _read_calls(content, where)}
-    rest = {
-        key: value
-        for key, value in message.items()
-        if key not in (role_key, content_key, "function_call") and value is not None
-    }
-    out = {
-        "role": _ROLES[role.lower()],
-        "content": _read_content(content, content_key, message, where),
-        **rest,
-    }
-    if out["role"] == "assistant" and out.get("weight", 1) not in (0, 1):
-        raise RowError(
-            f"{where} has the weight {_short(out['weight'])}; only 0 (not learned) and 1 are known"
-        )
-    calls = message.get("tool_calls") or message.get("function_call")
-    out.pop("tool_calls", None)
-    if calls:
-        out["tool_calls"] = _read_calls(calls, where)
+    is_call = role.lower() in _CALL_ROLES
+    is_answer = role.lower() in ANSWER_ROLES
+    weight = {"weight": 0} if is_answer and is_learned(message, where) is False else {}
+    if is_call:
+        calls = {"tool_calls": _read_calls(content, where)}
+        return {"role": "assistant", "content": "", **calls, **weight}
+    used = (role_key, content_key, "function_call", "tool_calls", *LOSS_KEYS)
+    rest = {key: value for key, value in message.items() if key not in used and not is_missing(value)}
+    text = _read_content(content, content_key, message, where)
+    out = {"role": _ROLES[role.lower()], "content": text, **rest, **weight}
+    if found := message.get("tool_calls") or message.get("function_call"):
+        out["tool_calls"] = _read_calls(found, where)
+    elif is_answer and not weight and not text.strip() and not any(out.get(key) for key in REASONING_KEYS):
+        raise RowError(f"{where} is an empty assistant message; give it text or remove it")
     return out
 
 
@@ -112,24 +146,29 @@ def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -
             raise RowError(f"{where} has no text: {key!r} is null")
         raise RowError(f"{where} has no {key!r} (keys: {', '.join(map(str, message))})")
     if isinstance(content, (list, tuple)):
-        texts = [
-            part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-            for part in content
-        ]
-        if all(isinstance(text, str) for text in texts):
+        texts = [_part_text(part) for part in content]
+        if all(text is not None for text in texts):
             return "".join(str(text) for text in texts)
-        kinds = sorted(
-            {
-                str(part.get("type"))
-                for part in content
-                if isinstance(part, dict) and not isinstance(part.get("text"), str)
-            }
-        )
+        kinds = {
+            str(part.get("type"))
+            for part, text in zip(content, texts, strict=True)
+            if text is None and isinstance(part, dict)
+        }
         raise RowError(
-            f"{where} has content parts that are no text ({', '.join(kinds) or 'unknown'}); only text can "
-            "be trained on"
+            f"{where} has content parts that are no text ({', '.join(sorted(kinds)) or 'unknown'}); only "
+            "text can be trained on"
         )
     raise RowError(f"{where} must have text as its {key!r}, found {_short(content)}")
+
+
+def _part_text(part: Any) -> str | None:
+    """The text of a content part: a string, or an object of type text; None of anything else."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_TYPES:
+        return None
+    texts = [part[key] for key in _TEXT_KEYS if not is_missing(part.get(key))]
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else None
 
 
 def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:

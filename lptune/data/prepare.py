@@ -3,21 +3,21 @@ done.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lptune.config import DataConfig, UserError
-from lptune.data.documents import Counts, Documents, tokenize
+from lptune.data.columns import Unused
+from lptune.data.detect import detect_format
+from lptune.data.documents import Counts, Documents, concatenated, tokenize
 from lptune.data.errors import BadRows
-from lptune.data.formats import detect_format
 from lptune.data.layout import Layout
 from lptune.data.order import shuffled
 from lptune.data.packing import one_document_per_row, pack
 from lptune.data.rows import Rows
-from lptune.data.sources import Row, read_rows
+from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
@@ -80,36 +80,26 @@ def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = detect_format(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
-    counted = _Counted()
-    documents, counts = tokenize(
-        counted.count(itertools.chain(first, rows)), fmt, layout, tokenizer, bad,
+    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
+    counts = Counts()
+    parts = tokenize(
+        unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
         seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
     )  # fmt: skip
+    documents = concatenated(list(parts))
     if not documents.num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
         raise UserError(
-            f"{source}: all {counted.num_rows:,} rows are masked: no document has a target within "
+            f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
     _check_vocabulary(documents, tokenizer, vocab_size)
     layout.check(is_training=source == cfg.source)
-    lines = [f"{source}: {counted.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
-    lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes()]]
+    lines = [f"{source}: {unused.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
+    lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
     return _Source(documents, layout.is_text, lines)
-
-
-class _Counted:
-    """Counts rows as they pass."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-
-    def count(self, rows: Iterable[Row]) -> Iterator[Row]:
-        for row in rows:
-            self.num_rows += 1
-            yield row
 
 
 def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:

@@ -81,16 +81,13 @@ class Rows:
     @cached_property
     def num_target_tokens(self) -> int:
         """Labels over all rows that are not -100."""
-        return int(np.count_nonzero(self.documents.is_target_T))
+        return int(self.documents.num_targets_N.sum())
 
     @cached_property
     def num_targets_per_row(self) -> npt.NDArray[np.int64]:
         """Labels of each row that are not -100. A document is never empty, and its first token no target."""
-        documents, packing = self.documents, self.packing
-        in_document = np.add.reduceat(documents.is_target_T, documents.offsets_N1[:-1], dtype=np.int64)
-        in_row: npt.NDArray[np.int64] = np.add.reduceat(
-            in_document[packing.documents], packing.row_offsets[:-1]
-        )
+        in_document = self.documents.num_targets_N[self.packing.documents]
+        in_row: npt.NDArray[np.int64] = np.add.reduceat(in_document, self.packing.row_offsets[:-1])
         return in_row
 
     @property
@@ -139,13 +136,11 @@ class Rows:
         """sha256 of tokens, targets, documents and packing: equal digests mean equal batches."""
         sha = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
         documents, packing = self.documents, self.packing
-        for array in (
-            documents.tokens_T,
-            documents.is_target_T,
-            documents.offsets_N1,
-            packing.documents,
-            packing.row_offsets,
-        ):
+        for array_T in (documents.tokens_T, documents.is_target_T):
+            sha.update(f" {array_T.dtype.str} {self.num_tokens} ".encode())
+            for piece in documents.end_to_end(array_T):
+                sha.update(np.ascontiguousarray(piece).data)
+        for array in (documents.offsets_N1, packing.documents, packing.row_offsets):
             sha.update(f" {array.dtype.str} {len(array)} ".encode())
             sha.update(np.ascontiguousarray(array).data)
         return sha.hexdigest()
@@ -161,7 +156,7 @@ class Rows:
         """Tokens of a document up to its first answer, and that answer (raw text: its beginning, and the
         rest).
         """
-        base, stop = self.documents.offsets_N1[document : document + 2].tolist()
+        base, stop = self.documents.place(document)
         first, end = self.documents.answers_N2[document].tolist()
         tokens = self.documents.tokens_T[base:stop].tolist()
         return tokens[:first], tokens[first:end]
@@ -183,7 +178,7 @@ class Rows:
                 numbers = packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]]
             start = 0
             for i, number in enumerate(numbers.tolist()):
-                base, base_stop = documents.offsets_N1[number : number + 2].tolist()
+                base, base_stop = documents.place(number)
                 stop = start + base_stop - base
                 tokens = documents.tokens_T[base:base_stop]
                 tokens_BS[b, start:stop] = tokens

@@ -8,20 +8,22 @@
 builtin the instruction set that lptune makes itself
 
 Text is UTF-8; a byte order mark is dropped and CRLF read as a line feed. Lines and rows are counted from 1.
+Files are read as far as their rows are asked for.
 """
 
 import csv
-import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lptune.config import UserError, closest
 from lptune.data.errors import BadRows, RowError
+from lptune.data.text_files import JsonText, lines, read_text
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
@@ -94,36 +96,17 @@ def _missing(source: str, path: Path) -> str:
     return f"{source}: no such file{hint}; set data.source to a file, a hub id or builtin"
 
 
-def _read_text(source: str, path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"{source}: is UTF-16 text; save it as UTF-8")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start]
-        raise UserError(
-            f"{source} line {line}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
-        ) from None
-    if not text.strip():
-        raise UserError(f"{source}: is empty; give data.source rows to train on")
-    return text.replace("\r\n", "\n")
-
-
 def _read_txt(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    yield Row(source, {"text": _read_text(source, path)})
+    yield Row(source, {"text": read_text(source, path)})
 
 
 def _read_jsonl(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    return _json_lines(source, _read_text(source, path), bad)
+    return _json_lines(source, lines(source, path), bad)
 
 
-def _json_lines(source: str, text: str, bad: BadRows) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), 1):
+def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row]:
+    for number, text in enumerate(texts, 1):
+        line = text.removesuffix("\n")
         if not line or line.isspace():
             continue
         place = f"{source} line {number}"
@@ -170,20 +153,18 @@ def _json_type(value: Any) -> str:
 
 
 def _read_json(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    text = _read_text(source, path)
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
-            return _json_lines(source, text, bad)
-        raise UserError(
-            f"{source} line {error.lineno}: not valid JSON: {_json_problem(error)}; fix the file"
-        ) from None
-    except (ValueError, RecursionError):
-        raise UserError(
-            f"{source}: not valid JSON: nested too deeply, or a number of thousands of digits; fix the file"
-        ) from None
-    return _json_list(source, _the_list(source, values), bad)
+    with closing(JsonText(source, path)) as text:
+        if text.next_character() == "[":
+            yield from _json_list(source, text.elements(), bad)
+            return
+        value = text.value()
+        if not text.next_character():
+            yield from _json_list(source, _the_list(source, value), bad)
+            return
+        first = next(line for line in lines(source, path) if line.strip())
+        if not _is_object(first):
+            raise text.extra_data()
+    yield from _json_lines(source, lines(source, path), bad)
 
 
 def _is_object(line: str) -> bool:
@@ -215,7 +196,7 @@ def _the_list(source: str, values: Any) -> list[Any]:
     )
 
 
-def _json_list(source: str, rows: list[Any], bad: BadRows) -> Iterator[Row]:
+def _json_list(source: str, rows: Iterable[Any], bad: BadRows) -> Iterator[Row]:
     for number, values in enumerate(rows, 1):
         place = f"{source} row {number}"
         if isinstance(values, dict):
@@ -227,9 +208,8 @@ def _json_list(source: str, rows: list[Any], bad: BadRows) -> Iterator[Row]:
 
 
 def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    text = _read_text(source, path)
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(text), strict=True)
+    reader = csv.reader(lines(source, path), strict=True)
     try:
         header = next(reader)
     except csv.Error as error:

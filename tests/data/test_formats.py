@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lptune.config import DataConfig, UserError
+from lptune.data.detect import detect_format
 from lptune.data.errors import BadRows, RowError
-from lptune.data.formats import Conversation, Format, Pair, Text, detect_format
+from lptune.data.formats import Conversation, Format, Pair, Text
 from lptune.data.messages import inline_calls, read_messages, read_tools
 from lptune.data.sources import Row, read_rows
 
@@ -198,6 +199,7 @@ def test_a_prompt_template_is_filled_once() -> None:
         ({"question": "q"}, "has no column 'answer'; its columns: question"),
         ({"question": "q", "anwser": "a"}, "has no column 'answer' .did you mean 'anwser'"),
         ({"question": "q", "answer": None}, "column 'answer' is null"),
+        ({"question": "q", "answer": float("nan")}, "column 'answer' is null"),
         ({"question": " ", "answer": "a"}, "column 'question' is empty"),
         ({"question": "q", "answer": ["a"]}, "column 'answer' must be text, found a list"),
         ({"question": {"text": "q"}, "answer": "a"}, "column 'question' must be text, found a dict"),
@@ -278,6 +280,31 @@ def test_openai_messages_become_the_common_form() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"trainable": False}, {"loss": False},
+        {"masked": True}, {"mask": 1}, {"weight": 0, "train": False, "masked": True},
+    ],
+)  # fmt: skip
+def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[str, Any]) -> None:
+    unlearned = read_messages([SAY[0], SAY[1] | flag], "messages")
+    assert unlearned == [SAY[0], SAY[1] | {"weight": 0}]
+    opposite = {key: not value for key, value in flag.items()}
+    assert read_messages([SAY[0], SAY[1] | opposite], "messages") == SAY
+    call = {"from": "function_call", "value": '{"name": "f"}', **flag}
+    assert read_messages([call], "conversations")[0]["weight"] == 0
+    assert read_messages([SAY[0] | flag, SAY[1]], "messages") == SAY  # a prompt is not learned anyway
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "text", "text": "a"}, {"type": "text", "value": "a"}, {"type": "text", "content": "a"}, "a"],
+)
+def test_content_parts_are_text_under_any_of_their_keys(part: Any) -> None:
+    assert read_messages([SAY[0], {"role": "assistant", "content": [part]}], "messages") == SAY
+
+
 def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
     wrapped = [{"type": "function", "function": {"name": "f"}}]
     assert read_tools([{"name": "f"}], "tools") == wrapped
@@ -311,6 +338,20 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         ([{"from": "function_call", "value": '{"arguments": {}}'}], "has a function call without a name"),
         (SAY[:1], "column 'messages' holds no assistant message"),
         ([SAY[0], SAY[1] | {"weight": 0.5}], "message 2 of 'messages' has the weight 0.5; only 0"),
+        (
+            [SAY[0], SAY[1] | {"loss_weight": "no"}],
+            "message 2 of 'messages' has the loss_weight 'no'; only 0",
+        ),
+        ([SAY[0], SAY[1] | {"masked": 3}], "has masked: 3; only true .not learned. and false"),
+        (
+            [SAY[0], SAY[1] | {"weight": 1, "masked": True}],
+            "both learned and not learned, by weight and masked",
+        ),
+        ([SAY[0], SAY[1] | {"content": " "}], "message 2 of 'messages' is an empty assistant message"),
+        ([SAY[0], SAY[1] | {"content": []}], "message 2 of 'messages' is an empty assistant message"),
+        ([SAY[0] | {"content": [{"type": "image", "text": "x"}]}, SAY[1]], "parts that are no text .image."),
+        ([SAY[0] | {"content": [{"text": "x", "value": "y"}]}, SAY[1]], "content parts that are no text"),
+        ([SAY[0] | {"content": float("nan")}, SAY[1]], "must have text as its 'content', found nan"),
     ],
 )
 def test_unusable_messages_are_named(value: Any, message: str) -> None:

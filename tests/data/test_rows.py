@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lptune.config import UserError
-from lptune.data import Loader, Rows, evaluation_batches, pack
+from lptune.data import Loader, Rows, documents, evaluation_batches, pack
 from lptune.data.documents import Documents
 from lptune.data.packing import one_document_per_row
 from lptune.data.rows import EMPTY_ROW, IGNORE
@@ -226,3 +226,28 @@ def test_document_lengths_are_those_of_the_documents_in_a_batch(lengths: list[in
             else:
                 expected += np.diff(np.unique(batch.offsets.numpy())).tolist()
         assert sorted(loader.document_lengths(step).tolist()) == sorted(expected)
+
+
+@given(LENGTHS, st.integers(0, 2**16), st.integers(1, 40))
+def test_documents_chosen_from_a_larger_array_are_those_documents(
+    lengths: list[int], seed: int, piece: int
+) -> None:
+    whole = make_rows(lengths).documents
+    numbers = np.random.default_rng(seed).permutation(len(lengths))[: max(1, len(lengths) // 2)]
+    chosen, packing = whole.select(numbers), one_document_per_row(len(numbers))
+    places = [np.arange(*whole.place(number)) for number in numbers]
+    take = np.concatenate(places)
+    copied = Documents(
+        tokens_T=whole.tokens_T[take], is_target_T=whole.is_target_T[take], offsets_N1=chosen.offsets_N1,
+        answers_N2=whole.answers_N2[numbers], prompt_keys_N=whole.prompt_keys_N[numbers],
+    )  # fmt: skip
+    assert chosen.tokens_T is whole.tokens_T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE_TOKENS", piece)
+        ours, theirs = (Rows(each, packing, seq_len=SEQ_LEN, pad_id=PAD) for each in (chosen, copied))
+        assert ours.digest == theirs.digest
+    assert ours.num_target_tokens == theirs.num_target_tokens == np.count_nonzero(copied.is_target_T)
+    everything = [*range(ours.num_rows)]
+    for a, b in zip(ours.batch(everything)[:5], theirs.batch(everything)[:5], strict=True):
+        assert torch.equal(a, b)
+    assert ours.prompt_and_answer(0) == theirs.prompt_and_answer(0)

@@ -1,0 +1,215 @@
+"""Which kind of documents a source holds, and which of its columns is what.
+
+Read off the columns of the first rows: a column of messages makes it chat, a prompt and a response pairs, a
+text column text, in this order; any `data.*_column` key overrides it. What is ambiguous is never guessed: one
+line lists the columns and names the key to set.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lptune.config import DataConfig, UserError, closest
+from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
+from lptune.data.formats import (
+    INPUT_NAMES,
+    MESSAGES_NAMES,
+    NO_COLUMN,
+    PROMPT_NAMES,
+    RESPONSE_NAMES,
+    TEXT_NAMES,
+    TOOLS_NAMES,
+    Format,
+    listed,
+    placeholders,
+)
+from lptune.data.messages import is_messages, is_missing
+from lptune.data.sources import Row
+
+
+def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
+    """The format of a source from its first `rows` and the config's overrides. UserError when it cannot be
+    told.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    first = {
+        name: next((row.values[name] for row in rows if not is_missing(row.values.get(name))), None)
+        for name in columns
+    }
+    _check_overrides(cfg, columns, source)
+    kind = cfg.format
+    if kind == "auto":
+        kind = _detect_kind(cfg, columns, first, source)
+    if cfg.prompt_template is not None and kind != "pairs":
+        raise UserError(
+            f"data.prompt_template: needs pairs, but {source} is read as {kind}; drop it or set "
+            "data.format=pairs"
+        )
+    if kind == "text":
+        name = cfg.text_column or _pick(columns, TEXT_NAMES, "text", "data.text_column", source)
+        return Format(kind="text", text=name)
+    find = _chat_format if kind == "chat" else _pairs_format
+    return _with_sides(find(cfg, columns, first, source), cfg, columns, source)
+
+
+def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: str) -> Format:
+    """`fmt` with the columns of the system message and of earlier turns, and with what is still open."""
+    free = [name for name in columns if not fmt.is_used(name)]
+    has_system = cfg.system_column != NO_COLUMN
+    system, history = (
+        cfg.system_column if has_system else None,
+        next(iter(_present(free, HISTORY_NAMES)), None),
+    )
+    if system is None and has_system and (found := _present(free, SYSTEM_NAMES)):
+        system = _only(found, columns, "the system message", "data.system_column", source)
+    is_open = {
+        "input": fmt.kind == "pairs" and cfg.input_column is None and fmt.prompt_template is None,
+        "tools": fmt.kind == "chat",
+        "system": has_system,
+        "history": True,
+    }
+    fmt = dataclasses.replace(fmt, system=system, history=history, columns=frozenset(columns))
+    absent = tuple(name for name in is_open if is_open[name] and getattr(fmt, name) is None)
+    return dataclasses.replace(fmt, absent=absent)
+
+
+def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> None:
+    keys = (
+        "prompt_column", "input_column", "response_column", "messages_column", "text_column", "system_column",
+    )  # fmt: skip
+    for key in keys:
+        name = getattr(cfg, key)
+        if key in ("input_column", "system_column") and name == NO_COLUMN:
+            continue
+        if name is not None and name not in columns:
+            raise UserError(
+                f"data.{key}: {source} has no column {name!r}{closest(name, columns)}; its columns: "
+                f"{listed(columns)}"
+            )
+
+
+def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> str:
+    if cfg.messages_column:
+        return "chat"
+    if cfg.text_column:
+        return "text"
+    if cfg.prompt_column or cfg.response_column or cfg.prompt_template is not None:
+        chat = cfg.prompt_column is None and any(
+            is_messages(first[name]) for name in _present(columns, MESSAGES_NAMES)
+        )
+        return "chat" if chat else "pairs"
+    _refuse_preferences(columns, source)
+    if any(is_messages(first[name]) for name in _present(columns, MESSAGES_NAMES)):
+        return "chat"
+    prompts, responses = _present(columns, (*PROMPT_NAMES, *INPUT_NAMES)), _present(columns, RESPONSE_NAMES)
+    if prompts and responses:
+        return "pairs"
+    texts = [name for name in _present(columns, TEXT_NAMES) if isinstance(first[name], str)]
+    if texts and not prompts and not responses:
+        return "text"
+    nested = [
+        name
+        for name in columns
+        if isinstance(first[name], list) and first[name] and isinstance(first[name][0], dict)
+    ]
+    if prompts and nested:
+        inner = listed(first[nested[0]][0])
+        raise UserError(
+            f"{source}: column {nested[0]!r} holds nested rows ({inner}); write one row for each of them, "
+            f"with {prompts[0]!r} and a "
+            f"response column"
+        )
+    if prompts:
+        missing = "a response column; set data.response_column"
+    elif responses:
+        missing = "a prompt column; set data.prompt_column"
+    else:
+        missing = (
+            "prompt and response, messages or text; set data.prompt_column and data.response_column, "
+            "data.messages_column or data.text_column"
+        )
+    raise UserError(f"{source}: cannot tell {missing}; its columns: {listed(columns)}")
+
+
+def _refuse_preferences(columns: Sequence[str], source: str) -> None:
+    if {"chosen", "rejected"} <= set(columns):
+        raise UserError(
+            f"{source}: holds preferences (columns chosen, rejected), and full_finetune learns from one "
+            "response per prompt; "
+            f"set data.response_column=chosen or another of {listed(columns)}"
+        )
+
+
+def _chat_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> Format:
+    if cfg.response_column is None and cfg.messages_column is None:
+        _refuse_preferences(columns, source)
+    name = cfg.messages_column
+    if name is None:
+        found = _present(columns, MESSAGES_NAMES)
+        found = [column for column in found if is_messages(first[column])] or found
+        name = _only(found, columns, "messages", "data.messages_column", source)
+    tools = next(iter(_present(columns, TOOLS_NAMES)), None)
+    return Format(kind="chat", messages=name, tools=tools, response=cfg.response_column)
+
+
+def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> Format:
+    has_input = cfg.input_column != NO_COLUMN
+    taken = {cfg.prompt_column, cfg.input_column, cfg.response_column}
+    free = [name for name in columns if name not in taken]
+    response = cfg.response_column
+    if response is None:
+        _refuse_preferences(columns, source)
+        response = _pick(free, RESPONSE_NAMES, "the response", "data.response_column", source)
+    template = cfg.prompt_template
+    filled = placeholders(template) if template is not None else []
+    for name in filled:
+        if name not in columns:
+            raise UserError(
+                f"data.prompt_template: {source} has no column {name!r}{closest(name, columns)}; its "
+                f"columns: {listed(columns)}"
+            )
+    if template is not None and response in filled:
+        raise UserError(
+            f"data.prompt_template: the prompt must not hold {{{response}}}, the response column itself"
+        )
+    second = cfg.input_column if has_input else None
+    prompt = cfg.prompt_column or (filled[0] if filled else None)
+    if prompt is None:
+        names = [name for name in _present(free, PROMPT_NAMES) if name != response]
+        # Some sets call the prompt itself `input`.
+        names = names or [name for name in _present(free, INPUT_NAMES) if name not in (response, second)]
+        prompt = _only(names, columns, "the prompt", "data.prompt_column", source)
+    if second is None and template is None and has_input:
+        rest = [name for name in _present(free, INPUT_NAMES) if name not in (prompt, response)]
+        second = rest[0] if len(rest) == 1 else None
+        if len(rest) > 1:
+            raise UserError(
+                f"{source}: columns {listed(rest)} could each be the prompt's second part; set "
+                "data.input_column to one of them or to none"
+            )
+    if is_messages(first.get(prompt)):
+        return Format(
+            kind="chat",
+            messages=prompt,
+            response=response,
+            tools=next(iter(_present(columns, TOOLS_NAMES)), None),
+        )
+    return Format(kind="pairs", prompt=prompt, input=second, response=response, prompt_template=template)
+
+
+def _present(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Columns that bear one of `names` (case aside), in the order of `names`."""
+    by_lower = {column.lower(): column for column in reversed(columns)}
+    return [by_lower[name] for name in names if name in by_lower]
+
+
+def _pick(columns: Sequence[str], names: Sequence[str], what: str, key: str, source: str) -> str:
+    return _only(_present(columns, names), columns, what, key, source)
+
+
+def _only(found: Sequence[str], columns: Sequence[str], what: str, key: str, source: str) -> str:
+    if not found:
+        raise UserError(f"{source}: no column for {what} among {listed(columns)}; set {key}")
+    if len(found) > 1:
+        raise UserError(f"{source}: columns {listed(found)} could each be {what}; set {key} to one of them")
+    return found[0]

@@ -1,0 +1,214 @@
+"""Columns and keys beside the document are honoured, refused, or named in the report."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.config import DataConfig, UserError
+from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare
+from lptune.data.columns import _MAX_NAMED, Unused
+from lptune.data.detect import detect_format
+from lptune.data.errors import RowError
+from lptune.data.formats import Conversation, Document, Pair
+from lptune.data.sources import Row
+from tests.data.chat_templates import config
+
+SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+CHAT = {"messages": SAY}
+PAIR = {"question": "q", "answer": "a"}
+LATE = 40
+"""Rows before the one of interest: more than the format is read off."""
+
+
+def document(row: dict[str, Any], *first: dict[str, Any], **keys: Any) -> Document:
+    rows = [Row("r", each) for each in first or [row]]
+    return detect_format(DataConfig(source="r", **keys), rows, "r").document(Row("r", row))
+
+
+def messages(row: dict[str, Any], *first: dict[str, Any], **keys: Any) -> list[dict[str, Any]]:
+    found = document(row, *first, **keys)
+    assert isinstance(found, Conversation)
+    return found.messages
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder(**config("chatml")))
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
+    def run(*rows: dict[str, Any], **keys: Any) -> Prepared:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        cfg = DataConfig(source=str(path), **{"seq_len": 256, **keys})
+        return prepare(cfg, tokenizer, seed=0, vocab_size=600)
+
+    return run
+
+
+def notes(prepared: Prepared) -> list[str]:
+    return [line for line in prepared.report if "not used" in line or "are learned" in line]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"label": False}, "column 'label' is false, which marks a bad answer"),
+        ({"label": "False"}, "column 'label' is false"),  # CSV
+        ({"images": ["a.png"]}, "column 'images' holds images, and only text can be trained on"),
+        ({"Image": {"bytes": "x"}}, "column 'Image' holds image"),
+        ({"audio": "a.wav"}, "column 'audio' holds audio"),
+        ({"loss_weight": 0}, "column 'loss_weight' says that the row is not learned .0."),
+        ({"train": False}, "column 'train' says that the row is not learned .False."),
+        ({"masked": True}, "column 'masked' says that the row is not learned .True."),
+    ],
+)
+def test_a_row_that_is_not_to_be_learned_is_refused(said: dict[str, Any], message: str) -> None:
+    for row in (CHAT, PAIR):
+        with pytest.raises(RowError, match=message):
+            document(row | said)
+        with pytest.raises(RowError, match=message):
+            document(row | said, row)  # the first rows lack the column
+    prompt, response = {"prompt_column": "question"}, {"response_column": next(iter(said))}
+    if all(isinstance(value, str) for value in said.values()):  # what the user names is content
+        assert isinstance(document(PAIR | said, **prompt, **response), Pair)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"label": True}, {"label": 0}, {"label": None}, {"images": []}, {"image": None},
+        {"loss_weight": 1}, {"train": True}, {"masked": False}, {"train": "IC 204"},
+        {"loss_weight": float("nan")},
+    ],
+)  # fmt: skip
+def test_a_row_that_may_be_learned_is(said: dict[str, Any]) -> None:
+    assert messages(CHAT | said) == SAY
+    assert document(PAIR | said) == Pair("q", "", "a", None)
+
+
+def test_raw_text_may_have_a_label_and_an_image_beside_it() -> None:
+    assert document({"text": "t", "label": False, "image": "http://x"}).__class__.__name__ == "Text"
+
+
+@pytest.mark.parametrize("name", ["system", "System_Prompt", "system_message"])
+def test_a_system_column_is_the_system_message(name: str) -> None:
+    row = CHAT | {name: "Be brief."}
+    system = {"role": "system", "content": "Be brief."}
+    assert messages(row) == [system, *SAY]
+    assert messages(row, CHAT) == [system, *SAY]
+    assert messages(row, system_column="none") == SAY
+    assert messages(CHAT | {name: " "}) == messages(CHAT | {name: None}) == SAY
+    assert messages({name: "Be brief.", "messages": [system, *SAY]}) == [system, *SAY]
+    with pytest.raises(RowError, match="two system messages; keep one"):
+        document({name: "Be long.", "messages": [system, *SAY]})
+    assert document(PAIR | {name: "Be brief."}) == Pair("q", "", "a", None, "Be brief.")
+    own = CHAT | {"persona": "Be brief."}
+    assert messages(own, system_column="persona") == [system, *SAY]
+
+
+def test_two_system_columns_are_asked_for() -> None:
+    row = CHAT | {"system": "a", "system_prompt": "b"}
+    with pytest.raises(UserError, match=r"columns system, system_prompt .* set data.system_column"):
+        document(row)
+    assert messages(row, system_column="system")[0]["content"] == "a"
+
+
+def test_history_is_earlier_turns_of_a_pair() -> None:
+    row = PAIR | {"history": [["q0", "a0"]]}
+    turns = ({"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"})
+    assert document(row) == document(row, PAIR) == Pair("q", "", "a", None, "", turns)
+    assert document(PAIR | {"history": []}) == Pair("q", "", "a", None)
+    for bad in ("text", [["q0"]], ["q0", "a0"], [["q0", None]]):
+        with pytest.raises(RowError, match="column 'history' must hold a list of"):
+            document(PAIR | {"history": bad})
+    with pytest.raises(RowError, match="column 'history' holds an empty response"):
+        document(PAIR | {"history": [["q0", ""]]})
+    with pytest.raises(RowError, match="column 'history' holds turns beside those in 'messages'"):
+        document(CHAT | {"history": [["q0", "a0"]]})
+
+
+def test_a_template_writes_system_and_history_and_the_plain_layout_refuses_them(
+    run: Callable, tokenizer: Tokenizer
+) -> None:
+    row = PAIR | {"system": "Be brief.", "history": [["q0", "a0"]]}
+    rows = run(row).train
+    assert tokenizer.decode(rows.documents.tokens_T.tolist(), skip_special=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n"
+        "a0<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    learned = rows.documents.tokens_T[rows.documents.is_target_T].tolist()
+    assert tokenizer.decode(learned, skip_special=False) == "a0<|im_end|>a<|im_end|>"
+    for key, what in (("system", "a system message"), ("history", "earlier turns")):
+        with pytest.raises(UserError, match=f"line 1: has {what}, which only a chat template writes"):
+            run(PAIR | {key: row[key]}, chat_template="none")
+    filled = run(PAIR | {"system": "s"}, chat_template="none", prompt_template="{system} {question} ")
+    assert not notes(filled)
+
+
+@pytest.mark.parametrize(
+    ("row", "late"),
+    [
+        (PAIR, {"input": "i"}),
+        (PAIR, {"Context": "i"}),
+        (CHAT, {"tools": [{"name": "f"}]}),
+        (CHAT, {"system": "s"}),
+    ],
+)
+def test_a_column_that_comes_up_late_is_read_all_the_same(
+    run: Callable, row: dict[str, Any], late: dict[str, Any]
+) -> None:
+    assert document(row | late, row) == document(row | late)
+    prepared = run(*[row] * LATE, row | late)
+    assert not notes(prepared)
+    early = run(row | late, *[row] * LATE)
+    assert early.train.num_tokens == prepared.train.num_tokens
+    assert document(PAIR | {"input": "i"}, PAIR, input_column="none") == Pair("q", "", "a", None)
+
+
+def test_unused_columns_and_message_keys_are_named_over_all_rows(run: Callable) -> None:
+    marked = {"messages": [SAY[0] | {"train": True}, SAY[1] | {"mood": "calm", "train": True}], "id": 7}
+    prepared = run(*[CHAT | {"notes": None}] * LATE, marked, marked)
+    assert notes(prepared) == [
+        "note: columns that are not used, with their rows: id (2)",
+        "note: message keys that are not used, with their messages: mood (2)",
+        "note: 2 messages of system, user or tool say that they are learned; only the assistant's are",
+    ]
+    assert notes(run(*[PAIR | {"category": "x"}] * 3)) == [
+        "note: columns that are not used, with their rows: category (3)"
+    ]
+    assert not notes(run(PAIR))
+    parts = {"content": [{"type": "text", "text": "q", "cache_control": {}}]}
+    assert "content[].cache_control (1)" in notes(run({"messages": [SAY[0] | parts, SAY[1]]}))[0]
+
+
+def test_a_message_key_that_the_template_names_is_used() -> None:
+    row = Row("r", {"messages": [SAY[0] | {"name": "Ann"}, SAY[1] | {"reasoning": "hm"}]})
+    for template, unused in (
+        ("{{ m.role }} {{ m['name'] }} {{ m.reasoning_content }}", []),
+        ("{{ m.role }} {{ names }} {{ m.thinking }}", ["name (1)"]),
+        ("{{ m.content }}", ["name (1), reasoning (1)"]),
+    ):
+        watch = Unused(lambda name: True, ["messages"], template)
+        assert list(watch.watch([row])) == [row]
+        assert [note.partition(": ")[2] for note in watch.notes()] == unused
+
+
+def test_names_that_are_data_neither_fill_the_memory_nor_the_report() -> None:
+    watch = Unused(lambda name: False, [], "")
+    num_rows = sum(1 for _ in watch.watch(Row("r", {f"id-{i}": 1, "always": 1}) for i in range(3000)))
+    (note,) = watch.notes()
+    assert num_rows == watch.num_rows == 3000
+    assert note.startswith("columns that are not used, with their rows: always (3,000), id-0 (1)")
+    assert note.endswith(f"and {1000 - _MAX_NAMED:,} or more others")
+
+
+def test_an_answer_of_weight_0_and_loss_on_every_token_exclude_each_other(run: Callable) -> None:
+    row = {"messages": [*SAY, SAY[0], SAY[1] | {"masked": True}]}
+    assert run(row).train.num_target_tokens == 2
+    with pytest.raises(UserError, match=r"line 1: has an answer that is not learned .*train_on_prompt=true"):
+        run(row, train_on_prompt=True)
