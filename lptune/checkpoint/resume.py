@@ -1,12 +1,14 @@
 """Resuming: which checkpoint a run goes on from, and whether it may."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import FinetuneConfig, UserError, as_written
 from lptune.distributed import SideGroup, World, side_group
 
 _MEANING = {
@@ -16,6 +18,13 @@ _MEANING = {
     "tokenizer.json": " (a digest of that file in model.path)",
 }
 """What the values in a fingerprint that say nothing by themselves are."""
+
+_WITHOUT_EFFECT = re.compile(
+    r"(output_dir|resume|num_epochs|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
+    r"|data\.(?!eval_s)\w+)"
+)
+"""Keys that leave the weights and metrics of a run as they are, or are compared otherwise: the model and the
+training rows by their digests, the export by export.json, num_epochs by the number of steps that it makes."""
 
 
 def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str], None]) -> Manifest | None:
@@ -73,11 +82,14 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     return manifest
 
 
-def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_template: str | None) -> Facts:
+def run_facts(
+    cfg: FinetuneConfig, num_steps: int, data_digest: str, started_on: date, chat_template: str | None
+) -> Facts:
     """What state.json says of a run beside its step.
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
+    config: the keys of this part of the run that decide its result, with the num_steps that it resolved to.
     about: what an export needs to know.
     started_on: the day that chat templates which write a date see, in every part of the run.
     chat_template: the tokenizer's, as the run sees it.
@@ -92,6 +104,11 @@ def run_facts(cfg: FinetuneConfig, data_digest: str, started_on: date, chat_temp
     }
     return {
         "fingerprint": fingerprint,
+        "config": {
+            key: value
+            for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
+            if not _WITHOUT_EFFECT.fullmatch(key)
+        },
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
     }
@@ -118,6 +135,39 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
                 f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
                 f"{_MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
+
+
+def check_unchanged(manifest: Manifest, facts: Facts) -> None:
+    """Refuses to call a run finished whose config has changed, naming every changed key and both values.
+
+    manifest: the checkpoint after which no step is left. A change has an effect only on steps that are still
+    to come.
+    """
+    saved = read_state(manifest).get("config")
+    if not isinstance(saved, dict):
+        raise UserError(
+            f"{manifest.folder / 'state.json'}: does not say which config it is of; another version of "
+            "lptune wrote it. `lptune export` exports it; for another run choose another output_dir"
+        )
+    changed = [
+        f"{key} {saved.get(key)!r:.200} (now {value!r:.200})"
+        for key, value in facts["config"].items()
+        if saved.get(key) != value
+    ]
+    if changed:
+        raise UserError(
+            f"{manifest.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
+            "choose another output_dir for another run, raise num_steps to go on with the change, or take it "
+            "back (`lptune export` exports the checkpoint as it is)"
+        )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def skipped_steps(manifest: Manifest | None) -> dict[str, int]:
