@@ -51,15 +51,17 @@ def main(cfg: FinetuneConfig) -> None:
             num_ranks=world.data_size,
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        facts = checkpoint.run_facts(cfg, plan, saved, rows.train.digest, started_on, tokenizer.chat_template)
+        facts = checkpoint.run_facts(
+            cfg, plan, saved, num_steps, rows.train.digest, started_on, tokenizer.chat_template
+        )
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
-            if step >= num_steps and (run.exported_step() == step or not cfg.export.enabled):
-                world.print(
-                    f"already finished: {saved.folder} is step {step} (num_steps: {num_steps})"
-                    f"{' and exported' if cfg.export.enabled else ''}; "
-                    "raise num_steps to go on, or choose another output_dir for another run"
-                )
+        if saved is not None and step >= num_steps:
+            checkpoint.check_unchanged(saved, facts)
+            if not cfg.export.enabled or run.is_exported(step, cfg.export):
+                and_exported = " and exported" if cfg.export.enabled else ""
+                how = "raise num_steps to go on, or choose another output_dir for another run"
+                world.print(f"already finished: {saved.folder} is step {step}{and_exported}; {how}")
                 return
 
         # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
@@ -174,7 +176,7 @@ def main(cfg: FinetuneConfig) -> None:
             assert last_saved is not None  # the last step's, or the one that this run continues
             checkpoint.export_hf(last_saved, source, run.export, cfg.export, world)
             if world.is_main:
-                run.write_exported_step(step)
+                run.write_exported(step, cfg.export)
             world.print(f"export: {run.export} (read back and compared with {last_saved})")
         else:
             newest = f"the newest checkpoint is {last_saved}" if last_saved else "there is no checkpoint"

@@ -7,6 +7,7 @@ from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import (
     check_fingerprint,
+    check_unchanged,
     find_checkpoint,
     newest_verified,
     run_facts,
@@ -23,6 +24,7 @@ __all__ = [
     "Manifest",
     "RunFolder",
     "check_fingerprint",
+    "check_unchanged",
     "export_hf",
     "find_checkpoint",
     "list_checkpoints",

@@ -1,13 +1,15 @@
 """Resuming: which checkpoint a run goes on from, and whether it may."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import FinetuneConfig, UserError, as_written
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
 
@@ -18,6 +20,13 @@ _MEANING = {
     "tokenizer.json": " (a digest of that file in model.path)",
 }
 """What the values in a fingerprint that say nothing by themselves are."""
+
+_WITHOUT_EFFECT = re.compile(
+    r"(output_dir|resume|num_epochs|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
+    r"|data\.(?!eval_s)\w+)"
+)
+"""Keys that leave the weights and metrics of a run as they are, or are compared otherwise: the model and the
+training rows by their digests, the export by export.json, num_epochs by the number of steps that it makes."""
 
 
 def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str], None]) -> Manifest | None:
@@ -79,6 +88,7 @@ def run_facts(
     cfg: FinetuneConfig,
     plan: Plan,
     saved: Manifest | None,
+    num_steps: int,
     data_digest: str,
     started_on: date,
     chat_template: str | None,
@@ -87,6 +97,7 @@ def run_facts(
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
+    config: the keys of this part of the run that decide its result, with the num_steps that it resolved to.
     about: what an export needs to know.
     parts: the precision of every step so far, and of those to come; saved: what the run continues.
     started_on: the day that chat templates which write a date see, in every part of the run.
@@ -102,6 +113,11 @@ def run_facts(
     }
     return {
         "fingerprint": fingerprint,
+        "config": {
+            key: value
+            for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
+            if not _WITHOUT_EFFECT.fullmatch(key)
+        },
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),
@@ -129,6 +145,39 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
                 f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
                 f"{_MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
+
+
+def check_unchanged(manifest: Manifest, facts: Facts) -> None:
+    """Refuses to call a run finished whose config has changed, naming every changed key and both values.
+
+    manifest: the checkpoint after which no step is left. A change has an effect only on steps that are still
+    to come.
+    """
+    saved = read_state(manifest).get("config")
+    if not isinstance(saved, dict):
+        raise UserError(
+            f"{manifest.folder / 'state.json'}: does not say which config it is of; another version of "
+            "lptune wrote it. `lptune export` exports it; for another run choose another output_dir"
+        )
+    changed = [
+        f"{key} {saved.get(key)!r:.200} (now {value!r:.200})"
+        for key, value in facts["config"].items()
+        if saved.get(key) != value
+    ]
+    if changed:
+        raise UserError(
+            f"{manifest.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
+            "choose another output_dir for another run, raise num_steps to go on with the change, or take it "
+            "back (`lptune export` exports the checkpoint as it is)"
+        )
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def skipped_steps(manifest: Manifest | None) -> dict[str, int]:

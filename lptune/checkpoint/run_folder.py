@@ -20,7 +20,7 @@ from typing import IO, Any
 from lptune import ranks
 from lptune.checkpoint.files import read_json, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
-from lptune.config import UserError, to_yaml
+from lptune.config import ExportConfig, UserError, to_yaml
 from lptune.distributed import World
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -78,14 +78,25 @@ class RunFolder:
         records = [json.loads(line) for line in lines]
         return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
 
-    def exported_step(self) -> int | None:
-        """The step whose weights export/ holds, None where there is no finished export."""
+    def is_exported(self, step: int, cfg: ExportConfig) -> bool:
+        """Whether export/ holds the weights of `step`. Raises UserError where it holds them otherwise than
+        `cfg` asks.
+        """
         path = self.path / "export.json"
-        return int(read_json(path)["step"]) if path.is_file() and self.export.is_dir() else None
+        held = read_json(path) if path.is_file() and self.export.is_dir() else {}
+        if not isinstance(held, dict) or held.get("step") != step:
+            return False
+        for key, value in _form(cfg).items():
+            if held.get(key, value) != value:
+                raise UserError(
+                    f"{self.export}: is there already, with export.{key} {held[key]!r} (now {value!r}); "
+                    "delete that folder to have it written anew, or use `lptune export`"
+                )
+        return True
 
-    def write_exported_step(self, step: int) -> None:
-        """Says that export/ holds the weights of `step`."""
-        write_json(self.path / "export.json", {"step": step})
+    def write_exported(self, step: int, cfg: ExportConfig) -> None:
+        """Says that export/ holds the weights of `step`, as `cfg` asks."""
+        write_json(self.path / "export.json", {"step": step, **_form(cfg)})
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
@@ -144,6 +155,10 @@ class RunFolder:
             raise UserError(f"output_dir: {nearest} is a file; choose another folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise UserError(f"output_dir: {nearest} may not be written to; choose another folder")
+
+
+def _form(cfg: ExportConfig) -> dict[str, Any]:
+    return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib)}
 
 
 @contextmanager

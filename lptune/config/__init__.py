@@ -1,7 +1,7 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
 from lptune.config.errors import DivergedError, UserError, closest
-from lptune.config.load import key_paths, load_config, to_yaml
+from lptune.config.load import as_written, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.schema import (
     CheckpointConfig,
@@ -31,6 +31,7 @@ __all__ = [
     "PrecisionConfig",
     "ScheduleConfig",
     "UserError",
+    "as_written",
     "closest",
     "key_paths",
     "load_config",

@@ -63,15 +63,20 @@ def to_yaml(cfg: Any) -> str:
     Every key is written out. Where the environment took part (`${oc.env:TOKEN}`), a loaded config's `${…}`
     stay as they were written, so that no value of the environment ends up in a file.
     """
-    plain = _plain(dataclasses.asdict(cfg))
+    text: str = yaml.dump(as_written(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def as_written(cfg: Any) -> dict[str, Any]:
+    """Every key of `cfg` (a config dataclass) in nested dicts of plain values, the `${…}` as in `to_yaml`."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(cfg))
     for key, written in getattr(cfg, _AS_WRITTEN, {}).items():
         *sections, leaf = key.split(".")
         section = plain
         for name in sections:
             section = section[name]
         section[leaf] = written
-    text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    return plain
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -224,6 +224,8 @@ def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninter
 def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, tmp_path: Path) -> None:
     run_recipe("schedule.kind=constant", "num_steps=4")
     assert "already finished" in run_recipe("schedule.kind=constant", "num_steps=4").stdout
+    other = run_recipe("schedule.kind=constant", "num_steps=4", "precision.kind=int8_rowcol", code=2)
+    assert "was trained with precision.kind 'none' (now 'int8_rowcol'); choose another" in other.stderr
     # What a resume may change: length, precision, checkpointing, ranks.
     run_recipe(
         "schedule.kind=constant",

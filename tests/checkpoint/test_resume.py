@@ -1,0 +1,145 @@
+"""When a run is finished: its config is the same, no step is left, and its export is there."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune import checkpoint, distributed
+from lptune.checkpoint.resume import run_facts
+from lptune.config import ExportConfig, FinetuneConfig, UserError, key_paths, load_config
+from lptune.linear import Plan
+
+WITHOUT_EFFECT = {
+    "output_dir": "elsewhere",
+    "resume": "none",
+    "num_epochs": 7,  # with num_steps given
+    "precision.verify": False,
+    "logging.tensorboard": True,
+    "logging.wandb_project": "p",
+    "logging.trackio_project": "p",
+}
+ONLY_VALUES = {  # of keys whose next value is not any other of their type
+    "precision.kind": "int8_rowcol",
+    "precision.output": "high",
+    "precision.grad_input": "high",
+    "precision.grad_weight": "high",
+    "precision.grad_format": "e4m3",
+    "precision.all_gather": "high",
+    "precision.tp_all_gather": "high",
+    "schedule.kind": "linear",
+    "device": "cpu",
+    "compute_dtype": "float32",
+    "compile": "none",
+    "activation_checkpointing": "full",
+    "data.eval_source": "x.jsonl",
+    "optimizer.beta1": 0.5,
+    "optimizer.beta2": 0.5,
+    "schedule.min_lr_ratio": 0.5,
+    "global_batch_size": 64,
+    "micro_batch_size": 2,
+}
+NOT_FREE = {"optimizer.kind", "parallel.context"}
+"""Keys with one legal value."""
+
+
+def config(tmp_path: Path, *overrides: str) -> FinetuneConfig:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}/model}}\ndata: {{source: builtin, eval_source: e.jsonl}}\nnum_steps: 4\n"
+    )
+    return load_config(FinetuneConfig, path, overrides)
+
+
+def facts(cfg: FinetuneConfig, tmp_path: Path, num_steps: int = 4) -> dict[str, Any]:
+    """What state.json of a run with `cfg` says."""
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    return dict(run_facts(cfg, Plan("none", ()), None, num_steps, "digest", datetime.date(2026, 1, 1), None))
+
+
+def saved(tmp_path: Path, state: dict[str, Any]) -> checkpoint.Manifest:
+    folder = tmp_path / "step-00000004"
+    folder.mkdir(exist_ok=True)
+    (folder / "state.json").write_text(json.dumps({"step": 4, **state}))
+    return checkpoint.Manifest(folder, 4, 1, {}, {})
+
+
+def changed(cfg: FinetuneConfig, key: str) -> str:
+    """`key=value` with another legal value."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    if key in ONLY_VALUES:
+        return f"{key}={ONLY_VALUES[key]}"
+    if isinstance(value, bool):
+        return f"{key}={not value}"
+    return f"{key}={value + 1 if isinstance(value, (int, float)) else 'other'}"
+
+
+DECIDING = [
+    key
+    for key in key_paths(FinetuneConfig)
+    if key not in WITHOUT_EFFECT
+    and key not in NOT_FREE
+    and (not key.startswith(("model.", "data.", "checkpoint.", "export.")) or key.startswith("data.eval_s"))
+]
+
+
+@pytest.mark.parametrize("key", DECIDING)
+def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: Path, key: str) -> None:
+    before = config(tmp_path)
+    manifest = saved(tmp_path, facts(before, tmp_path))
+    override = changed(before, key)
+    num_steps = 5 if key == "num_steps" else 4
+    with pytest.raises(UserError, match=rf"no step is left to train.*\b{key} .+ \(now ") as caught:
+        checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path, num_steps))
+    assert str(caught.value).count("(now ") == 1
+    assert "choose another output_dir" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [*WITHOUT_EFFECT, "checkpoint.keep_last", "data.on_bad_row"])
+def test_what_has_no_effect_on_a_result_does_not_stop_a_finished_run(tmp_path: Path, key: str) -> None:
+    manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
+    value = {**WITHOUT_EFFECT, "checkpoint.keep_last": 5, "data.on_bad_row": "skip"}[key]
+    checkpoint.check_unchanged(manifest, facts(config(tmp_path, f"{key}={value}"), tmp_path))
+
+
+def test_every_changed_key_is_named_with_both_values(tmp_path: Path) -> None:
+    manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
+    with pytest.raises(UserError) as caught:
+        checkpoint.check_unchanged(
+            manifest, facts(config(tmp_path, "precision.kind=mxfp8", "optimizer.lr=1"), tmp_path)
+        )
+    assert "precision.kind 'none' (now 'mxfp8'), optimizer.lr 2e-05 (now 1.0); choose" in str(caught.value)
+
+
+def test_values_of_the_environment_stay_out_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    cfg = config(tmp_path, "data.eval_source=${oc.env:LPTUNE_TEST_SECRET}")
+    assert "s3cret" not in json.dumps(facts(cfg, tmp_path)["config"])
+
+
+def test_a_checkpoint_that_does_not_say_its_config_is_no_finished_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"state\.json: does not say which config it is of"):
+        checkpoint.check_unchanged(saved(tmp_path, {}), facts(config(tmp_path), tmp_path))
+
+
+def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp_path: Path) -> None:
+    with distributed.session("cpu") as world:
+        run = checkpoint.RunFolder(tmp_path, world)
+    assert not run.is_exported(4, ExportConfig())
+    run.export.mkdir()
+    run.write_exported(4, ExportConfig())
+    assert run.is_exported(4, ExportConfig())
+    assert not run.is_exported(5, ExportConfig(dtype="float32"))
+    with pytest.raises(UserError, match=r"export\.dtype 'original' \(now 'float32'\); delete that folder"):
+        run.is_exported(4, ExportConfig(dtype="float32"))
+    (tmp_path / "export.json").write_text("[4]")
+    assert not run.is_exported(4, ExportConfig())
