@@ -330,12 +330,14 @@ def _continuation(backend: tokenizers.Tokenizer, special: dict[str, str]) -> str
 def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """The folder's chat templates by name. Files win over tokenizer_config.json, as in transformers."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    extras = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if path.is_file() or extras:
         # Transformers writes a byte order mark like any other character.
-        sources = {"default": _read_text(path, "utf-8")}
-        for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            sources[extra.stem] = _read_text(extra, "utf-8")
-        return str(path), sources
+        named = {file.stem: _read_text(file, "utf-8") for file in extras}
+        if path.is_file():
+            named = {"default": _read_text(path, "utf-8")} | named
+        _check_default(str(path), named)
+        return str(path), named
     where, value = str(folder / "tokenizer_config.json"), config.get("chat_template")
     if isinstance(value, str):
         return where, {"default": value}
@@ -347,13 +349,17 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str,
                 "set data.chat_template"
             )
         named = {t["name"]: t["template"] for t in value}
-        if named and "default" not in named:
-            raise UserError(
-                f"{where}: chat_template has no entry named 'default' (found {', '.join(named)}); set "
-                "data.chat_template"
-            )
+        _check_default(where, named)
         return where, named
     return where, {}
+
+
+def _check_default(where: str, named: dict[str, str]) -> None:
+    if named and "default" not in named:
+        raise UserError(
+            f"{where}: there is no chat template named 'default' (found {', '.join(named)}); set "
+            "data.chat_template"
+        )
 
 
 def _given_template(value: str) -> dict[str, str]:

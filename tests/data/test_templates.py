@@ -95,6 +95,23 @@ def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Pa
     assert load_tokenizer(folder).chat_template == CHATML + "\n"
 
 
+@pytest.mark.parametrize("names", [("default",), ("default", "tool_use"), ("rag",)])
+def test_templates_in_their_own_folder_win_over_the_config(
+    tokenizer_folder: Callable[..., Path], names: tuple[str, ...]
+) -> None:
+    folder = tokenizer_folder(**config("gemma"))
+    (folder / "additional_chat_templates").mkdir()
+    for name in names:
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(name + CHATML)
+    if "default" not in names:
+        with pytest.raises(UserError, match=r"no chat template named 'default' \(found rag\)"):
+            load_tokenizer(folder)
+        return
+    for tools in (None, TOOLS):
+        ours, theirs = render_both(folder, CONVERSATIONS["system"], tools, prompt=True)
+        assert ours == theirs
+
+
 def test_bos_is_written_once(tokenizer_folder: Callable[..., Path]) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(**config("llama3")))
     ids = tokenizer.encode(tokenizer.render_chat(CONVERSATIONS["one turn"]), add_special=False)

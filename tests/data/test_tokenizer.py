@@ -285,7 +285,7 @@ def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
         ),
         (
             {"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "x"}]}'},
-            "no entry named 'default'",
+            "no chat template named 'default' (found rag)",
         ),
         ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja: cannot be read as UTF-8"),
     ],
