@@ -256,7 +256,15 @@ def _header(content: Any, num_bytes: int = 0, size: int | None = None) -> Callab
 
 
 def _index(content: Any) -> Callable[[Path], object]:
-    return _write("model.safetensors.index.json", json.dumps(content))
+    return _index_text(json.dumps(content))
+
+
+def _index_text(text: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "weights.safetensors")  # it would be read instead
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return write
 
 
 def _link(name: str, target: str) -> Callable[[Path], object]:
@@ -301,16 +309,16 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "index text": _index("x"),
     "index empty": _index({"weight_map": {}}),
     "index list": _index({"weight_map": []}),
-    "index cut": _write("model.safetensors.index.json", '{"weight_map": {'),
-    "index upwards": _index({"weight_map": {"a": "../model.safetensors"}}),
+    "index cut": _index_text('{"weight_map": {'),
+    "index upwards": _index({"weight_map": {"a": "../weights.safetensors"}}),
     "index absolute": _index({"weight_map": {"a": "/etc/passwd.safetensors"}}),
     "index pickle": _index({"weight_map": {"a": "model.bin"}}),
     "index number": _index({"weight_map": {"a": 3}}),
     "index NUL": _index({"weight_map": {"a": "a\0.safetensors"}}),
-    "index surrogate": _write("model.safetensors.index.json", '{"weight_map": {"a": "\\ud800.safetensors"}}'),
+    "index surrogate": _index_text('{"weight_map": {"a": "\\ud800.safetensors"}}'),
     "index missing file": _index({"weight_map": {"a": "b.safetensors"}}),
-    "index missing tensor": _index({"weight_map": {"a": "model.safetensors"}}),
-    "index deep": _write("model.safetensors.index.json", "[" * 99_999),
+    "index missing tensor": _index({"weight_map": {"a": "weights.safetensors"}}),
+    "index deep": _index_text("[" * 99_999),
     "weights are a folder": lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
     "link out": _link("model.safetensors", "/etc/hosts"),
     "link to nowhere": _link("model.safetensors", "nowhere"),
