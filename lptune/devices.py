@@ -198,3 +198,18 @@ def named_device(text: str) -> Device:
             return device
     keys = [device.key for device in DEVICES]
     raise UserError(f"--device: unknown device {text!r}{closest(wanted, keys)}; there are {', '.join(keys)}")
+
+
+def unknown_device(name: str, memory_bytes: int, capability: tuple[int, int]) -> Device:
+    """A GPU that is none of DEVICES, whose peaks are not known."""
+    nan = float("nan")
+    return Device(
+        key="",
+        name=name,
+        memory_bytes=memory_bytes,
+        capability=capability,
+        bf16=nan,
+        int8=nan,
+        float8=nan,
+        source="",
+    )

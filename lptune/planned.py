@@ -1,25 +1,46 @@
 """What device a dry run stands for: its tensors are fake, and on none.
 
-Where memory or layout depends on the kind of device, the choice asks here first. Imports nothing of lptune,
-so that every part may ask.
+Where memory, layout or the choice of a kernel depends on the device, the choice asks here first. Imports
+nothing of lptune, so that every part may ask.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-_planned_for: list[str] = []
+HOPPER = (9, 0)
+
+
+class Planned(NamedTuple):
+    """A device that a dry run stands for."""
+
+    device_type: str
+    capability: tuple[int, int]
+    """Compute capability, of a GPU."""
+    name: str | None
+    """None: any device of that type."""
+
+
+_planned_for: list[Planned] = []
 
 
 @contextmanager
-def planned_for(device_type: str) -> Iterator[None]:
-    """Within the block tensors count as being on `device_type`."""
-    _planned_for.append(device_type)
+def planned_for(
+    device_type: str, capability: tuple[int, int] = HOPPER, name: str | None = None
+) -> Iterator[None]:
+    """Within the block tensors count as being on `device_type`, a GPU as one of this capability."""
+    _planned_for.append(Planned(device_type, capability, name))
     try:
         yield
     finally:
         _planned_for.pop()
 
 
+def planned() -> Planned | None:
+    """The innermost `planned_for`; None outside a dry run."""
+    return _planned_for[-1] if _planned_for else None
+
+
 def planned_device_type() -> str | None:
     """That of the innermost `planned_for`; None outside a dry run."""
-    return _planned_for[-1] if _planned_for else None
+    return _planned_for[-1].device_type if _planned_for else None

@@ -30,7 +30,7 @@ ALLOWED = {
     "cli": {"config", "models", "data", "checkpoint", "training", "ranks"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
-HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|ranks)")
+HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|devices|ranks)")
 MAX_LINES = {"recipes": 300, "lptune": 400}
 
 LIBRARY = sorted((ROOT / "lptune").rglob("*.py"))

@@ -11,6 +11,7 @@ import click
 
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, UserError, closest, load_config
+from lptune.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig
@@ -21,14 +22,30 @@ if TYPE_CHECKING:
 @click.option(
     "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on all machines."
 )
+@click.option(
+    "--device",
+    "device_name",
+    metavar="GPU",
+    help="The GPU of each rank: h100, h200, a100, 4090, …, or its name as torch reports it; without it the "
+    "one here, or an h100.",
+)
 @click.option("--preset", metavar="FAMILY/SIZE", help="The model, instead of the one in model.path.")
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
-def plan(config_name: str, world_size: int, preset: str | None, arguments: tuple[str, ...]) -> None:
-    """Plan one training step of CONFIG on so many ranks: precision, memory, collectives.
+def plan(
+    config_name: str,
+    world_size: int,
+    device_name: str | None,
+    preset: str | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Plan one training step of CONFIG on so many ranks: precision, memory, collectives, disk.
 
-    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags.
-    `device=cpu` plans for CPUs, anything else for GPUs.
+    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags. Says
+    whether the run fits the GPU; where it does not, plans what would. `device=cpu` plans for CPUs, anything
+    else for GPUs.
     """
+    if device_name is not None:
+        named_device(device_name)
     named = bool(arguments) and "=" not in arguments[0]
     recipe_path = catalog.find_recipe(arguments[0] if named else "full_finetune")
     path = catalog.find_config(config_name)
@@ -38,25 +55,54 @@ def plan(config_name: str, world_size: int, preset: str | None, arguments: tuple
             f"plan: {recipe_path.stem} does not take a FinetuneConfig, which is what can be planned"
         )
 
+    if device_name is not None and cfg.device == "cpu":
+        raise UserError(
+            f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
+        )
+
     from lptune.data import check_batches
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run says so
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
-    model_config, source = _model(cfg, path, preset)
+    model_config, source, folder = _model(cfg, path, preset)
+    from lptune.checkpoint.disk import disk_report
     from lptune.training.dry_run import dry_run
+    from lptune.training.fit import fits, remedies, verdict
 
-    report = dry_run(cfg, model_config, world_size).report()
-    click.echo(f"plan of {config_name} for {source}\n{report}")
+    device = None if cfg.device == "cpu" else _device(device_name)
+    found = dry_run(cfg, model_config, world_size, device)
+    click.echo(f"plan of {config_name} for {source}\n{found.report()}\n")
+    click.echo(disk_report(cfg, found.num_parameters, folder))
+    if device is None:
+        return
+    click.echo(verdict(found, device))
+    if not fits(found, device):
+        click.echo("planned instead, one change at a time:")
+        for line in remedies(cfg, model_config, world_size, device):
+            click.echo(line)
 
 
-def _model(cfg: FinetuneConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str]":
-    """The model, and where it was read."""
+def _device(name: str | None) -> Device:
+    """The GPU that was named, else the one here, else an H100."""
+    if name is not None:
+        return named_device(name)
+    import torch
+
+    if not torch.cuda.is_available():
+        return named_device("h100")
+    here = torch.cuda.get_device_properties()
+    capability = (here.major, here.minor)
+    return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
+
+
+def _model(cfg: FinetuneConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
+    """The model, where it was read, and its folder if it is there."""
     from lptune import models
 
     names = [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
     folder = Path(cfg.model.path).expanduser()
     if preset is None and folder.is_dir():
-        return models.read_config(folder), f"{folder / 'config.json'}"
+        return models.read_config(folder), f"{folder / 'config.json'}", folder
     name = preset or "/".join(path.with_suffix("").parts[-2:])
     if name not in names:
         if preset is None:
@@ -66,4 +112,5 @@ def _model(cfg: FinetuneConfig, path: Path, preset: str | None) -> "tuple[Decode
             )
         raise UserError(f"--preset: no such family and size: {name}{closest(name, names)}")
     family, _, size = name.partition("/")
-    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}"), f"the preset {name}"
+    config = models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
+    return config, f"the preset {name}", None

@@ -10,7 +10,7 @@ import torch
 
 from lptune.config import UserError
 from lptune.kernels import cublaslt, native
-from lptune.planned import planned_device_type
+from lptune.planned import HOPPER, planned, planned_device_type
 from lptune.trials import tries
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,14 @@ def type_of(device: torch.device) -> str:
     return planned_device_type() or device.type
 
 
+def compute_capability() -> tuple[int, int]:
+    """That of the GPU here, or of the one that is planned for; without either, Hopper's."""
+    device = planned()
+    if device is not None:
+        return device.capability
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
+
+
 def k_major(device: torch.device) -> bool:
     """Whether 8-bit GEMMs on `device` want both operands contiguous along the contraction."""
     return type_of(device) == "cuda"
@@ -93,8 +101,7 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     # Not an import: that is for where it runs (triton_kernels), and not every platform has it.
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         return False
-    # Without a GPU nobody asks but a dry run, which plans for Hopper.
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    capability = compute_capability()
     if backend == "torch" and operation == "block_gemm":
         return cublaslt.has_vector_scales()
     if operation in _FLOAT8_GEMMS:

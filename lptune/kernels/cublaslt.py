@@ -19,14 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.config import UserError
+from lptune.planned import planned
 
 BLOCK = 128
 
 
 def has_vector_scales() -> bool:
-    """Whether cuBLASLt applies scales of rows and blocks: Hopper, CUDA >= 12.9; where there is no GPU, a plan
-    is for such a one.
+    """Whether cuBLASLt applies scales of rows and blocks: Hopper, CUDA >= 12.9, which a plan takes for
+    granted.
     """
+    device = planned()
+    if device is not None:
+        return device.capability[0] == 9
     if not torch.cuda.is_available():
         return True
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])

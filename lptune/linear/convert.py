@@ -18,6 +18,7 @@ from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
+from lptune.planned import planned
 
 
 def convert(
@@ -108,9 +109,11 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     if spec.scaling == "mx" or requested_backend() == "reference":
         # MX is worth trying before the hardware for it is there; the plan says that it is emulated.
         return spec._replace(emulate=True)
+    planned_device = planned()
+    where = f"{device.type} here" if planned_device is None else planned_device.name or device.type
     raise UserError(
-        f"precision.kind: {spec.kind} needs a device with an 8-bit ({spec.fmt}) GEMM, and {device.type} here "
-        "has none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
+        f"precision.kind: {spec.kind} needs a device with an 8-bit ({spec.fmt}) GEMM, and {where} has none; "
+        "precision.emulate=true computes the same numbers in wider arithmetic, slowly"
     )
 
 

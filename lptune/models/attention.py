@@ -33,7 +33,7 @@ from lptune.config import UserError
 from lptune.constant import constant_result
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
-from lptune.planned import planned_device_type
+from lptune.planned import HOPPER, planned, planned_device_type
 from lptune.trials import tries
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
@@ -83,9 +83,11 @@ def activate_attention(device: torch.device) -> None:
 
 @constant_result  # so that compiling a whole model need not trace the CUDA driver
 def _compute_capability(device: torch.device) -> tuple[int, int]:
-    # Without a GPU nobody asks but a dry run, which plans for Hopper.
+    planned_device = planned()
+    if planned_device is not None:
+        return planned_device.capability
     if not torch.cuda.is_available():
-        return (9, 0)
+        return HOPPER
     return torch.cuda.get_device_capability(device if device.type == "cuda" else None)
 
 

@@ -25,17 +25,20 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
 from lptune.config import FinetuneConfig, ParallelConfig, UserError
+from lptune.devices import Device
 from lptune.distributed import Collectives, World
 from lptune.distributed.collectives import size_text
+from lptune.kernels import choose_backend
 from lptune.planned import planned_for
 from lptune.training import memory
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
 
-GPU_BYTES = 80e9
-"""Of the GPUs for which a plan that does not fit is warned of."""
+STAGED = "shards between host and GPU"
+_OFFLOADED = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +55,18 @@ class DryRun:
     """Per rank and step."""
     tokens_per_step: int
     """Over all ranks."""
+    attention_flops: float
+    """Of a token, in all layers, where each row is one document."""
     compiles: bool
     """What the config says; the dry run does not."""
-    remedies: tuple[str, ...]
-    """What of the config could be changed so that it takes less memory."""
     peaks: dict[str, Counter[str]]
     """Of each phase of the step: bytes by category at its peak."""
     resting: Counter[str]
     """Bytes by category after forward and backward and the update, with gradients still there."""
+    host_bytes: int
+    """What `parallel.cpu_offload` keeps in host memory instead."""
+    device: Device | None
+    """The GPU that was planned for."""
     collectives: Collectives
     """Of forward and backward of all micro-batches."""
 
@@ -76,11 +83,12 @@ class DryRun:
         lines = [
             self.plan.table(),
             "",
-            f"{ranks} x {self.device_type}, mesh {axes}; "
+            f"{ranks} x {self.device.name if self.device else self.device_type}, mesh {axes}; "
             f"{_count_text(self.num_parameters)} parameters; "
             f"attention by {self.attention}",
             f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches}, "
-            f"{flops / 1e9:,.1f} GFLOP a token in linear layers (recomputation apart)",
+            f"{flops / 1e9:,.1f} GFLOP a token in linear layers and {self.attention_flops / 1e9:,.1f} in "
+            "attention (recomputation apart)",
             "",
             *self._memory_table(),
             "",
@@ -91,7 +99,9 @@ class DryRun:
     def _memory_table(self) -> list[str]:
         columns = {**self.peaks, "after the step": self.resting}
         unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
-        names = [name for name in memory.CATEGORIES if any(found[name] for found in columns.values())]
+        names = [
+            name for name in (*memory.CATEGORIES, STAGED) if any(found[name] for found in columns.values())
+        ]
         rows = [[name, *(f"{found[name] / size:,.2f}" for found in columns.values())] for name in names]
         rows.append(["sum", *(f"{found.total() / size:,.2f}" for found in columns.values())])
         return _table(
@@ -116,25 +126,32 @@ class DryRun:
             found.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
         if self.device_type == "cuda":
             found.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
-            if self.peak_bytes > GPU_BYTES:
-                found.append(
-                    f"warning: the peak of {self.peak_bytes / 1e9:,.1f} GB does not fit a GPU of 80 GB; "
-                    f"{', '.join(self.remedies)} would need less"
-                )
+        if self.host_bytes:
+            found.append(
+                f"parallel.cpu_offload: {self.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
+                "optimizer state of each rank are in host memory, pinned"
+            )
         return found
 
 
-def dry_run(cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int) -> DryRun:
+def dry_run(
+    cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int, device: Device | None = None
+) -> DryRun:
     """What one step of `cfg` takes on each of `world_size` ranks; cfg.device: `auto` stands for cuda.
+
+    device: the GPU of each rank, which decides on kernels; None: any Hopper.
 
     Reads nothing: neither cfg.model.path nor the data; rows are full, each one document. Needs a process
     without a process group. Raises UserError as a run would, for the mesh and for the precision.
     """
-    if cfg.parallel.cpu_offload:
-        raise UserError("parallel.cpu_offload: a dry run does not tell host from GPU memory; set it to false")
     device_type = "cpu" if cfg.device == "cpu" else "cuda"
-    eager = dataclasses.replace(cfg, compile="none")
-    with _fake_world(cfg.parallel, world_size) as world:
+    offloads = cfg.parallel.cpu_offload
+    if offloads and device_type == "cpu":
+        raise UserError("parallel.cpu_offload: on a CPU there is no other memory; set it to false")
+    # What offloading moves is told apart afterwards: fake tensors are on no device.
+    parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
+    eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
+    with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
         num_parameters = models.num_parameters(model)
@@ -142,12 +159,16 @@ def dry_run(cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size:
         distributed.parallelize(model, world, eager)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
-            stack.enter_context(planned_for(device_type))
             # Layers' handles are real tensors, which name a layer by their values.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
             collectives, resting = run_step(model, plan, world, eager, num_micro_batches, log)
+            peaks = _in_later_steps(log.peaks(), resting)
+            host_bytes = 0
+            if offloads:
+                host_bytes = sum(resting[name] for name in _OFFLOADED)
+                peaks, resting = _without_offloaded(peaks, model), Counter[str]()
             return DryRun(
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
@@ -156,10 +177,12 @@ def dry_run(cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size:
                 num_parameters=num_parameters,
                 num_micro_batches=num_micro_batches,
                 tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
+                attention_flops=models.attention_flops(model_config, [cfg.data.seq_len]) / cfg.data.seq_len,
                 compiles=cfg.compile != "none",
-                remedies=_remedies(cfg, num_micro_batches),
-                peaks=_in_later_steps(log.peaks(), resting),
+                peaks=peaks,
                 resting=resting,
+                host_bytes=host_bytes,
+                device=device,
                 collectives=collectives,
             )
 
@@ -224,23 +247,39 @@ def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _remedies(cfg: FinetuneConfig, num_micro_batches: int) -> tuple[str, ...]:
-    possible = {
-        "a smaller micro_batch_size": cfg.micro_batch_size > 1,
-        "activation_checkpointing=full": cfg.activation_checkpointing != "full",
-        "parallel.reshard_after_forward=true": not cfg.parallel.reshard_after_forward,
-        "parallel.reduce_every_micro_batch=true": (
-            num_micro_batches > 1 and not cfg.parallel.reduce_every_micro_batch
-        ),
-        "parallel.replicate=1": cfg.parallel.replicate > 1,
-    }
-    return ("more ranks", *(remedy for remedy, helps in possible.items() if helps))
-
-
 def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:
     """The optimizer makes its state in the first update; from then on it is always there."""
     state = Counter({memory.OPTIMIZER: resting[memory.OPTIMIZER]})
     return {name: peaks[name] | state for name in ("forward", "backward", "update")}
+
+
+def _without_offloaded(peaks: dict[str, Counter[str]], model: models.Decoder) -> dict[str, Counter[str]]:
+    """What stays on the GPU. FSDP2 brings a module's shards there to gather them, while those of the one
+    before are still there, and takes its gradients' to the host; counted are those of the largest module.
+    """
+    seen, largest = set[int](), 0
+    for module in reversed(list(model.modules())):  # inner ones first
+        if isinstance(module, FSDPModule):
+            own = [each for each in module.parameters() if id(each) not in seen]
+            seen.update(map(id, own))
+            largest = max(largest, memory.storage_bytes(own))
+    staged = {"forward": 2 * largest, "backward": 3 * largest, "update": 0}
+    return {
+        name: Counter({each: size for each, size in peaks[name].items() if each not in _OFFLOADED})
+        + Counter({STAGED: num_bytes})
+        for name, num_bytes in staged.items()
+    }
+
+
+@contextmanager
+def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
+    # Kernels are chosen once for a process, and differ between GPUs.
+    choose_backend.cache_clear()
+    try:
+        with planned_for(device_type, *((device.capability, device.name) if device else ())):
+            yield
+    finally:
+        choose_backend.cache_clear()
 
 
 def _count_text(count: int) -> str:

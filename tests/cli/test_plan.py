@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from lptune import models
 from tests.cli.conftest import Command
 
 LARGE = (
@@ -15,6 +16,7 @@ LARGE = (
     "global_batch_size=512",
     "precision.kind=int8_rowcol",
 )
+TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.seq_len=64")
 
 
 def _megabytes(number: str, unit: str) -> float:
@@ -26,7 +28,7 @@ def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command)
     code, out, err = command("plan", *LARGE)
     assert (code, err) == (0, "")
     assert time.process_time() - started < 120  # of one core, whatever else runs on it
-    assert "512 x cuda, mesh fsdp 512; 70.55 billion parameters; attention by varlen" in out
+    assert "512 x H100 80GB HBM3, mesh fsdp 512; 70.55 billion parameters; attention by varlen" in out
     found = {
         (operation, dtype): (int(calls), _megabytes(number, unit))
         for operation, dtype, calls, number, unit in re.findall(
@@ -68,8 +70,20 @@ def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command)
             "--preset: no such family and size: llama3_2/2b",
         ),
         (
-            ["--config", "llama3_2/1b", "parallel.cpu_offload=true"],
+            ["--config", "llama3_2/1b", "device=cpu", "parallel.cpu_offload=true"],
             "parallel.cpu_offload: .* set it to false",
+        ),
+        (
+            ["--config", "llama3_2/1b", "--device", "h100-pcle"],
+            r"--device: unknown device 'h100-pcle' \(did you mean 'h100-pcie'\?\); there are .*h100-nvl",
+        ),
+        (
+            ["--config", "llama3_2/1b", "--device", "h200", "device=cpu"],
+            "--device: h200 is a GPU, and device=cpu",
+        ),
+        (
+            [*TINY, "--device", "a100", "precision.kind=float8_rowwise"],
+            r"float8_rowwise needs a device with an 8-bit \(e4m3\) GEMM, and A100-SXM4-80GB has none",
         ),
         (["--config", "llama3_2/1b", "evaluate"], "evaluate"),
         (
@@ -88,3 +102,23 @@ def test_what_cannot_be_planned_is_said_in_one_line(
     assert (code, out) == (2, "")
     assert re.search(words, err)
     assert err.count("\n") == 1
+
+
+def test_the_device_that_was_asked_for_is_named_with_whether_the_run_fits_and_its_disk(
+    command: Command,
+) -> None:
+    tiny = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
+    num_parameters = models.num_parameters(models.build_on_meta(tiny))
+    for name, found in (
+        ("4090", r"^1 x GeForce RTX 4090, mesh"),
+        ("NVIDIA A100-SXM4-40GB", r"^1 x A100-SXM4-40GB, mesh"),
+    ):
+        code, out, err = command("plan", *TINY, "--device", name, "precision.kind=int8_rowcol")
+        assert (code, err) == (0, "")
+        assert re.search(found, out, flags=re.MULTILINE)
+        assert re.search(r"^fits .* \((24|40) GB\): the peak is [\d.]+ MB", out, flags=re.MULTILINE)
+        assert (
+            f"3 checkpoints of {12 * num_parameters / 1e6:.1f} MB (checkpoint.keep_last=2, one being written)"
+            in out
+        )
+        assert f"an export of {2 * num_parameters / 1e3:.1f} kB in bfloat16" in out

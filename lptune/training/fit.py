@@ -1,0 +1,107 @@
+"""Does a planned run fit its GPU, and if not, what would? Each answer is a plan of its own, none is a guess.
+
+A GPU is taken to hold a plan whose peak leaves a tenth of its memory free: for CUDA's context, NCCL's
+buffers, kernels' workspaces and fragmentation, none of which a plan counts.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from lptune import models
+from lptune.config import FinetuneConfig, UserError
+from lptune.devices import Device
+from lptune.distributed.collectives import size_text
+from lptune.training.dry_run import DryRun, dry_run
+
+HEADROOM = 0.1
+"""Share of a GPU's memory that a plan leaves free."""
+_ENOUGH = 2
+"""Remedies that fit; after so many of them no other is planned."""
+_MOST_TIMES = 16
+"""The most ranks that are tried, in times of those that were asked for."""
+_RANKS = "--world-size"
+
+Remedy = dict[str, bool | int | str]
+"""Keys of a config, and _RANKS, with values under which a run takes less memory."""
+
+
+def fits(found: DryRun, device: Device) -> bool:
+    """Whether the peak leaves HEADROOM of the device's memory."""
+    return found.peak_bytes <= (1 - HEADROOM) * device.memory_bytes
+
+
+def verdict(found: DryRun, device: Device) -> str:
+    """One line: fits, or not, and by how much."""
+    name, peak = f"{device.name} ({device.memory_bytes / 1e9:,.0f} GB)", size_text(found.peak_bytes)
+    free = 1 - found.peak_bytes / device.memory_bytes
+    if fits(found, device):
+        return f"fits {name}: the peak is {peak}, {free:.0%} stay free"
+    if free >= 0:
+        return f"may not fit {name}: the peak is {peak}, and {HEADROOM:.0%} should stay free"
+    return f"does not fit {name}: the peak is {peak}"
+
+
+def remedies(
+    cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int, device: Device
+) -> Iterator[str]:
+    """A line for each change that was planned, when it has been: what it takes, and whether it fits.
+
+    One change at a time, the cheapest first, until some fit; if none does, all of them together.
+    """
+    changes, num_fitting = _changes(cfg, world_size), 0
+    possible: Remedy = {}
+    for change in changes:
+        try:
+            found = _plan(cfg, change, model_config, world_size, device)
+        except UserError:  # none that this run can take: ranks that do not divide the mesh or the model
+            continue
+        possible |= change
+        yield _line(change, found, device)
+        num_fitting += fits(found, device)
+        if num_fitting == _ENOUGH:
+            return
+    if num_fitting == 0 and len(possible) > 1:
+        yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
+
+
+def _changes(cfg: FinetuneConfig, world_size: int) -> Iterator[Remedy]:
+    parallel = cfg.parallel
+    if not parallel.reshard_after_forward:
+        yield {"parallel.reshard_after_forward": True}
+    num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
+    num_data_ranks = world_size // parallel.tensor
+    shards = num_data_ranks > parallel.replicate  # on one rank there is nothing to share out
+    if shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
+        yield {"parallel.reduce_every_micro_batch": True}
+    if parallel.replicate > 1:
+        yield {"parallel.replicate": 1}
+    if cfg.micro_batch_size > 1:
+        yield {"micro_batch_size": 1}
+    if cfg.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    times = 2
+    while times <= _MOST_TIMES:
+        if num_micro_batches % (times * num_data_ranks) == 0:
+            yield {_RANKS: times * world_size}
+        times *= 2
+    if not parallel.cpu_offload:
+        yield {"parallel.cpu_offload": True}
+
+
+def _plan(
+    cfg: FinetuneConfig, change: Remedy, model_config: models.DecoderConfig, world_size: int, device: Device
+) -> DryRun:
+    in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
+    at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}
+    parallel = dataclasses.replace(cfg.parallel, **in_parallel)  # type: ignore[arg-type]
+    changed = dataclasses.replace(cfg, parallel=parallel, **at_top)  # type: ignore[arg-type]
+    return dry_run(changed, model_config, int(change.get(_RANKS, world_size)), device)
+
+
+def _line(change: Remedy, found: DryRun, device: Device) -> str:
+    words = [
+        f"{key} {value}" if key == _RANKS else f"{key}={str(value).lower()}" for key, value in change.items()
+    ]
+    host = f" and {size_text(found.host_bytes)} of host memory" if found.host_bytes else ""
+    end = "fits" if fits(found, device) else "does not fit"
+    return f"  {' '.join(words)}: a peak of {size_text(found.peak_bytes)}{host} a rank, {end}"
