@@ -58,8 +58,8 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.check_unchanged(saved, facts)
             if not cfg.export.enabled or run.is_exported(step, cfg.export):
                 and_exported = " and exported" if cfg.export.enabled else ""
-                how = "raise num_steps to go on, or choose another output_dir for another run"
-                world.print(f"already finished: {saved.folder} is step {step}{and_exported}; {how}")
+                done = f"{saved.folder} is step {step}{and_exported}, precision {plan.kind}"
+                world.print(f"already finished: {done}; for more raise num_steps or change output_dir")
                 return
 
         # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
@@ -83,7 +83,7 @@ def main(cfg: FinetuneConfig) -> None:
         attention = model.attention_backend(
             world.device, compute_dtype, one_document_per_row=rows.train.one_document_per_row
         )
-        world.print("\n".join([*rows.report, plan.table()]))
+        world.print("\n".join([plan.table(), *rows.report]))
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(
                 f"note: data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
