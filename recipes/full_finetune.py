@@ -60,8 +60,8 @@ def main(cfg: FinetuneConfig) -> None:
             checkpoint.check_unchanged(saved, facts)
             if not cfg.export.enabled or run.is_exported(step, cfg.export):
                 and_exported = " and exported" if cfg.export.enabled else ""
-                how = "raise num_steps to go on, or choose another output_dir for another run"
-                world.print(f"already finished: {saved.folder} is step {step}{and_exported}; {how}")
+                done = f"{saved.folder} is step {step}{and_exported}, precision {plan.kind}"
+                world.print(f"already finished: {done}; for more raise num_steps or change output_dir")
                 return
 
         # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
@@ -85,7 +85,7 @@ def main(cfg: FinetuneConfig) -> None:
         attention = model.attention_backend(
             world.device, compute_dtype, one_document_per_row=rows.train.one_document_per_row
         )
-        world.print("\n".join([*rows.report, plan.table()]))
+        world.print("\n".join([plan.table(), *rows.report]))
         meter = training.UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(
@@ -151,7 +151,7 @@ def main(cfg: FinetuneConfig) -> None:
                     "bf16_mfu": used.bf16_mfu,
                 }
                 is_last = step == num_steps
-                stopped = world.stop_requested()
+                stopped, is_overdue = world.at_boundary(writer.is_overdue())
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
@@ -161,7 +161,7 @@ def main(cfg: FinetuneConfig) -> None:
                 # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
                 is_new = not update.num_skipped_in_a_row
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
-                if at_end or (is_new and is_due(step, cfg.checkpoint.every_steps, False)):
+                if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps, False))):
                     now, eval_loss = {**facts, **update.counts()}, record.get("eval_loss")
                     last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:

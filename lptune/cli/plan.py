@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, UserError, closest, load_config
+from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config
 from lptune.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def plan(
     named = bool(arguments) and "=" not in arguments[0]
     recipe_path = catalog.find_recipe(arguments[0] if named else "full_finetune")
     path = catalog.find_config(config_name)
-    cfg = load_config(recipe.config_class(recipe_path), path, arguments[named:])
+    cls = recipe.config_class(recipe_path)
+    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # none is read
+    cfg = load_config(cls, path, [*no_data, *arguments[named:]])
     if not isinstance(cfg, FinetuneConfig):
         raise UserError(
             f"plan: {recipe_path.stem} does not take a FinetuneConfig, which is what can be planned"

@@ -44,6 +44,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
     if str(OmegaConf.to_container(values, resolve=False)).count("${") > _MAX_INTERPOLATIONS:
         raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
+    _fill_in_defaults(cls, values)
     try:
         resolved = OmegaConf.to_container(values, resolve=True)
     except OmegaConfBaseException as error:
@@ -175,6 +176,20 @@ def _parse_override(cls: type, override: str) -> DictConfig:
         raise UserError(f"{where}: {_first_line(error)}") from None
     _check_keys(cls, values, where)
     return values
+
+
+def _fill_in_defaults(cls: type, values: DictConfig) -> None:
+    """Writes out the defaults of keys that a `${key}` refers to and that are not set: of one value each."""
+    raw = OmegaConf.to_container(values, resolve=False)
+    for key in set(re.findall(r"\$\{([a-z_.]+)\}", str(raw))).intersection(key_paths(cls)):
+        *sections, leaf = key.split(".")
+        owner = _hint(cls, ".".join(sections)) if sections else cls
+        default = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
+        holder: Any = raw
+        for name in sections:
+            holder = (holder.get(name) or {}) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and leaf not in holder and isinstance(default, (str, int, float)):
+            OmegaConf.update(values, key, default)
 
 
 def _merge(values: DictConfig, update: DictConfig, where: str) -> DictConfig:

@@ -104,6 +104,8 @@ class Plan:
         lines.insert(1, "-" * len(lines[0]))
         emulated = " (emulated)" if any(layer.spec.emulate for layer in self.layers if layer.spec) else ""
         count = f"{len(self.converted)} of {len(self.layers)} linear layers converted"
+        if self.kind == "none":
+            count = f"all {len(self.layers)} linear layers run in compute dtype"
         summary = f"precision {self.kind}{emulated}: {count}"
         return "\n".join([summary, *lines])
 

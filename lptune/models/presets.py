@@ -209,6 +209,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "8b": _llama(_Dims(128256, 4096, 14336, 32, 32, 8), factor=8.0, head_dim=128, tied=False),
         "70b": _llama(_Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
     },
+    "llama3_3": {
+        "tiny": _llama(_tiny_dims(), factor=8.0, original_len=64, max_len=512, head_dim=32, tied=False),
+        "70b": _llama(_Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
+    },
     "qwen2_5": {
         "tiny": _qwen2(
             _tiny_dims(),
@@ -220,13 +224,18 @@ PRESETS: dict[str, dict[str, Preset]] = {
         ),
         "0.5b": _qwen2(_Dims(151936, 896, 4864, 24, 14, 2), max_len=32768, sliding_window=32768, tied=True),
         "1.5b": _qwen2(_Dims(151936, 1536, 8960, 28, 12, 2), tied=True),
+        "3b": _qwen2(_Dims(151936, 2048, 11008, 36, 16, 2), max_len=32768, sliding_window=32768, tied=True),
         "7b": _qwen2(_Dims(152064, 3584, 18944, 28, 28, 4), tied=False),
+        "14b": _qwen2(_Dims(152064, 5120, 13824, 48, 40, 8), eps=1e-5, tied=False),
+        "32b": _qwen2(_Dims(152064, 5120, 27648, 64, 40, 8), eps=1e-5, tied=False),
     },
     "qwen3": {
         "tiny": _qwen3(_tiny_dims(), max_len=512, head_dim=32, tied=True),
         "0.6b": _qwen3(_Dims(151936, 1024, 3072, 28, 16, 8), tied=True),
         "1.7b": _qwen3(_Dims(151936, 2048, 6144, 28, 16, 8), tied=True),
+        "4b": _qwen3(_Dims(151936, 2560, 9728, 36, 32, 8), tied=True),
         "8b": _qwen3(_Dims(151936, 4096, 12288, 36, 32, 8), tied=False),
+        "14b": _qwen3(_Dims(151936, 5120, 17408, 40, 40, 8), tied=False),
         "32b": _qwen3(_Dims(151936, 5120, 25600, 64, 64, 8), tied=False),
     },
     "mistral": {
@@ -249,6 +258,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
             sliding_window_pattern=3,
             query_pre_attn_scalar=24,
         ),
+        "270m": _gemma3(_Dims(262144, 640, 2048, 18, 4, 1)),
         "1b": _gemma3(_Dims(262144, 1152, 6912, 26, 4, 1)),
     },
     "phi4": {

@@ -47,7 +47,7 @@ def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
         "error: a/b: no such folder; make it, or add --parents\n",
     )
     assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
-    assert command("validate", "a/b/c.yaml", "--recipe", "mine.py")[0] == 0
+    assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
     assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents")[0] == 2
 
 
@@ -126,7 +126,7 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"]],
+    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "data.source=rows.jsonl", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"]],
     ids=" ".join,
 )  # fmt: skip
 def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:

@@ -9,15 +9,16 @@ import pytest
 import yaml
 
 from lptune.cli import catalog
-from lptune.config import FinetuneConfig, load_config
+from lptune.config import FinetuneConfig, UserError, load_config
 from lptune.models import PRESETS
 
 CONFIGS = catalog.configs()
 ROOT = Path(__file__).parents[2]
 SIZES = {
-    "llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen2_5/0.5b", "qwen2_5/1.5b", "qwen2_5/7b",
-    "qwen3/0.6b", "qwen3/1.7b", "qwen3/8b", "qwen3/32b", "mistral/7b", "gemma2/2b", "gemma2/9b", "gemma3/1b",
-    "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
+    "llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "llama3_3/70b", "qwen2_5/0.5b",
+    "qwen2_5/1.5b", "qwen2_5/3b", "qwen2_5/7b", "qwen2_5/14b", "qwen2_5/32b", "qwen3/0.6b", "qwen3/1.7b",
+    "qwen3/4b", "qwen3/8b", "qwen3/14b", "qwen3/32b", "mistral/7b", "gemma2/2b", "gemma2/9b", "gemma3/270m",
+    "gemma3/1b", "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
 }  # fmt: skip
 
 SHOWN = {
@@ -48,9 +49,23 @@ def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
     assert set(CONFIGS.values()) == set((ROOT / "configs").rglob("*.y*ml"))
 
 
+def load(name: str, *overrides: str) -> FinetuneConfig:
+    """A model's config says nothing of data."""
+    of_data = [] if name == "quickstart" else ["data.source=x"]
+    return load_config(FinetuneConfig, CONFIGS[name], [*of_data, *overrides])
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_a_model_config_without_data_is_one_line(name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"data: is required; set it in the file or as an argument data\.source="
+    ):
+        load_config(FinetuneConfig, CONFIGS[name])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_path: Path) -> None:
-    cfg = load_config(FinetuneConfig, CONFIGS[name])
+    cfg = load(name)
     bare = tmp_path / "bare.yaml"
     bare.write_text("model: {path: x}\ndata: {source: x}\n")
     default = load_config(FinetuneConfig, bare)
@@ -66,7 +81,7 @@ def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_p
 def test_its_name_is_a_preset_and_gives_the_output_folder(name: str) -> None:
     family, size = name.split("/")
     assert size in PRESETS[family]
-    assert load_config(FinetuneConfig, CONFIGS[name]).output_dir == f"runs/{family}-{size}"
+    assert load(name).output_dir == f"runs/{family}-{size}-none"
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
@@ -75,9 +90,8 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
     download, *runs = commands(text)
     assert download[:2] == ["lptune", "download"]
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", download[2])
-    assert load_config(FinetuneConfig, CONFIGS[name]).model.path == f"checkpoints/{download[2].split('/')[1]}"
-    assert runs
-    assert "precision.kind=int8_rowcol" in text
+    assert load(name).model.path == f"checkpoints/{download[2].split('/')[1]}"
+    kinds, folders = [], set()
     for run in runs:
         recipe = run.index("full_finetune")
         assert run[:2] == ["lptune", "run"]
@@ -86,9 +100,13 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
         assert set(flags[::2]) <= {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
         cfg = load_config(FinetuneConfig, CONFIGS[name], run[recipe + 3 :])
         assert cfg.data.source == "rows.jsonl"
+        kinds.append(cfg.precision.kind)
+        folders.add(cfg.output_dir)
         options = dict(zip(flags[::2], flags[1::2], strict=True))
         ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
         assert cfg.global_batch_size % (cfg.micro_batch_size * ranks) == 0
+    assert kinds == ["none", "int8_rowcol", "float8_tensorwise"]
+    assert len(folders) == len(kinds), "a second command would find the first one's run"
 
 
 def test_make_quickstart_runs_the_commands_of_its_config() -> None:
@@ -104,7 +122,7 @@ def test_make_quickstart_runs_the_commands_of_its_config() -> None:
 def test_the_memory_in_the_first_comment_is_16_bytes_per_parameter() -> None:
     from lptune.models import build_on_meta, config_from_dict, num_parameters
 
-    for name in ("llama3_2/1b", "phi4/14b", "gemma2/9b"):
+    for name in ("llama3_2/1b", "phi4/14b", "gemma2/9b", "gemma3/270m", "qwen3/4b", "qwen2_5/32b"):
         family, size = name.split("/")
         model = build_on_meta(config_from_dict(PRESETS[family][size]))
         assert f"take {16 * num_parameters(model) / 1e9:.0f} GB" in CONFIGS[name].read_text()

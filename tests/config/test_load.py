@@ -130,6 +130,25 @@ def test_lists_come_as_yaml_or_separated_by_commas(tmp_path: Path) -> None:
     assert load(tmp_path, BASE, "precision.skip=").precision.skip == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "output_dir"),
+    [
+        ("", (), "r-none"),
+        ("precision:\n", (), "r-none"),
+        ("precision: {kind: mxfp8}\n", (), "r-mxfp8"),
+        ("precision: {kind: mxfp8}\n", ("precision.kind=int8_rowcol",), "r-int8_rowcol"),
+        ("", ("precision.kind=none", "output_dir=s-${precision.kind}-${seed}"), "s-none-0"),
+        ("precision: {verify: false}\n", ("output_dir=s-${precision.verify}",), "s-False"),
+    ],
+)
+def test_a_reference_to_a_key_that_is_not_set_means_its_default(
+    tmp_path: Path, text: str, arguments: tuple[str, ...], output_dir: str
+) -> None:
+    cfg = load(tmp_path, BASE + "output_dir: r-${precision.kind}\n" + text, *arguments)
+    assert cfg.output_dir == output_dir
+    assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, BASE + "precision:\n") == load(tmp_path, BASE)
 

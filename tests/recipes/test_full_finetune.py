@@ -23,6 +23,7 @@ def test_int8_run_leaves_metrics_plan_config_checkpoint_and_export(run_recipe: R
     run = tmp_path / "run"
     assert "verified:" in done.stdout
     assert "int8 folded" in done.stdout
+    assert done.stdout.startswith("precision int8_rowcol: "), "the first line names the precision"
     assert f"export: {run / 'export'}" in done.stdout
     assert "samples before training: 0 of 2" in done.stdout
 
@@ -223,7 +224,8 @@ def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninter
 
 def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, tmp_path: Path) -> None:
     run_recipe("schedule.kind=constant", "num_steps=4")
-    assert "already finished" in run_recipe("schedule.kind=constant", "num_steps=4").stdout
+    again = run_recipe("schedule.kind=constant", "num_steps=4").stdout
+    assert re.match(r"already finished: .*step-00000004 is step 4 and exported, precision none; ", again)
     other = run_recipe("schedule.kind=constant", "num_steps=4", "precision.kind=int8_rowcol", code=2)
     assert "was trained with precision.kind 'none' (now 'int8_rowcol'); choose another" in other.stderr
     # What a resume may change: length, precision, checkpointing, ranks.
@@ -238,7 +240,12 @@ def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, t
 
 
 def test_a_trial_run_leaves_no_weights_behind(run_recipe: Run, tmp_path: Path) -> None:
-    trial = ("num_steps=3", "checkpoint.at_end=false", "export.enabled=false")
+    trial = (
+        "num_steps=3",
+        "checkpoint.at_end=false",
+        "export.enabled=false",
+        "checkpoint.every_minutes=1e-6",
+    )
     done = run_recipe(*trial)
     assert "no export (export.enabled: false); there is no checkpoint" in done.stdout
     run = tmp_path / "run"
@@ -319,7 +326,8 @@ def test_the_export_follows_a_run_that_went_on(run_recipe: Run, tmp_path: Path, 
 def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(run_recipe: Run, tmp_path: Path) -> None:
     common = (
         "schedule.kind=constant",
-        "checkpoint.every_steps=1",
+        "checkpoint.every_minutes=1e-6",  # each step takes longer
+        "checkpoint.async_save=false",
         "checkpoint.keep_last=9",
         "eval_every_steps=0",
     )
