@@ -215,13 +215,17 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as root:
-        sources = {folder.name: folder for folder in arguments.folders}
+        sources = {}
         for name, backend in (("small_byte_level", byte_level()), ("small_pieces", pieces())):
             sources[name] = Path(root) / name
             sources[name].mkdir()
             backend.save(str(sources[name] / "tokenizer.json"))
+        sources |= {folder.name: folder for folder in arguments.folders}
         names = arguments.classes or class_names()
-        counts = compare_all(sources, names, Path(root), print, step=arguments.step)
+        counts: Counter[str] = Counter()
+        for name, source in sources.items():
+            counts += compare_all({name: source}, names, Path(root), print, step=arguments.step)
+            print(f"after {name}: {dict(counts)}", flush=True)
     print(f"{sum(counts.values())} folders, {len(TEXTS)} texts each: {dict(counts)}")
     return int(counts["DIFFERS"] > 0)
 
