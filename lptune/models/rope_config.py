@@ -69,6 +69,8 @@ def read_rope_per_layer_type(
             raise keys.error(
                 "rope_scaling", "belongs to the full_attention layers; move it to rope_parameters"
             )
+        if "type" in scaling and "rope_type" not in scaling:  # transformers would take the default rope
+            raise keys.error("rope_scaling", "says type, which transformers ignores here; call it rope_type")
         full.update(scaling)
     full.setdefault("rope_theta", keys.given.get("rope_theta", global_theta))
     sliding.setdefault("rope_theta", keys.given.get("rope_local_base_freq", local_theta))

@@ -177,6 +177,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": None}},
         "not part of the llama family",
     ),
+    "old name of the rope type": (
+        {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "says type, which transformers ignores here; call it rope_type",
+    ),
     "untruncated kind of layer": (
         {
             "model_type": "gemma3_text",
