@@ -104,7 +104,13 @@ def _model(cfg: FinetuneConfig, path: Path, preset: str | None) -> "tuple[Decode
     names = [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
     folder = Path(cfg.model.path).expanduser()
     if preset is None and folder.is_dir():
-        return models.read_config(folder), f"{folder / 'config.json'}", folder
+        if any(folder.glob("*.safetensors")):  # else the folder of a config.json alone
+            from lptune import checkpoint
+
+            config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)
+        else:
+            config = models.read_config(folder)
+        return config, f"{folder / 'config.json'}", folder
     name = preset or "/".join(path.with_suffix("").parts[-2:])
     if name not in names:
         if preset is None:

@@ -1,6 +1,6 @@
 """Which config.json means which decoder: the supported families, one short function each.
 
-To add a family: put transformers' defaults for its config class into `DEFAULTS`, write a function that turns
+To add a family: put transformers' defaults for its config class into defaults.py, write a function that turns
 the keys into a `DecoderConfig` (usually `replace(_llama_like(keys), ...)` with the two or three fields that
 differ), and enter it in `FAMILIES`; then a `tiny` preset in presets.py makes the parity tests run over it. If
 no field of `DecoderConfig` can say what the family does, add a field and use it in decoder.py. Imports no
@@ -14,107 +14,36 @@ from typing import Any
 
 from lptune.config import UserError, closest
 from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
 from lptune.models.rope_config import read_rope, read_rope_per_layer_type
 
 MAX_LAYERS = 4096
 """More would be built for minutes before the weights contradict them."""
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Keys by which transformers takes settings or weights from elsewhere, or builds something else.
+_ELSEWHERE = {
+    "mlp_layer_types": "layers of different shapes are",
+    "mtp_layer_types": "layers of different shapes are",
+    "transformers_weights": "weights of another file are",
+    "text_config": "a model inside another is",
+    "decoder": "a model inside another is",
+    "generator": "a model inside another is",
+    "text_encoder": "a model inside another is",
+    "per_layer_config": "layers of different shapes are",
+    "fusion_config": "fused modules are",
+    "distributed_config": "a distributed layout is",
+}
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-
-_COMMON: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_QWEN: dict[str, Any] = _COMMON | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_GEMMA: dict[str, Any] = _COMMON | {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"vocab_size": 32000, "max_position_embeddings": 2048},
-    "mistral": _COMMON
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": _QWEN,
-    "qwen3": _QWEN | {"head_dim": 128},
-    "gemma2": _GEMMA
-    | {
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
-    "gemma3_text": _GEMMA | {"vocab_size": 262208, "max_position_embeddings": 131072},
-    "phi3": _COMMON
-    | {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
-    "olmo2": _COMMON | {"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    "smollm3": _COMMON
-    | {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "no_rope_layer_interval": 4,
-    },
-    "granite": _COMMON
-    | {
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-    },
-}
-"""What transformers takes for a key that config.json does not have."""
 
 
 def _head_dim(keys: Keys) -> int:
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     given = keys.optional_integer("head_dim")
-    if given is None and hidden_size % num_heads:
+    if given is None and "head_dim" in keys.given and not may_be_null(keys.text("model_type"), "head_dim"):
+        raise keys.error("head_dim", "expected an integer above 0, found null; take the key out")
+    always_divides = keys.get("model_type") in ("llama", "gemma2", "gemma3_text")
+    if hidden_size % num_heads and (given is None or always_divides):
         raise keys.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
     return given or hidden_size // num_heads
 
@@ -128,7 +57,8 @@ def _window(keys: Keys) -> int:
 
 def _layer_types(keys: Keys, default: list[str]) -> list[str]:
     """`layer_types` where the file has it, checked; else the family's own pattern."""
-    types = keys.get("layer_types") or default
+    given = keys.get("layer_types")
+    types = default if given is None else given
     if not isinstance(types, list) or len(types) != keys.integer("num_hidden_layers"):
         raise keys.error("layer_types", f"expected a list of {keys.integer('num_hidden_layers')} entries")
     for kind in types:
@@ -137,7 +67,16 @@ def _layer_types(keys: Keys, default: list[str]) -> list[str]:
     return types
 
 
-def _llama_like(keys: Keys) -> DecoderConfig:
+def _refuse_layer_types(keys: Keys) -> None:
+    # Of other lists transformers applies a part, differently in each family and attention backend.
+    all_full = ["full_attention"] * keys.integer("num_hidden_layers")
+    given = keys.get("layer_types")
+    if given is not None and (given != all_full or keys.get("sliding_window") is not None):
+        family = keys.text("model_type")
+        raise keys.error("layer_types", f"not part of the {family} family, whose layers are alike")
+
+
+def _llama_like(keys: Keys, *, activation_key: str = "hidden_act") -> DecoderConfig:
     """What all families share: Llama's block, one rope, no windows, no biases."""
     num_heads = keys.integer("num_attention_heads")
     num_kv_heads = keys.optional_integer("num_key_value_heads") or num_heads
@@ -149,7 +88,6 @@ def _llama_like(keys: Keys) -> DecoderConfig:
     if num_layers > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"{num_layers} is more than any model has; download it again")
     head_dim = _head_dim(keys)
-    activation_key = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     activation = keys.text(activation_key)
     if activation not in ACTIVATIONS:
         hint = closest(activation, ACTIVATIONS)
@@ -169,11 +107,20 @@ def _llama_like(keys: Keys) -> DecoderConfig:
         tied=keys.flag("tie_word_embeddings"),
         attention_scale=head_dim**-0.5,
         initializer_range=keys.number("initializer_range"),
+        notes=_notes(keys),
     )
+
+
+def _notes(keys: Keys) -> tuple[str, ...]:
+    # Published Granite 3 folders say 0.1. It changes no logits, and people fine-tune without it.
+    dropout = keys.get("attention_dropout")
+    return (f"attention_dropout {dropout} is not applied: lptune trains without dropout",) if dropout else ()
 
 
 def _llama(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
+    _refuse_layer_types(keys)
+    keys.optional_integer("sliding_window")  # without effect here, but a length for transformers' cache
     layer = LayerConfig(rope=read_rope(keys, head_dim=config.head_dim))
     bias = keys.flag("attention_bias")
     return replace(
@@ -187,7 +134,7 @@ def _llama(keys: Keys) -> DecoderConfig:
 
 def _mistral(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
-    keys.refuse("layer_types", "windows that differ between layers are not part of the mistral family")
+    _refuse_layer_types(keys)
     window = keys.optional_integer("sliding_window")
     layer = LayerConfig(window=window, rope=read_rope(keys, head_dim=config.head_dim))
     return replace(config, layers=(layer,) * config.num_layers)
@@ -215,13 +162,13 @@ def _qwen3(keys: Keys) -> DecoderConfig:
 
 def _gemma(keys: Keys) -> DecoderConfig:
     """What Gemma 2 and 3 share; the layers are still to be filled in."""
-    config = _llama_like(keys)
+    config = _llama_like(keys, activation_key="hidden_activation")
     bias = keys.flag("attention_bias")
     return replace(
         config,
         qkv_bias=bias,
         output_bias=bias,
-        attention_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        attention_scale=keys.integer("query_pre_attn_scalar") ** -0.5,
         logit_softcap=keys.optional_number("final_logit_softcapping"),
         embedding_scale=config.hidden_size**0.5,
         norm_placement="both",
@@ -250,7 +197,7 @@ def _gemma3(keys: Keys) -> DecoderConfig:
     ropes = read_rope_per_layer_type(
         keys, head_dim=config.head_dim, global_theta=1_000_000.0, local_theta=10_000.0
     )
-    every = keys.optional_integer("sliding_window_pattern") or 6
+    every = keys.integer("sliding_window_pattern") if "sliding_window_pattern" in keys.given else 6
     pattern = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(config.num_layers)]
     kinds = {
         "full_attention": LayerConfig(rope=ropes["full_attention"]),
@@ -262,16 +209,24 @@ def _gemma3(keys: Keys) -> DecoderConfig:
 
 def _phi3(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
-    # Early Phi-3 files call longrope "su"; transformers reads "yarn" as longrope here too.
+    _refuse_layer_types(keys)
+    # Early Phi-3 files call longrope "su"; transformers reads "yarn" as longrope here too, and no other kind.
     rope = read_rope(
-        keys, head_dim=config.head_dim, aliases={"su": "longrope", "yarn": "longrope"}, partial=True
+        keys,
+        head_dim=config.head_dim,
+        kinds={"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"},
+        partial=True,
     )
+    if rope.kind == "longrope" and config.head_dim != config.hidden_size // config.num_heads:
+        raise keys.error("head_dim", "of longrope it must be hidden_size / num_attention_heads in phi3")
     layer = LayerConfig(window=keys.optional_integer("sliding_window"), rope=rope)
     return replace(config, layers=(layer,) * config.num_layers, fused_projections=True)
 
 
 def _olmo2(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
+    _refuse_layer_types(keys)
+    keys.optional_integer("sliding_window")  # without effect here, but a length for transformers' cache
     layer = LayerConfig(rope=read_rope(keys, head_dim=config.head_dim))
     bias = keys.flag("attention_bias")
     return replace(
@@ -288,8 +243,11 @@ def _smollm3(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
     rope = read_rope(keys, head_dim=config.head_dim, default_theta=2_000_000.0)
     every = keys.integer("no_rope_layer_interval")
-    uses_rope = keys.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(config.num_layers)]
-    if not isinstance(uses_rope, list) or len(uses_rope) < config.num_layers:
+    uses_rope = keys.get("no_rope_layers")
+    if uses_rope is None:
+        uses_rope = [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    is_list = isinstance(uses_rope, list) and all(type(entry) is int for entry in uses_rope)
+    if not is_list or len(uses_rope) < config.num_layers:
         raise keys.error(
             "no_rope_layers", f"expected a list of {config.num_layers} entries, 1 for rope, 0 for none"
         )
@@ -299,12 +257,15 @@ def _smollm3(keys: Keys) -> DecoderConfig:
         "sliding_attention" if has_window and not rope_on else "full_attention" for rope_on in uses_rope
     ]
     types = _layer_types(keys, pattern[: config.num_layers])
+    if "sliding_attention" in types and not sliding:
+        # Some attention backends of transformers apply the window then, others do not.
+        raise keys.error("layer_types", "sliding_attention contradicts use_sliding_window: false")
     bias = keys.flag("attention_bias")
     return replace(
         config,
         layers=tuple(
             LayerConfig(
-                window=_window(keys) if sliding and kind == "sliding_attention" else None,
+                window=_window(keys) if kind == "sliding_attention" else None,
                 rope=rope if rope_on else None,
             )
             for kind, rope_on in zip(types, uses_rope, strict=False)
@@ -354,8 +315,9 @@ def _check_supported(keys: Keys) -> str:
         raise keys.error(
             "model_type", f"{family!r} is not supported ({supported}){closest(family, FAMILIES)}"
         )
-    quantization = keys.get("quantization_config") or keys.get("compression_config")
-    if quantization:
+    quantization = keys.get("quantization_config")
+    quantization = keys.get("compression_config") if quantization is None else quantization
+    if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise keys.error(
             "quantization_config",
@@ -366,21 +328,43 @@ def _check_supported(keys: Keys) -> str:
         raise keys.error("architectures", f"expected a list of names, found {names!r}")
     if names and not any(str(name).endswith("ForCausalLM") for name in names):
         raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
-    # Not attention_dropout: published Granite 3 folders carry 0.1, it changes no logits, and fine-tuning
-    # without it is what people do. It is ignored and kept in the export (docs/models.md).
     for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout"):
         keys.refuse(key, f"dropout is not supported, found {keys.get(key)}; set it to 0.0")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         keys.refuse(key, "mixtures of experts are not supported; choose a dense checkpoint")
     keys.refuse("use_bidirectional_attention", "only causal attention is supported")
-    keys.refuse("per_layer_config", "layers of different shapes are not supported")
+    keys.refuse("is_encoder_decoder", "only decoders are supported")
+    if not keys.given.get("is_causal", True):
+        raise keys.error("is_causal", f"only causal attention is supported, found {keys.get('is_causal')}")
+    for key, what in _ELSEWHERE.items():
+        if keys.get(key) is not None:
+            raise keys.error(key, f"{what} not supported; take the key out")
+    if "configuration_files" in keys.given:
+        raise keys.error("configuration_files", "other files with settings are not read; take the key out")
+    for key in ("dtype", "torch_dtype"):
+        if keys.get(key) not in (None, *_DTYPES):
+            raise keys.error(key, f"expected one of {', '.join(_DTYPES)}, found {keys.get(key)!r}")
     return family
+
+
+def _check_pad_token(keys: Keys, vocab_size: int) -> None:
+    # The embedding of transformers does not take it, whether it is given or a default.
+    pad = keys.get("pad_token_id")
+    if pad is not None and not -vocab_size <= pad < vocab_size:
+        missing = "" if "pad_token_id" in keys.given else "missing, which means "
+        raise keys.error(
+            "pad_token_id", f"{missing}{pad}, outside of the vocabulary of {vocab_size}; set it to null"
+        )
 
 
 def config_from_keys(keys: Keys) -> DecoderConfig:
     """The decoder that a config.json describes. UserError in one line for what is unknown or unsupported."""
     family = _check_supported(keys)
-    return FAMILIES[family](keys.with_defaults(DEFAULTS[family]))
+    keys = keys.with_defaults(DEFAULTS[family])
+    config = FAMILIES[family](keys)
+    check_types(keys, family)
+    _check_pad_token(keys, config.vocab_size)
+    return config
 
 
 def config_from_dict(content: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:

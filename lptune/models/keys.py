@@ -59,6 +59,10 @@ class Keys:
         """The raw value, None when there is neither a value nor a default."""
         return self._values.get(key)
 
+    def has(self, key: str) -> bool:
+        """Whether there is a value or a default, be it null."""
+        return key in self._values
+
     def optional_integer(self, key: str) -> int | None:
         """An integer above zero, or None for null."""
         value = self.get(key)

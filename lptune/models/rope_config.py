@@ -3,11 +3,12 @@
 Old files have `rope_theta` and `rope_scaling` (with the kind under `rope_type` or, older still, `type`);
 files written by transformers 5 have both in `rope_parameters`, where a family with two kinds of layers has
 one object per kind. `rope_scaling` wins over `rope_parameters`, and a `rope_theta` inside either wins over
-the one outside.
+the one outside. What transformers does not load is refused.
 """
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lptune.config import closest
@@ -15,6 +16,8 @@ from lptune.models.config import RopeConfig
 from lptune.models.keys import Keys
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ALL_KINDS: Mapping[str, str] = MappingProxyType({kind: kind for kind in ROPE_KINDS})
 
 
 def read_rope(
@@ -22,19 +25,28 @@ def read_rope(
     *,
     head_dim: int,
     default_theta: float = 10_000.0,
-    aliases: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] = _ALL_KINDS,
     partial: bool = False,
 ) -> RopeConfig:
-    """The one rope of a family; `aliases` renames kinds, `partial` allows rotating a part of the head."""
-    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    settings = _settings(keys, name, keys.get(name))
-    _fill(settings, "rope_theta", keys.get("rope_theta"), default_theta)
-    _fill(settings, "partial_rotary_factor", keys.get("partial_rotary_factor"), 1.0)
-    if any(isinstance(value, dict) for value in settings.values()):
+    """The one rope of a family; `kinds`: what its files may say and which of ROPE_KINDS it means; `partial`
+    allows rotating a part of the head.
+    """
+    settings, name = _settings(keys, "rope_parameters", keys.get("rope_parameters")), "rope_parameters"
+    if keys.get("rope_scaling"):
+        settings, name = _settings(keys, "rope_scaling", keys.get("rope_scaling")), "rope_scaling"
+    if any(isinstance(value, dict) for value in settings.values()) or settings.keys() & LAYER_TYPES:
         raise keys.error(
             name, f"settings per kind of layer are not part of the {keys.text('model_type')} family"
         )
-    return parse_rope(keys, name, settings, head_dim=head_dim, aliases=aliases or {}, partial=partial)
+    settings.setdefault("rope_theta", keys.given.get("rope_theta", default_theta))
+    part = keys.given.get("partial_rotary_factor", 1.0)
+    settings.setdefault("partial_rotary_factor", 1.0 if part is None and not partial else part)
+    # Outside it wins, as in transformers (Phi-3 has it there), but the type su must have it inside as well.
+    original = "original_max_position_embeddings"
+    is_su = settings.get("rope_type", settings.get("type")) == "su"
+    if keys.has(original) and (original in settings or not is_su):
+        settings[original] = keys.get(original)
+    return parse_rope(keys, name, settings, head_dim=head_dim, kinds=kinds, partial=partial)
 
 
 def read_rope_per_layer_type(
@@ -42,14 +54,33 @@ def read_rope_per_layer_type(
 ) -> dict[str, RopeConfig]:
     """The ropes of a family whose kinds of layers have their own; `rope_scaling` is the full layers'."""
     nested = _settings(keys, "rope_parameters", keys.get("rope_parameters"))
-    layer_types = ("full_attention", "sliding_attention")
-    if not set(nested) <= set(layer_types):
-        raise keys.error("rope_parameters", f"expected an object for each of {' and '.join(layer_types)}")
+    if not nested.keys() <= LAYER_TYPES:
+        raise keys.error(
+            "rope_parameters", "expected an object for each of " + " and ".join(sorted(LAYER_TYPES))
+        )
     full = _settings(keys, "rope_parameters", nested.get("full_attention"))
-    full.update(_settings(keys, "rope_scaling", keys.get("rope_scaling")))
-    _fill(full, "rope_theta", keys.get("rope_theta"), global_theta)
     sliding = _settings(keys, "rope_parameters", nested.get("sliding_attention"))
-    _fill(sliding, "rope_theta", keys.get("rope_local_base_freq"), local_theta)
+    scaling = keys.get("rope_scaling")
+    if scaling is not None:
+        if keys.get("rope_parameters") is not None and nested.get("full_attention") is None:
+            raise keys.error("rope_scaling", "contradicts rope_parameters, which has no full_attention")
+        scaling = _settings(keys, "rope_scaling", scaling)
+        if any(isinstance(value, dict) for value in scaling.values()):
+            raise keys.error(
+                "rope_scaling", "belongs to the full_attention layers; move it to rope_parameters"
+            )
+        if "type" in scaling and "rope_type" not in scaling:  # transformers would take the default rope
+            raise keys.error("rope_scaling", "says type, which transformers ignores here; call it rope_type")
+        full.update(scaling)
+    full.setdefault("rope_theta", keys.given.get("rope_theta", global_theta))
+    sliding.setdefault("rope_theta", keys.given.get("rope_local_base_freq", local_theta))
+    for settings in (full, sliding):
+        if not settings.get("truncate", True):
+            raise keys.error(
+                "rope_parameters", "truncate: transformers ignores it per kind of layer; take it out"
+            )
+        part = keys.get("partial_rotary_factor")
+        settings.setdefault("partial_rotary_factor", 1.0 if part is None else part)
     return {
         "full_attention": parse_rope(keys, "rope_parameters", full, head_dim=head_dim),
         "sliding_attention": parse_rope(keys, "rope_parameters", sliding, head_dim=head_dim),
@@ -64,34 +95,29 @@ def _settings(keys: Keys, name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _fill(settings: dict[str, Any], key: str, *candidates: Any) -> None:
-    """The first value that is not null, unless the settings have one themselves."""
-    values = (settings.get(key), *candidates)
-    settings[key] = next((value for value in values if value is not None), None)
-
-
 def parse_rope(
     keys: Keys,
     name: str,
     settings: dict[str, Any],
     *,
     head_dim: int,
-    aliases: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] = _ALL_KINDS,
     partial: bool = False,
 ) -> RopeConfig:
-    """One settings object (with rope_theta filled in) as a RopeConfig."""
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in ROPE_KINDS:
-        hint = closest(kind, ROPE_KINDS) if isinstance(kind, str) else ""
-        raise keys.error(
-            name, f"rope type {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)}){hint}"
-        )
+    """One settings object (with rope_theta filled in) as a RopeConfig.
+
+    A key that is there with null is not taken as missing: transformers does not, and fails.
+    """
+    said = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(said, str) or said not in kinds:
+        hint = closest(said, kinds) if isinstance(said, str) else ""
+        raise keys.error(name, f"rope type {said!r} is not supported (supported: {', '.join(kinds)}){hint}")
+    kind = kinds[said]
     inner = Keys(settings, {}, f"{keys.where}: {name}")
     theta = inner.number("rope_theta")
     if theta <= 1:
         raise inner.error("rope_theta", f"must be above 1, found {theta}")
-    partial_factor = inner.optional_number("partial_rotary_factor") or 1.0
+    partial_factor = inner.number("partial_rotary_factor")
     if partial_factor != 1.0 and not partial:
         raise keys.error("partial_rotary_factor", f"only 1.0 is part of this family, found {partial_factor}")
     rotary_dim = int(head_dim * partial_factor)
@@ -103,12 +129,13 @@ def parse_rope(
     if kind == "linear":
         return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, factor=inner.number("factor"))
 
-    # A top-level key wins over the one inside, as in transformers (Phi-3 keeps it there).
     max_len = keys.integer("max_position_embeddings")
+    if said == "su" and not inner.has("original_max_position_embeddings"):
+        raise inner.error("original_max_position_embeddings", "missing beside the type su")
     original_len = (
-        keys.optional_integer("original_max_position_embeddings")
-        or inner.optional_integer("original_max_position_embeddings")
-        or max_len
+        inner.integer("original_max_position_embeddings")
+        if inner.has("original_max_position_embeddings")
+        else max_len
     )
     if original_len < 2:
         raise inner.error("original_max_position_embeddings", f"must be above 1, found {original_len}")
@@ -127,6 +154,8 @@ def parse_rope(
         return llama3
     factor = inner.optional_number("factor") or max_len / original_len
     if kind == "yarn":
+        if not inner.has("factor"):
+            raise inner.error("factor", "missing; yarn needs it")
         return RopeConfig(
             kind=kind,
             theta=theta,

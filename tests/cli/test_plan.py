@@ -2,10 +2,14 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lptune import models
+from lptune.cli import plan
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.cli.conftest import Command
 
 LARGE = (
@@ -50,6 +54,19 @@ def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command)
     for key, (calls, megabytes) in expected.items():
         assert found[key][0] == calls
         assert found[key][1] == pytest.approx(megabytes, abs=51), key  # printed as tenths of a gigabyte
+
+
+def test_a_head_that_is_not_tied_after_all_is_planned_as_one(
+    command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command("new-checkpoint", "llama3_2/tiny", "new")[0] == 0
+    weights = Path("new/model.safetensors")
+    tensors = load_file(weights)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, weights)
+    cfg = FinetuneConfig(model=ModelConfig(path="new"), data=DataConfig(source="builtin"))
+    found, where, _ = plan._model(cfg, Path("llama3_2/1b.yaml"), None)
+    assert (found.tied, where) == (False, "new/config.json")
+    assert "lm_head.weight differs from model.embed_tokens.weight" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

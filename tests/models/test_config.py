@@ -1,6 +1,8 @@
 """config.json is read as transformers reads it; what cannot be followed exactly is refused in one line."""
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +11,32 @@ import transformers
 
 from lptune.config import UserError
 from lptune.models import PRESETS, config_from_dict, read_config
-from lptune.models.families import DEFAULTS
+from lptune.models.defaults import DEFAULTS, check_types
+from lptune.models.keys import Keys
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_defaults_are_those_of_transformers(family: str) -> None:
-    theirs = transformers.AutoConfig.for_model(family)
-    for key, value in DEFAULTS[family].items():
-        if key in ("num_key_value_heads",) and value is None:
-            assert theirs.num_key_value_heads == theirs.num_attention_heads
-        elif key == "hidden_act" and not hasattr(theirs, key):
-            assert hasattr(theirs, "hidden_activation")
-        elif key == "sliding_window" and getattr(theirs, "use_sliding_window", True) is False:
-            assert theirs.sliding_window is None  # transformers forgets it while windows are off
-        else:
-            assert getattr(theirs, key) == value, key
+    theirs = {field.name: field.default for field in fields(type(transformers.AutoConfig.for_model(family)))}
+    assert {key: theirs[key] for key in DEFAULTS[family]} == DEFAULTS[family]
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_values_of_another_type_are_refused_where_transformers_refuses_them(family: str) -> None:
+    validators = type(transformers.AutoConfig.for_model(family)).__validators__
+
+    def accepted(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except (TypeError, UserError):
+            return False
+        return True
+
+    for key in DEFAULTS[family]:
+        for value in (None, 1, 0.5, True, "text", [1]):
+            keys = Keys({key: value}, DEFAULTS[family], "config.json")
+            theirs = accepted(lambda key=key, value=value: [check(value) for check in validators[key]])
+            assert accepted(lambda keys=keys: check_types(keys, family)) == theirs, (key, value)
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
@@ -133,8 +146,69 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "mistral layer types": ({"model_type": "mistral", "layer_types": ["full_attention"] * 32}, "layer_types"),
     "gemma3 score cap": ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "set it to null"),
     "bidirectional": ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "only causal"),
+    "not causal": ({"is_causal": False}, "only causal attention is supported, found False"),
+    "causal or not": ({"is_causal": None}, "only causal attention is supported, found None"),
+    "windows of llama": ({"layer_types": ["sliding_attention"] * 32}, "not part of the llama family"),
+    "weights elsewhere": ({"transformers_weights": "other.safetensors"}, "weights of another file are not"),
+    "config elsewhere": ({"configuration_files": ["config.4.0.0.json"]}, "other files with settings"),
+    "model inside": ({"text_config": {"vocab_size": 300}}, "a model inside another is not supported"),
+    "dtype": ({"torch_dtype": "int8"}, "expected one of float32, bfloat16, float16, float64, found 'int8'"),
+    "pad token": ({"pad_token_id": 32000}, "32000, outside of the vocabulary of 32000"),
+    "default pad token": ({"model_type": "phi3", "vocab_size": 256}, "missing, which means 32000"),
+    "head size is null": ({"model_type": "qwen2", "head_dim": None}, "head_dim: expected an integer above 0"),
+    "scalar is no integer": ({"model_type": "gemma2", "query_pre_attn_scalar": 24.5}, "found 24.5"),
+    "cap is an integer": ({"model_type": "gemma2", "final_logit_softcapping": 30}, "decimal point, found 30"),
+    "windows of smollm3": (
+        {"model_type": "smollm3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        "contradicts use_sliding_window",
+    ),
+    "theta is null": ({"rope_theta": None}, "rope_theta: expected a number above 0, found null"),
+    "yarn without factor": ({"rope_scaling": {"type": "yarn"}}, "factor: missing; yarn needs it"),
+    "original length is null": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": None}},
+        "original_max_position_embeddings: expected an integer above 0, found null",
+    ),
+    "linear phi3": ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+    "su without length": (
+        {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [], "long_factor": []}},
+        "original_max_position_embeddings: missing beside the type su",
+    ),
+    "rope of a kind of layer": (
+        {"rope_parameters": {"full_attention": None}},
+        "not part of the llama family",
+    ),
+    "old name of the rope type": (
+        {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "says type, which transformers ignores here; call it rope_type",
+    ),
+    "untruncated kind of layer": (
+        {
+            "model_type": "gemma3_text",
+            "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+        },
+        "truncate: transformers ignores it",
+    ),
     "nope list": ({"model_type": "smollm3", "no_rope_layers": [1]}, "expected a list of 36 entries"),
 }
+
+
+def test_the_activation_is_read_from_the_key_of_the_family() -> None:
+    assert config_from_dict({"model_type": "llama", "hidden_activation": "relu"}).activation == "silu"
+    gemma2 = config_from_dict({"model_type": "gemma2", "hidden_act": "relu"})
+    assert gemma2.activation == "gelu_pytorch_tanh"
+
+
+def test_a_length_outside_of_the_rope_settings_is_not_that_of_a_kind_of_layer() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    content = {"original_max_position_embeddings": 32, "rope_parameters": {"full_attention": rope}}
+    full = config_from_dict({"model_type": "gemma3_text"} | content).layers[5].rope
+    assert full is not None
+    assert full.original_max_position_embeddings == 64
+
+
+def test_dropout_that_is_not_applied_is_noted() -> None:
+    config = config_from_dict({"model_type": "granite", "attention_dropout": 0.1})
+    assert config.notes == ("attention_dropout 0.1 is not applied: lptune trains without dropout",)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
