@@ -5,12 +5,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-oldest test-newest faults matrix check bench gpu-first docs
+.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench gpu-first docs
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make test-wheel   the commands from the built wheel with the newest of what it needs: is their output clean?"
 	@echo "make test-oldest  the CPU suite with the oldest torch and Triton, on Python 3.12 (5 GB of packages)"
 	@echo "make test-newest  the same with the newest of everything, from the built wheel (5 GB)"
 	@echo "make faults       kills, failing disks, damaged files, interrupted runs (half an hour)"
@@ -42,6 +43,16 @@ test: .venv/.installed
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
 
+# What a user gets who installs the wheel today: nothing pinned but torch, no extras. It is the
+# wheel that runs; pytest and the tests are of .venv.
+test-wheel: export OMP_NUM_THREADS := 1
+test-wheel: .venv/.installed
+	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+	$(BIN)/python -m hatchling build -t wheel -d .venv-wheel/wheel
+	.venv-wheel/bin/python -m pip install --quiet "$$(grep ^torch== constraints.txt)" .venv-wheel/wheel/*.whl
+	.venv-wheel/bin/python -m pip list
+	LPTUNE_TEST_INSTALLED=.venv-wheel/bin/python $(BIN)/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
+
 # As GPU machines are found: Python 3.12, the oldest torch and Triton, no torchao. In a venv of its own.
 PYTHON_OLDEST ?= python3.12
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
@@ -65,7 +76,7 @@ test-newest:
 	.venv-newest/bin/python -m hatchling build -t wheel -d .venv-newest/wheel
 	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data]"
 	.venv-newest/bin/python -m pip list
-	LPTUNE_TEST_INSTALLED=1 .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
+	LPTUNE_TEST_INSTALLED=.venv-newest/bin/python .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
 	.venv-newest/bin/python -m pytest -m "not slow" -n 2 -p no:cacheprovider
 	.venv-newest/bin/python -m pytest -m slow -n 2 -p no:cacheprovider tests/kernels/test_triton_aot.py
 

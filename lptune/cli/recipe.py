@@ -6,6 +6,7 @@ needs the recipe imported.
 """
 
 import ast
+import atexit
 import dataclasses
 import gc
 import importlib.util
@@ -48,12 +49,18 @@ def load_main(path: Path) -> Callable[[Any], object]:
         spec.loader.exec_module(module)
     finally:
         gc.enable()
-    # But not Triton: its bindings report as leaked what the collector has not freed at exit (Triton 3.8). It
-    # is imported with the compiler, later than this, unless a recipe imports it; exit then takes longer.
-    if "triton" not in sys.modules:
-        gc.freeze()
+    gc.freeze()
+    atexit.register(_thaw_for_triton)
     main: Callable[[Any], object] = module.main
     return main
+
+
+def _thaw_for_triton() -> None:
+    """At exit Triton's bindings report as leaked what the collector has not freed (since Triton 3.8), and it
+    frees nothing that is frozen, nor what hangs on that: whether Triton came before the freeze or after it.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def _annotation(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What a user sees beside the output: nothing, where all is well.
 
-`make test-newest` runs this with the newest versions of everything and the installed wheel
-(LPTUNE_TEST_INSTALLED=1): what a newer torch or Triton has to say about us it says on stderr, after every
-command.
+`make test-wheel` and `make test-newest` run this with the newest versions of everything and the installed
+wheel (LPTUNE_TEST_INSTALLED: the interpreter of its environment): what a newer torch or Triton has to say
+about us it says on stderr, after every command.
 """
 
 import os
@@ -27,10 +27,46 @@ def test_loading_a_recipe_imports_neither_the_compiler_nor_triton() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.parametrize("when", ["with the recipe", "after it", "after it, with an error"])
+def test_what_triton_made_is_collected_at_exit_whenever_it_was_imported(tmp_path: Path, when: str) -> None:
+    """As nanobind's leak report needs it (Triton 3.8): that reports at exit what the collector was kept from,
+    for example what hangs on a cycle that was there before the freeze.
+    """
+    imports = "sys.modules['triton'] = None"
+    (tmp_path / "recipe.py").write_text(
+        f"""import sys
+class Bound:
+    def __del__(self):
+        print("freed")
+class Cycle:
+    pass
+{imports if when == "with the recipe" else ""}
+cycle = Cycle()
+cycle.itself = cycle
+sys.cycle = cycle  # as caches are, that no module owns
+def main(cfg):
+    {imports}
+    cycle.bound = Bound()
+    del sys.cycle
+    del sys.modules[__name__]
+""",
+        encoding="utf-8",
+    )
+    code = (
+        "from pathlib import Path; from lptune.cli import recipe; recipe.load_main(Path('recipe.py'))(None)"
+    )
+    code += "; raise ValueError" * when.endswith("error")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == (1 if when.endswith("error") else 0), done.stderr
+    assert done.stdout == "freed\n"
+
+
 @pytest.mark.slow
-def test_commands_that_end_well_write_nothing_to_stderr(tmp_path: Path) -> None:
-    environment = clean_environment()
-    if os.environ.get("LPTUNE_TEST_INSTALLED") == "1":
+def test_commands_write_nothing_to_stderr_but_the_line_of_an_error(tmp_path: Path) -> None:
+    environment, python = clean_environment(), sys.executable
+    if installed := os.environ.get("LPTUNE_TEST_INSTALLED"):
+        python = str(Path(installed).absolute())
         del environment["PYTHONPATH"]  # the wheel, not the source beside it
     job = ["--config", "llama3_2/1b", "model.path=model", "data.source=builtin", "data.seq_len=64"]
     job += ["data.max_rows=100", "data.eval_fraction=0.1", "global_batch_size=16", "num_steps=2"]
@@ -57,8 +93,18 @@ def test_commands_that_end_well_write_nothing_to_stderr(tmp_path: Path) -> None:
         ["verify", "eager"],
         ["export", "eager", "exported"],
     ):
-        command = [sys.executable, "-m", "lptune.cli.main", *arguments]
+        command = [python, "-m", "lptune.cli.main", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (arguments, done.stderr)
         assert done.stderr == "", arguments
         assert done.stdout, arguments
+    for arguments in (
+        ["run", "full_finetune", *job, "compile=block", "output_dir=compiled", "seed=3"],
+        ["run", "full_finetune", *job, "model.path=nowhere", "output_dir=none"],
+        ["plan", *job, "--device", "h1OO"],
+    ):
+        command = [python, "-m", "lptune.cli.main", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert done.stderr.startswith("error: "), arguments
+        assert done.stderr.count("\n") == 1, (arguments, done.stderr)
