@@ -150,7 +150,7 @@ def main(cfg: FinetuneConfig) -> None:
                     "bf16_mfu": used.bf16_mfu,
                 }
                 is_last = step == num_steps
-                stopped = world.stop_requested()
+                stopped, is_overdue = world.at_boundary(writer.is_overdue())
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
@@ -160,7 +160,7 @@ def main(cfg: FinetuneConfig) -> None:
                 # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
                 is_new = not update.num_skipped_in_a_row
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
-                if at_end or (is_new and is_due(step, cfg.checkpoint.every_steps, False)):
+                if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps, False))):
                     now, eval_loss = {**facts, **update.counts()}, record.get("eval_loss")
                     last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:

@@ -23,6 +23,7 @@ this rank. A failure surfaces at the next `check`, which the loop calls every st
 import math
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -96,7 +97,10 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         world: World,
         cfg: CheckpointConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: in seconds, for cfg.every_minutes; it starts now."""
+        self._clock, self._last_save_s = clock, clock()
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
         self._group = SideGroup(world)
@@ -140,6 +144,7 @@ class CheckpointWriter:
         Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
         """
         self.wait()
+        self._last_save_s = self._clock()
         reshard(self._model)
         state = {"step": step, **facts}
         if eval_loss is not None and math.isfinite(eval_loss):
@@ -159,6 +164,16 @@ class CheckpointWriter:
         )
         self._thread.start()
         return final
+
+    def is_overdue(self) -> bool:
+        """Whether cfg.every_minutes have passed since the last save, by this rank's clock. Ranks' clocks
+        differ: `World.at_boundary` makes the main rank's answer everybody's.
+        """
+        leaves_none = not (self._cfg.every_steps or self._cfg.at_end)
+        is_writing = self._thread is not None and self._thread.is_alive()
+        if not self._cfg.every_minutes or leaves_none or is_writing:
+            return False
+        return self._clock() - self._last_save_s >= 60 * self._cfg.every_minutes
 
     def check(self) -> None:
         """Raises what a save in the background failed with, if it has."""

@@ -180,7 +180,10 @@ class CheckpointConfig:
     """Training state to resume from."""
 
     every_steps: int = 0
-    """Save every so many steps; 0 saves at the end only."""
+    """Save every so many steps; 0: not by steps."""
+    every_minutes: float = 30.0
+    """Save after the first step that ends so many minutes after the last save, too; 0: never. A run that
+    leaves no checkpoint (every_steps: 0, at_end: false) leaves none for this either."""
     at_end: bool = True
     """Save after the last step, too. false: a trial run that leaves no weights behind (a run that a signal
     stops is saved all the same)."""
@@ -196,6 +199,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.every_minutes", self.every_minutes, 0)
         at_least("checkpoint.keep_last", self.keep_last, 1)
         at_least("checkpoint.keep_every", self.keep_every, 0)
         at_least("checkpoint.keep_best", self.keep_best, 0)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,15 @@ from lptune import ranks
 from lptune.config import ParallelConfig, UserError
 from lptune.ranks import preemption
 from lptune.trials import check_trials
+
+
+class Boundary(NamedTuple):
+    """What all ranks agree on between two steps."""
+
+    stopped: signal.Signals | None
+    """The signal that asked any rank to stop."""
+    is_save_due: bool
+    """What the main rank said."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,17 @@ class World:
         A recipe asks before its first step and after each; before the first question a signal ends the
         process at once (lptune/ranks/preemption.py).
         """
-        anywhere = torch.tensor(float(preemption.requested() or 0), device=self.device)
+        return self.at_boundary().stopped
+
+    def at_boundary(self, is_save_due: bool = False) -> Boundary:
+        """`stop_requested`, and in the same collective whether a save is due, by the main rank's
+        `is_save_due`.
+        """
+        asked = [float(preemption.requested() or 0), float(self.is_main and is_save_due)]
+        anywhere = torch.tensor(asked, device=self.device)
         self.max_(anywhere)
-        number = int(anywhere.item())
-        return signal.Signals(number) if number else None
+        number, due = anywhere.tolist()
+        return Boundary(signal.Signals(int(number)) if number else None, bool(due))
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Seeds torch, numpy and random: what this rank draws next is a function of (seed, step, data rank).

@@ -120,6 +120,83 @@ def test_the_optimizer_waits_for_a_copy_that_is_not_done(
     assert _equal(run.saved(1), expected)
 
 
+def _save_by_the_clock(rank: int, num_ranks: int, folder: str) -> None:
+    """Eight steps of ten minutes by the main rank's clock, of 100 by the others', as the recipe does them."""
+    now_s = 0.0
+    with distributed.session("cpu") as world:
+        run = Run(Path(folder), world)
+        cfg = CheckpointConfig(every_minutes=30, keep_last=9)
+        with checkpoint.CheckpointWriter(
+            run.folder, run.model, run.optimizer, world, cfg, clock=lambda: now_s
+        ) as writer:
+            for step in range(1, 9):
+                run.train()
+                now_s += 600 if world.is_main else 6000
+                stopped, is_save_due = world.at_boundary(writer.is_overdue())
+                assert stopped is None
+                if is_save_due:  # a collective: ranks that did not agree would hang
+                    writer.save(step, {"fingerprint": {}}, wait=True)
+        assert [path.name for path in checkpoint.list_checkpoints(run.folder)] == [
+            "step-00000006",
+            "step-00000003",
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_minutes_saves_by_the_main_ranks_clock_on_all_ranks(tmp_path: Path, num_ranks: int) -> None:
+    if num_ranks == 1:
+        _save_by_the_clock(0, 1, str(tmp_path))
+    else:
+        run_ranks(num_ranks, _save_by_the_clock, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_overdue"),
+    [
+        ({}, True),
+        ({"every_steps": 100}, True),
+        ({"every_minutes": 61}, False),
+        ({"every_minutes": 0}, False),
+        ({"at_end": False}, False),  # a trial run that leaves no weights behind
+        ({"at_end": False, "every_steps": 100}, True),
+    ],
+    ids=str,
+)
+def test_an_hour_without_a_save_is_overdue_unless_no_checkpoint_is_wanted(
+    tmp_path: Path, world: distributed.World, keys: dict[str, Any], is_overdue: bool
+) -> None:
+    run, now_s = Run(tmp_path, world), 0.0
+    cfg = CheckpointConfig(**keys)
+    writer = checkpoint.CheckpointWriter(tmp_path, run.model, run.optimizer, world, cfg, clock=lambda: now_s)
+    assert not writer.is_overdue()
+    now_s = 3600.0
+    assert writer.is_overdue() == is_overdue
+
+
+def test_a_save_that_is_still_being_written_is_not_overdue_again(
+    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now_s = Run(tmp_path, world), 0.0
+    may_write, save_tensors = threading.Event(), saving.save_tensors
+
+    def slow(path: Path, tensors: Values) -> None:
+        assert may_write.wait(60)
+        save_tensors(path, tensors)
+
+    monkeypatch.setattr(saving, "save_tensors", slow)
+    run.train()
+    cfg = CheckpointConfig(every_minutes=30)
+    with checkpoint.CheckpointWriter(
+        tmp_path, run.model, run.optimizer, world, cfg, clock=lambda: now_s
+    ) as writer:
+        writer.save(1, {"fingerprint": {}})
+        now_s = 3600.0
+        assert not writer.is_overdue()  # the next save would wait for it, and training with it
+        may_write.set()
+        writer.wait()
+        assert writer.is_overdue()
+
+
 def test_buffers_of_an_earlier_save_hold_nothing_of_it(tmp_path: Path, world: distributed.World) -> None:
     run = Run(tmp_path, world)
     expected = {}

@@ -241,7 +241,7 @@ def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, t
 
 def test_a_trial_run_leaves_no_weights_behind(run_recipe: Run, tmp_path: Path) -> None:
     trial = ("num_steps=3", "checkpoint.at_end=false", "export.enabled=false")
-    done = run_recipe(*trial)
+    done = run_recipe(*trial, "checkpoint.every_minutes=1e-6")
     assert "no export (export.enabled: false); there is no checkpoint" in done.stdout
     run = tmp_path / "run"
     assert len(losses(run)) == 3
@@ -307,7 +307,8 @@ def test_the_export_follows_a_run_that_went_on(run_recipe: Run, tmp_path: Path, 
 def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(run_recipe: Run, tmp_path: Path) -> None:
     common = (
         "schedule.kind=constant",
-        "checkpoint.every_steps=1",
+        "checkpoint.every_minutes=1e-6",  # each step takes longer
+        "checkpoint.async_save=false",
         "checkpoint.keep_last=9",
         "eval_every_steps=0",
     )
