@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config
+from lptune.config import FinetuneConfig, UserError, check_batches, closest, key_paths, load_config
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig
@@ -39,8 +39,6 @@ def plan(config_name: str, world_size: int, preset: str | None, arguments: tuple
         raise UserError(
             f"plan: {recipe_path.stem} does not take a FinetuneConfig, which is what can be planned"
         )
-
-    from lptune.data import check_batches
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run says so
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
