@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError, closest
+from lptune.config import UserError
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
@@ -90,8 +90,7 @@ def _llama_like(keys: Keys, *, activation_key: str = "hidden_act") -> DecoderCon
     head_dim = _head_dim(keys)
     activation = keys.text(activation_key)
     if activation not in ACTIVATIONS:
-        hint = closest(activation, ACTIVATIONS)
-        raise keys.error(activation_key, f"{activation!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+        raise keys.error(activation_key, f"{activation!r} is not one of {', '.join(ACTIVATIONS)}")
     return DecoderConfig(
         family=keys.text("model_type"),
         vocab_size=keys.integer("vocab_size"),
@@ -312,9 +311,8 @@ def _check_supported(keys: Keys) -> str:
             "model_type", f"{family!r} is multimodal; only text decoders can be trained ({supported})"
         )
     if family not in FAMILIES:
-        raise keys.error(
-            "model_type", f"{family!r} is not supported ({supported}){closest(family, FAMILIES)}"
-        )
+        # No nearest name: qwen3_moe is no misspelt qwen3. A config.json is written by programs.
+        raise keys.error("model_type", f"{family!r} is not supported ({supported})")
     quantization = keys.get("quantization_config")
     quantization = keys.get("compression_config") if quantization is None else quantization
     if quantization is not None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lptune.config import closest
 from lptune.models.config import RopeConfig
 from lptune.models.keys import Keys
 
@@ -110,8 +109,7 @@ def parse_rope(
     """
     said = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(said, str) or said not in kinds:
-        hint = closest(said, kinds) if isinstance(said, str) else ""
-        raise keys.error(name, f"rope type {said!r} is not supported (supported: {', '.join(kinds)}){hint}")
+        raise keys.error(name, f"rope type {said!r} is not supported (supported: {', '.join(kinds)})")
     kind = kinds[said]
     inner = Keys(settings, {}, f"{keys.where}: {name}")
     theta = inner.number("rope_theta")
