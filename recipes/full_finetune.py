@@ -40,10 +40,11 @@ def main(cfg: FinetuneConfig) -> None:
 
         started_on = checkpoint.started_on(saved)
         tokenizer = data.load_tokenizer(source.folder, cfg.data.chat_template, date=started_on)
-        rows = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=model_config.vocab_size)
-        held_out = rows.evaluation
+        with distributed.machine_first(world):  # the other ranks map what it has tokenized
+            vocab_size = model_config.vocab_size
+            train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader(
-            rows.train,
+            train,
             seed=cfg.seed,
             global_batch_size=cfg.global_batch_size,
             micro_batch_size=cfg.micro_batch_size,
@@ -52,7 +53,7 @@ def main(cfg: FinetuneConfig) -> None:
         )
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
         facts = checkpoint.run_facts(
-            cfg, plan, saved, num_steps, rows.train.digest, started_on, tokenizer.chat_template
+            cfg, plan, saved, num_steps, train.digest, started_on, tokenizer.chat_template
         )
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
@@ -82,10 +83,9 @@ def main(cfg: FinetuneConfig) -> None:
             run.write_config(cfg)
             run.write_plan(plan.to_json())
         compute_dtype = getattr(torch, cfg.compute_dtype)
-        attention = model.attention_backend(
-            world.device, compute_dtype, one_document_per_row=rows.train.one_document_per_row
-        )
-        world.print("\n".join([plan.table(), *rows.report]))
+        one_per_row = train.one_document_per_row
+        attention = model.attention_backend(world.device, compute_dtype, one_document_per_row=one_per_row)
+        world.print("\n".join([plan.table(), *report]))
         meter = training.UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
         if cfg.data.seq_len > model_config.max_position_embeddings:
             world.print(

@@ -71,11 +71,15 @@ class DataConfig:
     """A source to evaluate on instead of a held-out share."""
     eval_split: str | None = None
     """Split of eval_source when that is a hub dataset; `split` when not given."""
+    cache: str = "auto"
+    """Folder for tokenized sources, which all ranks of a machine and later runs read; auto: lptune/data in
+    $XDG_CACHE_HOME (~/.cache). `none`: each rank tokenizes for itself, in memory."""
 
     def __post_init__(self) -> None:
         check_path("data.source", self.source)
         if self.eval_source is not None:
             check_path("data.eval_source", self.eval_source)
+        check_path("data.cache", self.cache)
         one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
         one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
         at_least("data.seq_len", self.seq_len, 2)

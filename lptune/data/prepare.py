@@ -3,15 +3,19 @@ done.
 """
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lptune.config import DataConfig, UserError
+from lptune.data.cache import Facts, cached, in_memory
+from lptune.data.cache_key import Content, cache_key, content_of, file_stat
 from lptune.data.columns import Unused
 from lptune.data.detect import detect_format
-from lptune.data.documents import Counts, Documents, concatenated, tokenize
+from lptune.data.documents import Counts, Documents, tokenize
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.order import shuffled
@@ -40,7 +44,7 @@ class _Source(NamedTuple):
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
     """Rows for training and, where the config asks for it, for evaluation. A function of its arguments and
-    the files.
+    the files; what was tokenized is kept in the folder `cfg.cache` names, and read from there.
 
     vocab_size: of the model; a token beyond it is a UserError. `cfg.chat_template` is applied here too.
     """
@@ -75,19 +79,43 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
 
 
 def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _Source:
+    make = partial(_make, source, split, cfg, tokenizer)
+    content = None if cfg.cache == "none" else content_of(source, split, cfg)
+    if content is None:
+        found = in_memory(partial(make, None))
+    else:
+        found = cached(cfg.cache, cache_key(content, source, split, cfg, tokenizer), partial(make, content))
+    _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
+    notes = [f"note: {note}" for note in found.notes]
+    return _Source(found.documents, found.facts["is_text"], [*found.facts["report"], *notes])
+
+
+def _make(
+    source: str,
+    split: str,
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    content: Content | None,
+    add: Callable[[Documents], None],
+) -> Facts:
+    """Reads and tokenizes `source`, and hands its documents to `add`."""
     bad = BadRows(cfg.on_bad_row)
     rows = read_rows(source, bad, split=split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = detect_format(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
-    counts = Counts()
-    parts = tokenize(
+    counts, num_documents, largest_token = Counts(), 0, 0
+    for part in tokenize(
         unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
         seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
-    )  # fmt: skip
-    documents = concatenated(list(parts))
-    if not documents.num_documents:
+    ):  # fmt: skip
+        num_documents += part.num_documents
+        largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
+        add(part)
+    if content is not None and content.stat != file_stat(source):
+        raise UserError(f"{source}: was changed while it was read; run again")
+    if not num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
         raise UserError(
@@ -95,11 +123,10 @@ def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
-    _check_vocabulary(documents, tokenizer, vocab_size)
     layout.check(is_training=source == cfg.source)
     lines = [f"{source}: {unused.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
     lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
-    return _Source(documents, layout.is_text, lines)
+    return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
 
 def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
@@ -132,8 +159,7 @@ def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
     return lines
 
 
-def _check_vocabulary(documents: Documents, tokenizer: Tokenizer, vocab_size: int) -> None:
-    largest = int(documents.tokens_T.max())
+def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> None:
     if largest >= vocab_size:
         text = tokenizer.backend.id_to_token(largest)
         raise UserError(

@@ -29,7 +29,7 @@ from lptune.distributed.shards import (
     local_rows,
     on_this_rank,
 )
-from lptune.distributed.side_group import SideGroup, side_group
+from lptune.distributed.side_group import SideGroup, machine_first, side_group
 from lptune.distributed.styles import (
     ColumnParallel,
     FeatureParallelNorm,
@@ -71,6 +71,7 @@ __all__ = [
     "is_first_holder",
     "local_pieces",
     "local_rows",
+    "machine_first",
     "on_this_rank",
     "materialize",
     "mesh_axes",

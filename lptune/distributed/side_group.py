@@ -6,6 +6,7 @@ for ten minutes, which a large file on a slow disk may take. Lines of text trave
 collectives would unpickle what comes.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -93,3 +94,18 @@ def side_group(world: World | None) -> Iterator[SideGroup]:
     group = SideGroup(world)
     yield group
     group.close()  # not after an error: the others may be waiting in a collective
+
+
+@contextmanager
+def machine_first(world: World) -> Iterator[None]:
+    """The block runs on the first rank of every machine, and then on the others, which find its result there.
+
+    A collective. A UserError of the first ranks is raised on all; the others then skip the block.
+    """
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    with side_group(world) as group:
+        with group.together((UserError,), str):
+            if is_first:
+                yield
+        if not is_first:
+            yield

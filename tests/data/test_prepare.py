@@ -47,7 +47,10 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
 
 def run(source: str, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
     return prepare(
-        DataConfig(source=source, **{"seq_len": 256, **keys}), tokenizer, seed=seed, vocab_size=vocab_size
+        DataConfig(source=source, **{"seq_len": 256, "cache": "none", **keys}),
+        tokenizer,
+        seed=seed,
+        vocab_size=vocab_size,
     )
 
 

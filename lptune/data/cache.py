@@ -1,0 +1,309 @@
+"""Documents on disk: prepared once per machine, mapped by all its ranks and by later runs.
+
+    FOLDER/KEY/manifest.json    format, key, size and sha256 of each array, what the report says
+    FOLDER/KEY/tokens_T.bin …   the arrays of `Documents`, end to end, little-endian
+    FOLDER/KEY.lock             held while the entry is made
+
+KEY is a digest of everything that decides the documents: the source's content, the tokenizer, the chat
+template, the settings, and this package's own code. An entry is written beside its place, batch by batch, and
+published by a rename, so it is there whole or not at all; one that does not match its manifest is made anew.
+Nothing in it is ever unpickled, and no link is followed. Files are private: they are the user's data.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lptune.config import UserError
+from lptune.data.documents import Documents, concatenated
+
+FORMAT = 1
+_DTYPES = {
+    "tokens_T": "<i4",
+    "is_target_T": "|b1",
+    "offsets_N1": "<i8",
+    "answers_N2": "<i4",
+    "prompt_keys_N": "<u8",
+    "num_targets_N": "<i8",
+}
+_MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+_PARTIAL = ".tmp-"
+
+Facts = dict[str, Any]
+Make = Callable[[Callable[[Documents], None]], Facts]
+"""Hands over documents part by part, and returns what else is to be known of them, as JSON holds it."""
+
+
+class Stored(NamedTuple):
+    """Documents, wherever they lie."""
+
+    documents: Documents
+    facts: Facts
+    notes: list[str]
+    """For the report: where they lie, and what was wrong there."""
+
+
+class _DamagedError(Exception):
+    """What is wrong with an entry."""
+
+
+def in_memory(make: Make) -> Stored:
+    """What `make` gives, in this process's memory."""
+    parts: list[Documents] = []
+    facts = make(parts.append)
+    return Stored(concatenated(parts), facts, [])
+
+
+def cache_folder(cache: str) -> Path:
+    """The folder that `data.cache` names; `auto` is the user's cache directory."""
+    if cache != "auto":
+        return Path(cache).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
+    return base / "lptune" / "data"
+
+
+def cached(cache: str, key: str, make: Make) -> Stored:
+    """The documents of `key` from the folder that `data.cache` names, made and put there where it lacks them.
+
+    Several processes may ask at once: one makes the entry, the others wait for it. UserError for a folder
+    that cannot be written; where nobody chose it, the documents stay in memory and a note says so.
+    """
+    folder = cache_folder(cache)
+    notes: list[str] = []
+    with suppress(_DamagedError):
+        if (found := _open(folder, key)) is not None:
+            return found
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(folder, key):
+            try:
+                if (found := _open(folder, key)) is not None:
+                    return found
+            except _DamagedError as problem:
+                notes = [f"the cache entry {folder / key} was damaged ({problem}) and is made anew"]
+                _remove(folder, key)
+            _write(folder, key, make)
+            found = _open(folder, key)
+    except _DamagedError as problem:
+        raise UserError(
+            f"data.cache: {folder / key} is not what was written to it ({problem}); name another folder"
+        ) from None
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
+            raise
+        reason = f"{folder} cannot be written ({error.strerror})"
+        if cache == "auto" and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            result = in_memory(make)
+            return result._replace(
+                notes=[f"nothing is cached: {reason}; data.cache names another folder, none ends this note"]
+            )
+        raise UserError(
+            f"data.cache: {reason}; make room, name another folder, or set data.cache=none"
+        ) from None
+    assert found is not None
+    return found._replace(notes=[*notes, *found.notes])
+
+
+@contextmanager
+def _locked(folder: Path, key: str) -> Iterator[None]:
+    """Keeps other processes out. The kernel drops the lock with the process."""
+    lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(NotImplementedError):
+            _flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _flock(lock: int, how: int) -> None:
+    """NotImplementedError where the file system has no locks: each process then makes its own entry, and the
+    last rename wins with the same content.
+    """
+    try:
+        fcntl.flock(lock, how)
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise NotImplementedError from None
+        raise
+
+
+def _write(folder: Path, key: str, make: Make) -> None:
+    _remove_partials(folder)
+    partial = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
+    partial.mkdir(mode=0o700)
+    try:
+        with ExitStack() as files:
+            writer = _Writer(partial, files)
+            facts = make(writer.add)
+            manifest = {"format": FORMAT, "key": key, "facts": facts, "arrays": writer.finish()}
+        manifest["digest"] = _digest(manifest)
+        _write_file(partial / _MANIFEST, json.dumps(manifest).encode())
+        _sync(partial)
+        with suppress(FileExistsError, OSError):  # without locks another process may have been faster
+            partial.rename(folder / key)
+        _sync(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Writer:
+    """Appends documents to the files of an entry."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        self._files = {name: files.enter_context(_create(folder / f"{name}.bin")) for name in _DTYPES}
+        self._sums = {name: hashlib.sha256() for name in _DTYPES}
+        self._lengths = dict.fromkeys(_DTYPES, 0)
+        self._paths = {name: folder / f"{name}.bin" for name in _DTYPES}
+        self._num_tokens = 0
+        self._append("offsets_N1", np.zeros(1, dtype=np.int64))
+
+    def add(self, part: Documents) -> None:
+        """The documents of one batch."""
+        for name in _DTYPES:
+            array = getattr(part, name)
+            self._append(name, array[1:] + self._num_tokens if name == "offsets_N1" else array)
+        self._num_tokens += len(part.tokens_T)
+
+    def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        data = np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
+        self._sums[name].update(data)
+        self._lengths[name] += len(data)
+        with _named(self._paths[name]):
+            self._files[name].write(data)
+
+    def finish(self) -> dict[str, Any]:
+        """Size and digest of each file, which is on disk then."""
+        for name, file in self._files.items():
+            with _named(self._paths[name]):
+                file.flush()
+                os.fsync(file.fileno())
+        return {
+            name: {"num_bytes": self._lengths[name], "sha256": self._sums[name].hexdigest()}
+            for name in _DTYPES
+        }
+
+
+def _open(folder: Path, key: str) -> Stored | None:
+    """The entry, mapped and compared with its manifest; None where there is none."""
+    try:
+        entry = os.open(folder / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _DamagedError(error.strerror) from None
+    try:
+        manifest = _read_manifest(entry, key)
+        arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
+        with suppress(OSError):
+            os.utime(entry)  # the day it was last used, for who cleans up
+    finally:
+        os.close(entry)
+    arrays["answers_N2"] = arrays["answers_N2"].reshape(-1, 2)
+    size = sum(array.nbytes for array in arrays.values())
+    note = f"documents cached in {folder / key} ({size / 1e6:,.0f} MB); see data.cache"
+    return Stored(Documents(**arrays), manifest["facts"], [note])
+
+
+def _read_manifest(entry: int, key: str) -> dict[str, Any]:
+    with _open_file(entry, _MANIFEST) as file:
+        content = file.read(_MAX_MANIFEST_BYTES + 1)
+    try:
+        manifest = json.loads(content[:_MAX_MANIFEST_BYTES])
+        digest = manifest.pop("digest")
+        same = (manifest["format"], manifest["key"], digest) == (FORMAT, key, _digest(manifest))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        same = False
+    if not same:
+        raise _DamagedError(f"{_MANIFEST} does not match its digest")
+    return dict(manifest)
+
+
+def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The array in a file of this name: read only, and read from disk where it is touched."""
+    with _open_file(entry, f"{name}.bin") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes != expected.get("num_bytes"):
+            raise _DamagedError(f"{name}.bin has {num_bytes:,} bytes")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hashlib.sha256(mapped).hexdigest() != expected.get("sha256"):
+        raise _DamagedError(f"{name}.bin does not match its digest")
+    return np.frombuffer(mapped, dtype=_DTYPES[name])
+
+
+def _open_file(entry: int, name: str) -> Any:
+    try:
+        return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry), "rb")
+    except OSError as error:
+        raise _DamagedError(f"{name}: {error.strerror}") from None
+
+
+def _remove(folder: Path, key: str) -> None:
+    """Takes an entry away, or a link in its place, and not what it leads to."""
+    aside = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
+    (folder / key).rename(aside)
+    if aside.is_symlink() or not aside.is_dir():
+        aside.unlink()
+    else:
+        shutil.rmtree(aside)
+
+
+def _remove_partials(folder: Path) -> None:
+    """What killed processes left: those whose lock is free, or this process's own."""
+    for partial in folder.glob(f"{_PARTIAL}*"):
+        key = partial.name.removeprefix(_PARTIAL).partition("-")[0]
+        with suppress(OSError, NotImplementedError):
+            lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError of a write says which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _create(path: Path) -> Any:
+    with _named(path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with _named(path), _create(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,112 @@
+"""What decides a source's documents, as a key: the same key, the same documents, in any process.
+
+The content and not the file's name or date; every setting but those that are applied later; the tokenizer and
+the template as they are used; the versions of what does the work, and this package's own source, so that an
+entry of another version of lptune is never taken for its own.
+"""
+
+import dataclasses
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import tokenizers
+
+from lptune.config import DataConfig
+from lptune.data.cache import FORMAT
+from lptune.data.errors import BadRows
+from lptune.data.sources import read_rows
+from lptune.data.tokenizer import Tokenizer
+
+MIN_BYTES = 1024 * 1024
+"""A source smaller than this is prepared faster than it is looked up."""
+_APPLIED_LATER = (
+    "packing", "eval_fraction", "eval_source", "eval_split", "cache",
+    "chat_template",  # as the tokenizer's own
+)  # fmt: skip
+
+
+class Content(NamedTuple):
+    """What a source holds."""
+
+    digest: str
+    stat: tuple[int, ...]
+    """Of its file, to notice that it was changed meanwhile; empty where there is none."""
+
+
+def content_of(source: str, split: str, cfg: DataConfig) -> Content | None:
+    """The content of a source: of a file its bytes, else and with `max_rows` its rows.
+
+    None of what is not worth an entry: `builtin`, a source below MIN_BYTES, a file that cannot be opened.
+    """
+    if source == "builtin":
+        return None
+    stat = file_stat(source)
+    if stat and stat[1] < MIN_BYTES:
+        return None
+    path = Path(source).expanduser()
+    sha = hashlib.sha256()
+    if path.is_file() and cfg.max_rows is None:
+        try:
+            with path.open("rb") as file:
+                return Content(hashlib.file_digest(file, "sha256").hexdigest(), stat)
+        except OSError:
+            return None
+    num_bytes = 0
+    for row in read_rows(source, BadRows(cfg.on_bad_row), split=split, max_rows=cfg.max_rows):
+        # Bytes and dates, which Parquet and the hub have, by their repr.
+        data = f"{row.place}\0{json.dumps(row.values, default=repr)}\0".encode()
+        sha.update(data)
+        num_bytes += len(data)
+    return Content(sha.hexdigest(), stat) if num_bytes >= MIN_BYTES else None
+
+
+def file_stat(source: str) -> tuple[int, ...]:
+    """Inode, size and time of change of a file; nothing where there is none."""
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return ()
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def cache_key(content: Content, source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer) -> str:
+    """32 hexadecimal digits."""
+    settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
+    parts = {
+        "format": FORMAT,
+        "code": _code(),
+        "versions": [tokenizers.__version__, jinja2.__version__],
+        "content": content.digest,
+        # The report and the places of bad rows name the source.
+        "settings": settings | {"source": source, "split": split},
+        "is_training": source == cfg.source,  # what an evaluation source may lack
+        "tokenizer": _tokenizer(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    template = tokenizer.template
+    sources = template.sources if template else {}
+    return {
+        "backend": hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest(),
+        "special_tokens": tokenizer.special_tokens,
+        "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id],
+        "around": [tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.continuation],
+        "template": sources,
+        # Only a template that can write the date depends on it.
+        "date": str(template.date) if template and "strftime_now" in "".join(sources.values()) else None,
+    }
+
+
+@cache
+def _code() -> str:
+    """A digest of this package's source."""
+    sha = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        sha.update(path.name.encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()

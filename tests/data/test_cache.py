@@ -1,0 +1,325 @@
+"""Tokenized once: a later run maps the same documents, and what is damaged or half written is made anew."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lptune.config import DataConfig, UserError
+from lptune.data import Prepared, Tokenizer, cache_key, load_tokenizer, prepare
+from lptune.data import cache as cache_module
+from lptune.data.cache import cache_folder, cached, in_memory
+from lptune.data.documents import Documents
+from tests.data.chat_templates import CHATML, config
+
+ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def every_source_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_key, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder(**config("chatml")))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
+    def run(tokenizer: Tokenizer = tokenizer, seed: int = 0, **keys: Any) -> Prepared:
+        values = {"source": str(rows), "seq_len": 128, "cache": str(tmp_path / "cache"), **keys}
+        return prepare(DataConfig(**values), tokenizer, seed=seed, vocab_size=600)
+
+    return run
+
+
+@pytest.fixture
+def tokenizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One element per time that a source was tokenized."""
+    made, before = [], Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: Any, **keys: Any) -> Any:
+        made.append(len(texts))
+        return before(self, texts, **keys)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    return made
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def report(prepared: Prepared) -> list[str]:
+    return [line for line in prepared.report if "cached in" not in line and "was damaged" not in line]
+
+
+def assert_equal(one: Prepared, other: Prepared) -> None:
+    for a, b in ((one.train, other.train), (one.evaluation, other.evaluation)):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.digest == b.digest
+            for name in ("answers_N2", "prompt_keys_N", "num_targets_N", "offsets_N1"):
+                assert np.array_equal(getattr(a.documents, name), getattr(b.documents, name)), name
+            assert a.prompt_and_answer(0) == b.prompt_and_answer(0)
+    assert report(one) == report(other)
+
+
+def test_a_later_run_maps_what_an_earlier_one_has_tokenized(
+    run: Callable, tmp_path: Path, tokenizations: list[int]
+) -> None:
+    fresh = run(cache="none", eval_fraction=0.2)
+    assert not (tmp_path / "cache").exists()
+    cold = run(eval_fraction=0.2)
+    num_calls = len(tokenizations)
+    warm = run(eval_fraction=0.2)
+    assert len(tokenizations) == num_calls
+    for other in (cold, warm):
+        assert_equal(fresh, other)
+    (entry,) = entries(tmp_path / "cache")
+    assert any(f"documents cached in {entry} (0 MB)" in line for line in warm.report)
+    assert not warm.train.documents.tokens_T.flags.writeable
+    # What is applied later needs no other entry.
+    assert_equal(run(packing=False, seed=5), run(packing=False, seed=5, cache="none"))
+    assert len(tokenizations) == num_calls + 1
+    assert entries(tmp_path / "cache") == [entry]
+
+
+def test_entries_are_private(run: Callable, tmp_path: Path) -> None:
+    run()
+    for path in [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_whatever_decides_the_documents_is_in_the_key(
+    run: Callable, rows: Path, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = load_tokenizer(tokenizer_folder("other", eos_token="</s>"))
+    changes: list[dict[str, Any]] = [
+        {}, {"seq_len": 64}, {"train_on_prompt": True}, {"max_rows": 50}, {"max_rows": 49},
+        {"on_bad_row": "skip"}, {"system_prompt": "x"}, {"chat_template": CHATML + " "},
+        {"chat_template": "none"}, {"chat_template": "none", "prompt_template": "{question}: "},
+        {"tokenizer": other, "chat_template": CHATML}, {"input_column": "none"},
+    ]  # fmt: skip
+    for number, keys in enumerate(changes, 1):
+        run(**keys)
+        assert len(entries(tmp_path / "cache")) == number, keys
+    rows.write_text(rows.read_text().replace("What is 7 +", "What is 8 +"))
+    run()
+    assert len(entries(tmp_path / "cache")) == len(changes) + 1
+    os.utime(rows)  # the content counts, not the date
+    run()
+    assert len(entries(tmp_path / "cache")) == len(changes) + 1
+    monkeypatch.setattr(cache_key, "_code", lambda: "another version")
+    run()
+    assert len(entries(tmp_path / "cache")) == len(changes) + 2
+
+
+def test_the_date_is_in_the_key_of_a_template_that_writes_it(
+    run: Callable, tmp_path: Path, tokenizer_folder: Callable
+) -> None:
+    from datetime import date
+
+    dated = CHATML + "{{ '' if true else strftime_now('%d') }}"
+    for number, template in ((1, CHATML), (3, dated)):
+        folder = tokenizer_folder(f"t{number}", chat_template=template)
+        for day in (1, 2):
+            run(load_tokenizer(folder, date=date(2025, 1, day)))
+        assert len(entries(tmp_path / "cache")) == number
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "bit": lambda entry: (entry / "tokens_T.bin").write_bytes(
+        bytes([(entry / "tokens_T.bin").read_bytes()[0] ^ 1]) + (entry / "tokens_T.bin").read_bytes()[1:]
+    ),
+    "cut": lambda entry: os.truncate(entry / "is_target_T.bin", 9),
+    "empty": lambda entry: os.truncate(entry / "offsets_N1.bin", 0),
+    "file gone": lambda entry: (entry / "answers_N2.bin").unlink(),
+    "manifest gone": lambda entry: (entry / "manifest.json").unlink(),
+    "manifest torn": lambda entry: os.truncate(entry / "manifest.json", 30),
+    "manifest edited": lambda entry: (entry / "manifest.json").write_text(
+        (entry / "manifest.json").read_text().replace("as pairs", "as chats")
+    ),
+    "manifest of another": lambda entry: (entry / "manifest.json").write_text("[]"),
+    "deep manifest": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
+    "file is a link": lambda entry: _link(entry / "tokens_T.bin"),
+    "entry is a link": lambda entry: _link(entry),
+    "entry is a file": lambda entry: (shutil.rmtree(entry), entry.write_text("x")),
+}
+
+
+def _link(path: Path) -> None:
+    """Moves it away and leaves a link to it, content unchanged."""
+    path.rename(path.with_name(f"moved-{path.name}"))
+    path.symlink_to(path.with_name(f"moved-{path.name}"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_anew_with_a_note(run: Callable, tmp_path: Path, damage: str) -> None:
+    fresh = run(cache="none")  # cutting a file that is mapped would end the process
+    run()
+    (entry,) = entries(tmp_path / "cache")
+    DAMAGES[damage](entry)
+    again = run()
+    assert_equal(fresh, again)
+    assert any(f"note: the cache entry {entry} was damaged (" in line for line in again.report)
+    assert entry.is_dir()
+    assert not entry.is_symlink()
+    assert not any("was damaged" in line for line in run().report)
+    if damage == "entry is a link":
+        assert (tmp_path / "cache" / f"moved-{entry.name}" / "tokens_T.bin").is_file()  # not what it led to
+
+
+def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path / "cache", "0" * 32))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    (partial,) = entries(tmp_path / "cache")
+    assert partial.name.startswith(".tmp-")
+    assert (partial / "tokens_T.bin").exists()
+    run()
+    (entry,) = entries(tmp_path / "cache")
+    assert not entry.name.startswith(".tmp-")
+
+
+def _killed(folder: Path, key: str) -> None:
+    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
+        add(_documents(1))
+        os._exit(9)
+
+    cached(str(folder), key, make)
+
+
+def _documents(value: int) -> Documents:
+    return Documents(
+        tokens_T=np.array([value, 2, 3], dtype=np.int32), is_target_T=np.array([False, True, True]),
+        offsets_N1=np.array([0, 3]), answers_N2=np.array([[1, 3]], dtype=np.int32),
+        prompt_keys_N=np.array([value], dtype=np.uint64),
+    )  # fmt: skip
+
+
+def test_of_processes_that_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, made, same = context.Barrier(4), context.Value("i", 0), context.Value("i", 0)
+    processes = [
+        context.Process(target=_ask, args=(tmp_path / "cache", barrier, made, same)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert (made.value, same.value) == (1, 4)
+
+
+def _ask(folder: Path, barrier: Any, made: Any, same: Any) -> None:
+    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
+        with made.get_lock():
+            made.value += 1
+        for value in range(50):
+            add(_documents(value))
+        return {"who": os.getpid()}
+
+    barrier.wait()
+    found = cached(str(folder), "k" * 32, make)
+    with same.get_lock():
+        same.value += found.documents.tokens_T.tolist() == [t for v in range(50) for t in (v, 2, 3)]
+
+
+def test_parts_on_disk_are_parts_in_memory(tmp_path: Path) -> None:
+    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
+        for value in (5, 6):
+            add(_documents(value))
+        return {"n": 2}
+
+    disk, memory = cached(str(tmp_path), "k" * 32, make), in_memory(make)
+    assert disk.facts == memory.facts == {"n": 2}
+    for name in cache_module._DTYPES:
+        ours, theirs = getattr(disk.documents, name), getattr(memory.documents, name)
+        assert ours.dtype == theirs.dtype, name
+        assert np.array_equal(ours, theirs), name
+
+
+def test_errors_are_not_cached_and_leave_nothing(run: Callable, rows: Path, tmp_path: Path) -> None:
+    rows.write_text(rows.read_text() + "{broken\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"rows.jsonl line 61: not valid JSON"):
+            run()
+    assert not entries(tmp_path / "cache")
+    assert run(on_bad_row="skip").train.num_documents == len(ROWS)
+
+
+def test_a_source_that_changes_while_it_is_read_is_one_line(
+    run: Callable, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: Any, **keys: Any) -> Any:
+        with rows.open("a") as file:
+            file.write("\n")
+        return before(self, texts, **keys)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    with pytest.raises(UserError, match=r"rows.jsonl: was changed while it was read; run again"):
+        run()
+    assert not entries(tmp_path / "cache")
+
+
+def test_the_users_cache_directory_is_the_default(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    run(cache="auto")
+    assert len(entries(tmp_path / "xdg/lptune/data")) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification: ignored
+    assert cache_folder("auto") == Path("~/.cache/lptune/data").expanduser()
+    assert cache_folder("~/x") == Path("~/x").expanduser()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_or_a_note_where_nobody_chose_it(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"data.cache: .*/file/data cannot be written \(Not a directory\); make"
+    ):
+        run(cache=str(tmp_path / "file/data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    prepared = run(cache="auto")
+    assert any("note: nothing is cached: " in line for line in prepared.report)
+    assert prepared.train.digest == run(cache="none").train.digest
+
+
+def test_a_full_disk_is_one_line(run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"data.cache: .* \(No space left on device\); make room"):
+        run()
+    assert not entries(tmp_path / "cache")
+
+
+def test_small_sources_and_the_builtin_one_are_not_cached(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source="builtin", max_rows=20)
+    monkeypatch.setattr(cache_key, "MIN_BYTES", 1024 * 1024)
+    run()
+    assert not (tmp_path / "cache").exists()
