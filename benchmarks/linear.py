@@ -145,10 +145,15 @@ def our_step(build: Build, kind: str) -> tuple[str, Once]:
     """(label, forward and backward) of a converted module, verified to run in 8 bits."""
     module, step = build()
     label, plan = convert_to_ours(kind, module)
-    once = step(module)
+    once, scaling = step(module), linear.DelayedScaling(plan, next(module.parameters()).device)
+
+    def once_in_a_step() -> None:
+        with scaling.step():
+            once()
+
     with linear.verify_step(module, plan, 1):
-        once()
-    return label, once
+        once_in_a_step()
+    return label, once_in_a_step
 
 
 def torchao_step(build: Build, kind: str) -> tuple[str, Once] | None:

@@ -46,7 +46,7 @@ from lptune.config import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from lptune.kernels import NUMBER, layer_handle
+from lptune.kernels import NUMBER, LayerAmaxes, layer_handle, set_layer_amaxes
 from lptune.linear import module as linear_module
 from lptune.linear.autograd import low_precision_linear
 
@@ -150,11 +150,12 @@ def _run(cell: Cell, fused: bool, world: distributed.World, taps: "Taps", outcom
     generator = torch.Generator().manual_seed(0)
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-3))
     linear.PrecomputedScales(model, optimizer)
+    scaling = linear.DelayedScaling(plan, torch.device("cpu"))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cell.compile == "whole")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(NUM_STEPS):
             tokens_BS = torch.randint(0, 256, (BATCH, SEQ_LEN + 1), generator=generator)
-            with linear.verify_step(model, plan, 1) as verified:
+            with linear.verify_step(model, plan, 1) as verified, scaling.step():
                 with autocast:
                     loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
                 (loss / tokens_BS.numel()).backward()
@@ -242,10 +243,11 @@ def _check_first_step(model: models.Decoder, plan: linear.Plan, taps: "Taps", ou
 
 
 def _alone(spec: linear.LinearSpec, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor) -> dict[str, Tensor]:
-    """The layer by itself, eagerly, under a number of its own: without a history for delayed scaling."""
+    """The layer by itself, eagerly, under a number of its own: with an empty history for delayed scaling."""
     if not spec.multiplies_in_8_bits:
         return {"output": x_TK @ w_NK.t(), "grad_input": g_TN @ w_NK, "grad_weight": g_TN.t() @ x_TK}
     x_TK, w_NK = x_TK.clone().requires_grad_(), w_NK.clone().requires_grad_()
+    set_layer_amaxes(-2, LayerAmaxes(torch.zeros(3), torch.zeros(3), lambda: True))
     out_TN = low_precision_linear(x_TK, w_NK, layer_handle(-2), spec)
     out_TN.backward(g_TN)
     linear_module.forget_amaxes(-2)

@@ -11,9 +11,11 @@ executed GEMMs (record.py), and for the same reason. Recomputation measures the 
 maximum does not notice. Before there is a history, a tensor's own amax is used.
 
 `linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. A layer that none of them
-knows is scaled by its own amax every time.
+knows is an error, and so is a gradient outside of a step, which would enter no history: both would train by
+tensorwise scaling under the name of delayed scaling.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
-WEIGHT = OPERANDS.index("w")
+WEIGHT, GRADIENT = OPERANDS.index("w"), OPERANDS.index("g")
 
 
 class LayerAmaxes(NamedTuple):
@@ -31,6 +33,7 @@ class LayerAmaxes(NamedTuple):
 
     past_3: Tensor  # largest amax of the steps remembered; 0: none
     current_3: Tensor  # of x and g the largest amax since it was last set to 0; of w that of its last use
+    in_step: Callable[[], bool]  # whether what is measured now enters the history
 
 
 _layers: dict[int, LayerAmaxes] = {}
@@ -62,14 +65,19 @@ def _quantize_delayed(
     x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
-    amaxes, chosen = _layers.get(int(layer[NUMBER])), amax
-    if amaxes is not None:
-        # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
-        # A weight is one and the same for a whole step.
-        before = amax if operand == WEIGHT else amaxes.current_3[operand]
-        amaxes.current_3[operand] = torch.maximum(before, amax)
-        past = amaxes.past_3[operand]
-        chosen = torch.where(past > 0, past, amax)
+    amaxes = _layers.get(int(layer[NUMBER]))
+    if amaxes is None or (operand == GRADIENT and not amaxes.in_step()):
+        raise RuntimeError(
+            "float8_delayed needs the amax histories of linear.DelayedScaling: make "
+            "scaling = linear.DelayedScaling(plan, device) after convert() and run the forward and backward "
+            "passes of each optimizer step within `with scaling.step():`"
+        )
+    # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
+    # A weight is one and the same for a whole step.
+    before = amax if operand == WEIGHT else amaxes.current_3[operand]
+    amaxes.current_3[operand] = torch.maximum(before, amax)
+    past = amaxes.past_3[operand]
+    chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
     q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     q = q.t().contiguous().t() if transposed else q.contiguous()

@@ -6,24 +6,27 @@ would change nothing is an error, since that run would train in compute dtype un
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lptune.config import PrecisionConfig, UserError, closest
 from lptune.kernels import choose_backend, requested_backend
-from lptune.linear.crossover import Measurements, measurements
+from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
+from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.spec import LinearSpec
+from lptune.linear.verify import verify_first_update
 from lptune.planned import planned
 
 
 def convert(
     model: nn.Module,
-    precision: PrecisionConfig,
+    precision: PrecisionConfig | str,
     *,
     skip: Iterable[str] = (),
     device: torch.device | None = None,
@@ -37,15 +40,25 @@ def convert(
     compiling. A subclass of nn.Linear has a forward of its own and is left
     alone; it stands in the plan with that reason.
 
-    skip: names or globs in addition to `precision.skip`; a pattern matches a full name or its last components
-    (`lm_head`, `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet.
+    Before the first optimizer step for which a converted layer has a gradient, of any optimizer of torch, the
+    layer's GEMMs and gather are held against the plan, and PrecisionNotAppliedError is raised where they
+    differ (verify.py). `precision.verify=False` switches that off.
+
+    precision: a kind alone (`"int8_rowcol"`) stands for PrecisionConfig(kind=…). skip: names or globs in
+    addition to `precision.skip`; a pattern matches a full name or its last components (`lm_head`,
+    `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet.
     num_tokens: rows of x in one forward (batch times sequence), needed for `precision.skip_small`. Raises
     UserError for a pattern that matches nothing, when no layer is left to convert, when the device has no
-    8-bit GEMM for the kind or nothing was measured for skip_small, and for an unknown LPTUNE_KERNELS.
+    8-bit GEMM for the kind or nothing was measured for skip_small, for an unknown LPTUNE_KERNELS, for a
+    layer whose own `forward` would hide the converted one, and after `fully_shard`.
     """
+    if isinstance(precision, str):
+        precision = PrecisionConfig(kind=precision)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
+    if precision.kind != "none" and any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UserError("convert() comes before fully_shard; this model is sharded already")
     if precision.kind == "none":
         plans = [LayerPlan(name, m.in_features, m.out_features, None) for name, m in linears.items()]
         return Plan("none", tuple(plans))
@@ -55,15 +68,24 @@ def convert(
     _check_patterns(patterns, linears)
     device = device or _device(model)
     spec = _for_device(LinearSpec.from_config(precision), device)
-    measured = _measured(spec, device, num_tokens) if precision.skip_small else None
+    small = _small_layers(spec, device, num_tokens) if precision.skip_small else None
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    reasons = {
+        name: _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
+        for name, module in linears.items()
+    }
+    for name, module in linears.items():
+        if reasons[name] is None and small is not None and num_tokens is not None:
+            reasons[name] = small(num_tokens, module.in_features, module.out_features)
+        if reasons[name] is None and has_own_forward(module) and not redirect(module, dry_run=True):
+            raise UserError(
+                f"layer {name}: a forward of the instance's own ({module.forward!r}) hides that of its "
+                "class, and keeps no nn.Linear.forward that could be replaced; call convert() before it is "
+                "set, or name the layer in precision.skip"
+            )
     layers = []
     for name, module in linears.items():
-        reason = _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
-        if reason is None and measured is not None and num_tokens is not None:
-            speedup = measured.at(num_tokens, module.in_features, module.out_features)
-            if speedup < 1:
-                reason = f"precision.skip_small: {speedup:.2f}x of bf16 at {num_tokens} tokens"
+        reason = reasons[name]
         number = LowPrecisionLinear.adopt(module, spec) if reason is None else None
         layers.append(
             LayerPlan(
@@ -83,6 +105,8 @@ def convert(
             f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in "
             "compute dtype. Change precision.skip or set precision.kind=none"
         )
+    if precision.verify:
+        verify_first_update(model, plan)
     return plan
 
 
@@ -113,12 +137,16 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     where = f"{device.type} here" if planned_device is None else planned_device.name or device.type
     raise UserError(
         f"precision.kind: {spec.kind} needs a device with an 8-bit ({spec.fmt}) GEMM, and {where} has none; "
-        "precision.emulate=true computes the same numbers in wider arithmetic, slowly"
+        "precision.emulate=true multiplies the same operands in wider arithmetic, slowly"
     )
 
 
-def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | None) -> Measurements:
-    """What skip_small goes by. Raises UserError where there is nothing to go by."""
+def _small_layers(
+    spec: LinearSpec, device: torch.device | None, num_tokens: int | None
+) -> Callable[[int, int, int], str | None]:
+    """What skip_small goes by: (num_tokens, in_features, out_features) -> why such a layer stays in compute
+    dtype, None where 8 bits are faster. Raises UserError where there is nothing to go by.
+    """
     if not spec.multiplies_in_8_bits:
         raise UserError(
             f"precision.skip_small: {spec.kind} multiplies in compute dtype, so no layer is faster in it; "
@@ -129,13 +157,24 @@ def _measured(spec: LinearSpec, device: torch.device | None, num_tokens: int | N
     if device is None:
         raise UserError("precision.skip_small: convert() needs the device on which the model will run")
     found = None if spec.emulate else measurements(spec.kind, device.type)
-    if found is None:
+    if found is None and (spec.emulate or device.type == "cpu"):
         emulated = "emulated " if spec.emulate else ""
         raise UserError(
             f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set "
             "precision.skip_small=false and name layers in precision.skip, or run benchmarks/crossover.py"
         )
-    return found
+    shares = "tensor" if spec.scaling in ("tensorwise", "delayed") else "row"
+
+    def reason(num_tokens: int, in_features: int, out_features: int) -> str | None:
+        if found is None:
+            small = published_as_small(shares, in_features, out_features)
+            how = f"published H100 thresholds, {spec.kind} was not measured on {device.type}"
+        else:
+            speedup = found.at(num_tokens, in_features, out_features)
+            small, how = speedup < 1, f"{speedup:.2f}x of bf16 at {num_tokens} tokens"
+        return f"precision.skip_small: {how}" if small else None
+
+    return reason
 
 
 def _matches(name: str, pattern: str) -> bool:

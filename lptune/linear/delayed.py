@@ -59,6 +59,7 @@ class DelayedScaling:
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         factors = [gradient_factor if operand == "g" else 1.0 for operand in OPERANDS]
         self._factor_3 = torch.tensor(factors, device=device)
+        self._is_open = False
         self._index: dict[int, int] = {}
         # Of the weights of which layers there is a history: what the host must know at a gather, on all ranks
         # alike; None: not read since the history changed.
@@ -66,7 +67,7 @@ class DelayedScaling:
         for i, layer in enumerate(self._layers):
             assert layer.number is not None
             # Views: what the kernels write for one layer is here in one tensor for all.
-            set_layer_amaxes(layer.number, LayerAmaxes(self._past_L3[i], self._current_L3[i]))
+            set_layer_amaxes(layer.number, LayerAmaxes(self._past_L3[i], self._current_L3[i], self._in_step))
             self._index[layer.number] = i
             set_amax_source(layer.number, self)
 
@@ -85,7 +86,11 @@ class DelayedScaling:
         # step the host would wait for backward before it could launch the update.
         self._look_back()
         self._read_past()
-        yield
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
         # NaN has no order that every backend agrees on; inf does.
         amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
         self._all_reduce_max(amaxes)
@@ -94,6 +99,9 @@ class DelayedScaling:
         self._before_LH3.copy_(self._history_LH3)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
         self._look_back()
+
+    def _in_step(self) -> bool:
+        return self._is_open
 
     def undo(self, skipped: Tensor) -> None:
         """Takes the last step's amaxes out of the histories where `skipped`, a 0-dimensional bool on their

@@ -166,13 +166,18 @@ def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
 
 def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
     """`gather_bytes` of a weight that FSDP holds; under tensor parallelism of this rank's part of it."""
+    local = weight.to_local()
+    rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
+    return gather_bytes((rows, local.shape[1]), num_gathering_ranks(weight), spec)
+
+
+def num_gathering_ranks(weight: DTensor) -> int:
+    """Ranks among which FSDP gathers `weight`."""
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     # Replicas (HSDP) gather each for themselves. A mesh of somebody's own has no tensor axis of ours.
     cut = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
     axes = [names.index("fsdp")] if "fsdp" in names else cut
-    local = weight.to_local()
-    rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
-    return gather_bytes((rows, local.shape[1]), math.prod(mesh.size(axis) for axis in axes), spec)
+    return math.prod(mesh.size(axis) for axis in axes)
 
 
 def header_bytes(spec: LinearSpec) -> int:

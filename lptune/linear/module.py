@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
 from lptune.kernels import expect_gather, forget_amaxes, forget_gather, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
+from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
 from lptune.linear.spec import LinearSpec
@@ -53,6 +55,8 @@ class LowPrecisionLinear(nn.Linear):
         valid.
         """
         number = next(_numbers)
+        if has_own_forward(linear):
+            redirect(linear)
         linear.__class__ = Int8WeightLinear if spec.scaling == "weight_only" else LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
         linear.spec, linear.number, linear.handle = spec, number, layer_handle(number)
@@ -174,9 +178,11 @@ class Int8WeightLinear(LowPrecisionLinear):
 def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     """Lets FSDP gather the weights of `model` in 8 bits where `convert` planned it; returns how many.
 
-    Before `fully_shard`, whose param_dtype must be `compute_dtype`: rows are rounded to it before they are
-    quantized.
+    After `convert`, and before `fully_shard`, whose param_dtype must be `compute_dtype`: rows are rounded to
+    it before they are quantized. Raises UserError after `fully_shard`.
     """
+    if any(isinstance(each, FSDPModule) for each in model.modules()):
+        raise UserError("gather_in_8_bits() comes before fully_shard; this model is sharded already")
     layers = [each for each in model.modules() if isinstance(each, LowPrecisionLinear)]
     chosen = [each for each in layers if each.spec.gathers_low and not is_master(each.weight)]
     for layer in chosen:

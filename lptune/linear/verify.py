@@ -17,15 +17,21 @@ exact. How often it happens is not: a compiler drops the recomputation of what n
 the same in each pass is checked.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
-from lptune.linear.master_weight import planned_bytes
+from lptune.linear.master_weight import is_master, num_gathering_ranks, planned_bytes
 from lptune.linear.plan import LayerPlan, Plan
 
 
@@ -42,7 +48,9 @@ class Verified:
     num_recomputed: int = 0
     """Those of them that activation checkpointing ran again in backward."""
     num_low_gathers: int = 0
-    """Weights that FSDP gathered in 8 bits."""
+    """Weights that FSDP gathered in 8 bits; on a single rank, without a collective."""
+    num_gathering_ranks: int = 1
+    """Ranks among which a weight was gathered."""
     low_precision_flops_fraction: float | None = None
     """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits; None before a step
     ended.
@@ -69,7 +77,11 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
             faults += _faults(layer, counts, again, num_passes, trained[layer.name])
             fault = _gather_fault(model, layer)
             faults += fault
-            verified.num_low_gathers += bool(gathered_bytes(layer.number) and not fault)
+            if gathered_bytes(layer.number) and not fault:
+                verified.num_low_gathers += 1
+                weight = model.get_submodule(layer.name).get_parameter("weight")
+                if isinstance(weight, DTensor):
+                    verified.num_gathering_ranks = num_gathering_ranks(weight)
             verified.num_gemms += sum(counts.values()) + again
             verified.num_recomputed += again
         # Per call of the layer; recomputation is no model FLOP.
@@ -79,8 +91,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
         if layer.spec and layer.spec.multiplies_in_8_bits:
             low_flops += flops * sum(n and counts[gemm] > 0 for n, gemm in zip(needed, GEMMS, strict=True))
     if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise PrecisionNotAppliedError(f"the step did not run as planned: {shown}")
+        raise _not_as_planned(faults)
     verified.low_precision_flops_fraction = low_flops / max(all_flops, 1.0)
 
 
@@ -116,10 +127,78 @@ class FirstStep:
         if self.verified.num_gemms:
             gemms = f"{self.verified.num_gemms} {self._plan.gemm_name}"
             gathers = f", {self.verified.num_low_gathers} weights gathered in 8 bits"
-            self._report(
-                f"verified: {gemms} ran in the first step{gathers * (self.verified.num_low_gathers > 0)}, "
-                "as planned"
-            )
+            exchanged = self.verified.num_low_gathers > 0 and self.verified.num_gathering_ranks > 1
+            self._report(f"verified: {gemms} ran in the first step{gathers * exchanged}, as planned")
+
+
+def verify_first_update(model: nn.Module, plan: Plan) -> None:
+    """From now on, before the first optimizer step for which a layer has a gradient, what ran of it is held
+    against `plan`; for loops that know nothing of `verify_step`.
+
+    How many passes a loop makes, whether it evaluated before, and which inputs need a gradient is not known
+    here: `output` ran at least as often as backward, grad_input as often or never. A frozen layer is checked
+    once it ran; one that is never used is not.
+    """
+    _FirstUpdate(model, plan)
+
+
+class _FirstUpdate:
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model, self._plan = weakref.ref(model), plan
+        self._unverified = {layer.name: layer for layer in plan.converted}
+        self._recording = record_gemms()
+        self._executed = self._recording.__enter__()
+        # Of all optimizers: whose parameters they are is not known before FSDP has made them.
+        self._handle = register_optimizer_step_pre_hook(self._check)
+        weakref.finalize(model, self._stop).atexit = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if model is None or not any(id(each) in updated for each in model.parameters()):
+            return
+        modules = dict(model.named_modules())
+        faults: list[str] = []
+        verified = []
+        for name, layer in self._unverified.items():
+            module: Any = modules.get(name)
+            if getattr(module, "number", None) != layer.number:
+                verified.append(name)  # released, or replaced by something else
+                continue
+            counts = {gemm: self._executed[layer.number, i] for i, gemm in enumerate(GEMMS)}  # type: ignore[index]
+            gradient = module.weight.grad if id(module.weight) in updated else None
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            if isinstance(gradient, FakeTensor):
+                return  # a dry run executes nothing
+            if gradient is None and (module.weight.requires_grad or not any(counts.values())):
+                continue  # it took no part yet
+            verified.append(name)
+            faults += _faults(layer, _least(layer, counts), 0, 1, (False, gradient is not None))
+            faults += _gather_fault(model, layer)
+        if faults:
+            raise _not_as_planned(faults, "before the first optimizer step; precision.verify=False ends this")
+        for name in verified:
+            del self._unverified[name]
+        if not self._unverified:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._handle.remove()
+        self._recording.__exit__(None, None, None)
+
+
+def _least(layer: LayerPlan, counts: dict[str, int]) -> dict[str, int]:
+    """`counts` without the forward passes that had no backward."""
+    calls = max(counts["grad_input"], counts["grad_weight"])
+    return counts | {"output": min(counts["output"], calls)} if calls else counts
+
+
+def _not_as_planned(faults: list[str], when: str = "") -> PrecisionNotAppliedError:
+    shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+    seen = f" ({when})" if when else ""
+    return PrecisionNotAppliedError(f"the step did not run as planned{seen}: {shown}")
 
 
 def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:
@@ -153,16 +232,30 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
 
 def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
-    """Whether a weight that FSDP holds came in other bytes than planned."""
+    """Whether a weight that FSDP holds came otherwise than planned."""
     found = None if layer.number is None else gathered_bytes(layer.number)
     weight = model.get_submodule(layer.name).get_parameter("weight")
-    if found is None or layer.spec is None or not isinstance(weight, DTensor):
+    if layer.spec is None or not isinstance(weight, DTensor):
+        return []
+    if layer.spec.gathers_low and not is_master(weight) and found is None and _is_sharded(model, weight):
+        return [
+            f"layer {layer.name}: its weight was to be gathered in 8 bits, and FSDP gathers it in compute "
+            "dtype; call linear.gather_in_8_bits(model, compute_dtype) after convert() and before "
+            "fully_shard, or set precision.all_gather=high"
+        ]
+    if found is None:
         return []
     wanted = planned_bytes(weight, layer.spec)
     if found == wanted:
         return []
     came = f"took {found}" if found else "came in high precision"
     return [f"layer {layer.name}: its weight was to be gathered in 8 bits, {wanted} bytes, and {came}"]
+
+
+def _is_sharded(model: nn.Module, weight: Tensor) -> bool:
+    """By FSDP, and not by tensor parallelism alone."""
+    modules: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    return any(parameter is weight for module in modules for parameter in module.parameters())
 
 
 def _faults(
@@ -181,9 +274,14 @@ def _faults(
     }
     for gemm, count in counts.items():
         wanted = allowed[gemm] if gemm in low else (0,)
-        if count not in wanted or count % num_passes:
+        if count not in wanted:
             times = " or ".join(str(n) for n in wanted)
             yield f"layer {layer.name}: {gemm} was to run {times} times in low precision, ran {count} times"
+        elif count % num_passes:
+            yield (
+                f"layer {layer.name}: {gemm} was to run equally often in each of {num_passes} passes, and "
+                f"ran {count} times in all (is num_passes right?)"
+            )
     if recomputed % num_passes or (recomputed and "output" not in low):
         wanted_again = f"a multiple of {num_passes}" if "output" in low else "0"
         yield (

@@ -375,9 +375,12 @@ def test_a_change_of_weights_that_is_not_announced_is_an_error(
 @pytest.mark.parametrize("kind", [*PRECOMPUTED, "float8_delayed"])
 def test_without_precomputed_scales_every_gather_measures(kind: str) -> None:
     with distributed.session("cpu") as world:
-        models = [_model(_precision(kind, all_gather=gather)) for gather in ("high", "low")]
-        for model in models:
+        models = []
+        for gather in ("high", "low"):
+            model, plan = _model_and_plan(_precision(kind, all_gather=gather))
+            linear.DelayedScaling(plan, world.device)  # its histories stay empty
             _shard(model, world, True)
+            models.append(model)
         for _ in range(2):
             high, low = (model(_ones()) for model in models)
             assert torch.equal(low, high)
@@ -433,7 +436,8 @@ def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
     from lptune.linear import module, verify
 
     def step(model: nn.Sequential, plan: linear.Plan) -> None:
-        with linear.verify_step(model, plan, 1):
+        scaling = linear.DelayedScaling(plan, torch.device("cpu"))
+        with linear.verify_step(model, plan, 1), scaling.step():
             model(_ones().requires_grad_()).sum().backward()
 
     with distributed.session("cpu") as world:
@@ -519,15 +523,27 @@ def test_what_cannot_be_gathered_in_8_bits_is_one_line() -> None:
     assert PrecisionConfig(kind="int8_rowcol").gathers_low
 
 
-def test_without_gather_in_8_bits_a_sharded_layer_is_gathered_high_and_verifies() -> None:
+def test_without_gather_in_8_bits_a_sharded_layer_verifies_where_the_plan_says_high_and_only_there() -> None:
     with distributed.session("cpu") as world:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
-        plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
-        fully_shard(model, mesh=world.mesh)
-        with linear.verify_step(model, plan, 1) as verified:
-            model(torch.randn(4, 32)).sum().backward()
+        for all_gather in ("auto", "high"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+            plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol", all_gather=all_gather))
+            fully_shard(model, mesh=world.mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            error = linear.PrecisionNotAppliedError
+            forgotten: Any = contextlib.nullcontext()
+            if all_gather == "auto":
+                forgotten = pytest.raises(error, match=r"call linear\.gather_in_8_bits\(model, compute_")
+            with forgotten, linear.verify_step(model, plan, 1) as verified:
+                model(torch.randn(4, 32)).sum().backward()
+            with forgotten:
+                optimizer.step()
         assert verified.num_low_gathers == 0
+        with pytest.raises(UserError, match=r"gather_in_8_bits\(\) comes before fully_shard"):
+            linear.gather_in_8_bits(model, torch.float32)
+        with pytest.raises(UserError, match=r"convert\(\) comes before fully_shard"):
+            linear.convert(fully_shard(nn.Linear(32, 32), mesh=world.mesh), "int8_rowcol")
         with pytest.raises(UserError, match="before fully_shard"):
             linear.unconvert(model)
 

@@ -1,6 +1,10 @@
 """convert(): what it changes, what it leaves, what it refuses, what it says."""
 
+import copy
+import functools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +176,76 @@ def test_autocast_decides_the_compute_dtype_as_for_nn_linear() -> None:
     linear.convert(layer, INT8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(torch.randn(4, 32)).dtype == torch.bfloat16
+
+
+def test_a_kind_alone_stands_for_its_config() -> None:
+    model = nn.Sequential(nn.Linear(32, 48))
+    assert linear.convert(model, "int8_rowcol").kind == "int8_rowcol"
+    with pytest.raises(UserError, match=r"precision\.kind"):
+        linear.convert(nn.Linear(32, 32), "int9")
+
+
+def _wrapped_in_a_closure(layer: nn.Linear) -> None:
+    """As transformers' tensor parallelism does."""
+    old = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * old(*args, **kwargs)
+
+    layer.forward = forward
+
+
+def _wrapped_by_accelerate(layer: nn.Linear) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(layer, AlignDevicesHook("cpu"))
+
+
+def _wrapped_in_a_partial(layer: nn.Linear) -> None:
+    layer.forward = functools.partial(lambda old, x: 2 * old(x), layer.forward)
+
+
+def _wrapped_twice(layer: nn.Linear) -> None:
+    _wrapped_in_a_closure(layer)
+    _wrapped_in_a_partial(layer)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "factor"),
+    [
+        (_wrapped_in_a_closure, 2),
+        (_wrapped_by_accelerate, 1),
+        (_wrapped_in_a_partial, 2),
+        (_wrapped_twice, 4),
+    ],
+)
+def test_a_forward_of_the_instance_calls_the_converted_one(
+    wrap: Callable[[nn.Linear], None], factor: int
+) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 48), torch.randn(8, 32)
+    model = nn.Sequential(layer)
+    wrap(layer)
+    plain = model(x)
+    plan = linear.convert(model, "int8_rowcol")
+    with linear.verify_step(model, plan, 1):
+        out = model(x)
+        out.sum().backward()
+    assert 0 < (out - plain).norm() < 0.1 * plain.norm()
+    assert torch.equal(copy.deepcopy(model)(x), out)
+    reference = nn.Linear(32, 48)
+    reference.load_state_dict(layer.state_dict())
+    linear.convert(reference, "int8_rowcol")
+    assert torch.equal(out, factor * reference(x))
+    linear.unconvert(model)
+    assert torch.equal(model(x), plain)
+
+
+def test_a_forward_of_the_instance_that_multiplies_by_itself_is_one_line_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    last = model[1]
+    last.forward = lambda x: nn.functional.linear(x, last.weight)
+    with pytest.raises(UserError, match=r"layer 1: a forward of the instance's own .* hides that of its"):
+        linear.convert(model, "int8_rowcol")
+    assert type(model[0]) is nn.Linear
+    linear.convert(model, "int8_rowcol", skip=["1"])

@@ -52,6 +52,30 @@ def test_the_number_of_tokens_decides_which_layers_are_converted(monkeypatch: py
         linear.convert(_model(), SMALL, num_tokens=8)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "is_small"),
+    [  # in, out: the thresholds of torchao's filter for H100
+        ("float8_tensorwise", (4096, 1024), True),
+        ("float8_tensorwise", (4096, 2048), False),
+        ("float8_tensorwise", (8192, 1024), False),
+        ("int8_rowcol", (2048, 4096), True),
+        ("int8_rowcol", (4096, 4096), False),
+        ("int8_rowcol", (8192, 2048), True),
+        ("int8_rowcol", (1024, 8192), True),
+    ],
+)
+def test_a_gpu_that_was_not_measured_goes_by_the_published_thresholds_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sizes: tuple[int, int], is_small: bool
+) -> None:
+    monkeypatch.setattr(sys.modules["lptune.linear.convert"], "choose_backend", lambda *args: "torch")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(*sizes))
+    precision = PrecisionConfig(kind=kind, skip_small=True)
+    plan = linear.convert(model, precision, device=torch.device("cuda"), num_tokens=4096)
+    why = f"precision.skip_small: published H100 thresholds, {kind} was not measured on cuda"
+    assert [layer.reason for layer in plan.layers] == [None, why if is_small else None]
+
+
 def test_what_cannot_be_known_is_one_line() -> None:
     with pytest.raises(UserError, match=r"convert\(\) needs num_tokens"):
         linear.convert(_model(), SMALL)

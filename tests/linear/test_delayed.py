@@ -39,7 +39,23 @@ def _batch(scale: float = 1.0, seed: int = 1) -> tuple[Tensor, Tensor]:
     return scale * torch.randn(T, K, generator=generator), scale * torch.randn(T, N, generator=generator)
 
 
-def test_without_a_history_it_is_tensorwise_scaling_bitwise() -> None:
+def test_without_histories_it_refuses() -> None:
+    model, _ = _model(DELAYED)
+    with pytest.raises(RuntimeError, match=r"needs the amax histories of linear\.DelayedScaling"):
+        model(_batch()[0])
+
+
+def test_a_backward_outside_of_a_step_is_refused_and_an_evaluation_is_not() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    out = model(_batch()[0])
+    with pytest.raises(RuntimeError, match=r"within `with scaling\.step\(\):`"):
+        out.sum().backward()
+    with scaling.step():
+        model(_batch()[0]).sum().backward()
+
+
+def test_with_an_empty_history_it_is_tensorwise_scaling_bitwise() -> None:
     (delayed, plan), (tensorwise, _) = _model(DELAYED), _model(TENSORWISE)
     x, g = _batch()
     scaling = linear.DelayedScaling(plan, CPU)
@@ -98,7 +114,8 @@ def test_a_run_goes_on_with_another_number_of_data_ranks_by_the_same_scales() ->
     alone = linear.DelayedScaling(plan, CPU)
     with alone.step():
         _gradients(model, x, g)
-    _, *expected = _gradients(model, x, g)
+    with alone.step():
+        _, *expected = _gradients(model, x, g)
     of_four = linear.DelayedScaling(plan, CPU, gradient_factor=4)
     for name, history in of_four.state().items():
         history.copy_(alone.state()[name])

@@ -34,7 +34,8 @@ def _results(kind: str, device: str, emulate: bool, compiled: bool) -> dict[str,
         pytest.skip(str(error))
     run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
     x = x.to(device).requires_grad_()
-    with linear.verify_step(layer, plan, 1) as verified:
+    scaling = linear.DelayedScaling(plan, torch.device(device))
+    with linear.verify_step(layer, plan, 1) as verified, scaling.step():
         out = run(x)
         out.backward(g.to(device))
     assert verified.num_gemms == len(PrecisionConfig(kind=kind, emulate=emulate).low_gemms())

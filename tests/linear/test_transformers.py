@@ -1,7 +1,9 @@
 """convert() on somebody else's model, in somebody else's loop."""
 
 import copy
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +77,52 @@ def test_a_transformers_model_trains_in_int8_in_transformers_trainer(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == num_steps
     assert losses[-1] < 0.8 * losses[0]
+
+
+def _broken_model() -> tuple[Any, linear.Plan]:
+    """A converted model of which one layer falls back to compute dtype."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    preset = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+    plan = linear.convert(model, "int8_rowcol")
+    planted = model.model.layers[0].mlp.up_proj
+    planted.forward = lambda x: torch.nn.functional.linear(x, planted.weight)
+    return model, plan
+
+
+def _callback(model: Any, plan: linear.Plan) -> Any:
+    """The one of docs/linear.md."""
+    import transformers
+
+    page = (Path(__file__).parents[2] / "docs" / "linear.md").read_text(encoding="utf-8")
+    (block,) = [each for each in page.split("```python") if "(TrainerCallback)" in each]
+    names = {"TrainerCallback": transformers.TrainerCallback, "linear": linear}
+    exec(textwrap.dedent(block.partition("```")[0]), names)
+    made: Any = names["VerifyFirstStep"]
+    return made(model, plan)
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_a_fall_back_under_transformers_trainer_is_named(with_callback: bool, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model, plan = _broken_model()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (8, 16))]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    callbacks = [_callback(model, plan)] if with_callback else []
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+    with pytest.raises(
+        linear.PrecisionNotAppliedError, match=r"layers\.0\.mlp\.up_proj: output was to run . times"
+    ) as raised:
+        trainer.train()
+    assert ("before the first optimizer step" in str(raised.value)) != with_callback

@@ -1,5 +1,6 @@
 """A fall-back to compute dtype cannot go unnoticed: it is planted in one GEMM of one layer, and named."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -28,9 +29,10 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32), nn.SiLU(), nn.Linear(32, 16))
 
 
-def _step(model: nn.Module, num_passes: int = 2) -> None:
-    for _ in range(num_passes):
-        model(torch.randn(24, 32, requires_grad=True)).square().sum().backward()
+def _step(model: nn.Module, num_passes: int = 2, scaling: linear.DelayedScaling | None = None) -> None:
+    with scaling.step() if scaling else contextlib.nullcontext():
+        for _ in range(num_passes):
+            model(torch.randn(24, 32, requires_grad=True)).square().sum().backward()
 
 
 def _convert(model: nn.Module, kind: str) -> linear.Plan:
@@ -43,8 +45,9 @@ def _convert(model: nn.Module, kind: str) -> linear.Plan:
 def test_a_step_that_ran_as_planned_is_counted(kind: str, compiled: bool) -> None:
     model = _model()
     plan = _convert(model, kind)
+    scaling = linear.DelayedScaling(plan, torch.device("cpu"))
     with linear.verify_step(model, plan, 2) as verified:
-        _step(torch.compile(model, fullgraph=True) if compiled else model)
+        _step(torch.compile(model, fullgraph=True) if compiled else model, scaling=scaling)
     num_low = len(PrecisionConfig(kind=kind).low_gemms())
     assert (verified.num_gemms, verified.num_recomputed) == (num_low * 3 * 2, 0)
     # The first layer's grad_input is no need of training: no part of the fraction.
@@ -60,6 +63,7 @@ def test_a_step_that_ran_as_planned_is_counted(kind: str, compiled: bool) -> Non
 def test_a_planted_fall_back_in_one_gemm_is_named(kind: str, gemm: str) -> None:
     model = _model()
     plan = _convert(model, kind)
+    scaling = linear.DelayedScaling(plan, torch.device("cpu"))
     model[2].spec = model[2].spec._replace(**{gemm: "high"})  # type: ignore[arg-type, type-var]
     with (
         pytest.raises(
@@ -67,7 +71,7 @@ def test_a_planted_fall_back_in_one_gemm_is_named(kind: str, gemm: str) -> None:
         ) as raised,
         linear.verify_step(model, plan, 2),
     ):
-        _step(model)
+        _step(model, scaling=scaling)
     assert str(raised.value).count("layer") == 1
 
 
@@ -77,6 +81,7 @@ def test_a_planted_fall_back_in_one_gemm_is_named(kind: str, gemm: str) -> None:
 def test_compiled_each_planted_fall_back_is_named_with_its_layer(kind: str) -> None:
     model = _model()
     plan = _convert(model, kind)
+    scaling = linear.DelayedScaling(plan, torch.device("cpu"))
     planted = list(zip(("4", "2", "0"), PrecisionConfig(kind=kind).low_gemms(), strict=False))
     for name, gemm in planted:
         layer = model.get_submodule(name)
@@ -85,7 +90,7 @@ def test_compiled_each_planted_fall_back_is_named_with_its_layer(kind: str) -> N
         pytest.raises(linear.PrecisionNotAppliedError) as raised,
         linear.verify_step(model, plan, 2),
     ):
-        _step(torch.compile(model, fullgraph=True))
+        _step(torch.compile(model, fullgraph=True), scaling=scaling)
     message = str(raised.value)
     assert message.count("layer") == len(planted)
     for name, gemm in planted:
@@ -261,3 +266,78 @@ def test_the_fraction_counts_what_stayed_high() -> None:
     # The first layer's grad_input is no need of training: nothing trained stands before it.
     low, all_ = 32 * 48 + 2 * 48 * 32, 2 * 32 * 48 + 3 * (48 * 32 + 32 * 16)
     assert verified.low_precision_flops_fraction == pytest.approx(low / all_)
+
+
+def _update(model: nn.Module, num_passes: int = 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.randn(24, 32))  # an evaluation before is none of it
+    _step(model, num_passes)
+    optimizer.step()
+
+
+def test_a_loop_that_knows_of_no_verification_is_stopped_before_its_first_update() -> None:
+    model = _model()
+    linear.convert(model, INT8)
+    low = model[4]
+    low.forward = lambda x: nn.functional.linear(x, low.weight, low.bias)
+    before = low.weight.clone()
+    for _ in range(2):  # whoever catches it is told again
+        with pytest.raises(linear.PrecisionNotAppliedError, match=r"layer 4: .* was to run .* ran 0 times"):
+            _update(model)
+    assert torch.equal(low.weight, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gemm", ["output", "grad_weight"])
+def test_it_names_the_gemm_that_fell_back(gemm: str) -> None:
+    model = _model()
+    linear.convert(model, INT8)
+    model[2].spec = model[2].spec._replace(**{gemm: "high"})  # type: ignore[arg-type, type-var]
+    with pytest.raises(linear.PrecisionNotAppliedError, match=f"layer 2: {gemm} was to run") as raised:
+        _update(model, num_passes=3)
+    assert str(raised.value).count("layer ") == 1
+
+
+def test_it_verifies_once_and_can_be_switched_off() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    for precision in (INT8, dataclasses.replace(INT8, verify=False)):
+        model = _model()
+        before = len(_global_optimizer_pre_hooks)
+        linear.convert(model, precision)
+        assert len(_global_optimizer_pre_hooks) == before + precision.verify
+        if not precision.verify:
+            model[4].spec = model[4].spec._replace(output="high")  # type: ignore[type-var]
+        _update(model, num_passes=2)
+        assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_model_that_fails_does_not_stop_the_updates_of_another() -> None:
+    broken, sound = _model(), _model()
+    for model in (broken, sound):
+        linear.convert(model, INT8)
+    broken[2].spec = broken[2].spec._replace(output="high")  # type: ignore[type-var]
+    _step(broken, 1)
+    _update(sound)
+
+
+def test_a_layer_is_verified_when_it_first_takes_part() -> None:
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    linear.convert(model, INT8)
+    model[1].spec = model[1].spec._replace(grad_weight="high")  # type: ignore[type-var]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.randn(8, 32)).sum().backward()
+    optimizer.step()
+    model[1](torch.randn(8, 32)).sum().backward()
+    with pytest.raises(linear.PrecisionNotAppliedError, match="layer 1: grad_weight was to run"):
+        optimizer.step()
+
+
+def test_a_number_of_passes_that_does_not_divide_is_no_contradiction() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="equally often in each of 2 passes, and ran 3"),
+        linear.verify_step(model, plan, 2),
+    ):
+        _step(model, 3)
