@@ -73,7 +73,7 @@ class PrecisionConfig:
     """Layer names or globs that stay in compute dtype."""
     skip_small: bool = False
     """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
-    tokens per micro-batch (measured: benchmarks/crossover.py)."""
+    tokens per micro-batch (measured: benchmarks/crossover.py; else the thresholds published for H100)."""
     all_gather: str = "auto"
     """auto (low where the kind can) | low: FSDP gathers weights in 8 bits | high: in compute dtype.
     int8_weight_only gathers what it stores."""
