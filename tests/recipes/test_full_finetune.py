@@ -240,13 +240,8 @@ def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, t
 
 
 def test_a_trial_run_leaves_no_weights_behind(run_recipe: Run, tmp_path: Path) -> None:
-    trial = (
-        "num_steps=3",
-        "checkpoint.at_end=false",
-        "export.enabled=false",
-        "checkpoint.every_minutes=1e-6",
-    )
-    done = run_recipe(*trial)
+    trial = ("num_steps=3", "checkpoint.at_end=false", "export.enabled=false")
+    done = run_recipe(*trial, "checkpoint.every_minutes=1e-6")
     assert "no export (export.enabled: false); there is no checkpoint" in done.stdout
     run = tmp_path / "run"
     assert len(losses(run)) == 3
