@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lptune import models
 from lptune.checkpoint.files import read_json
-from lptune.config import UserError, closest
+from lptune.config import UserError, check_model_folder, closest
 from lptune.distributed import Piece, fused_rows, local_pieces
 from lptune.linear import weights_changed
 
@@ -67,13 +67,7 @@ def read_index(folder: Path) -> HFIndex:
     """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be
     loaded.
     """
-    if folder.is_file():
-        raise UserError(f"model.path: {folder} is a file; give the checkpoint's folder, {folder.parent}")
-    if not folder.is_dir():
-        raise UserError(
-            f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
-            "makes one"
-        )
+    check_model_folder(folder)
     _check_links(folder)
     if (folder / "manifest.json").is_file() and (folder / "state.json").is_file():
         raise UserError(

@@ -13,7 +13,7 @@ from lptune.config import UserError
 @click.argument("name")
 @click.argument("dest", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Overwrite DEST.")
-@click.option("--parents", is_flag=True, help="Make the folders above DEST.")
+@click.option("--parents", "--make-parents", is_flag=True, help="Make the folders above DEST.")
 def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
     """Copy the recipe or config NAME to the file or folder DEST."""
     source = catalog.find_any(name)

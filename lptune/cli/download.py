@@ -19,10 +19,24 @@ IGNORED = (
 )  # other formats' folders, and the second copy of the weights that some repositories hold
 
 
+_NOT_TAKEN = {
+    "--ignore-patterns": "not needed: only safetensors, JSON and tokenizer files are fetched",
+    "--hf-token": "not taken, since command lines are seen by others; set HF_TOKEN, or `hf auth login`",
+}
+"""Options of torchtune's download -> why there is none of that name here."""
+
+
+def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise UserError(f"download: {option.opts[0]} is {_NOT_TAKEN[option.opts[0]]}")
+
+
 @click.command(short_help="Download a checkpoint from the Hugging Face hub.")
 @click.argument("repo")
 @click.option("--revision", default="main", show_default=True, help="Branch, tag or commit.")
 @click.option("--output-dir", type=click.Path(path_type=Path), help="Folder.  [default: checkpoints/<name>]")
+@click.option("--ignore-patterns", hidden=True, expose_value=False, callback=_refuse)
+@click.option("--hf-token", hidden=True, expose_value=False, callback=_refuse)
 def download(repo: str, revision: str, output_dir: Path | None) -> None:
     """Download the checkpoint REPO (e.g. Qwen/Qwen3-0.6B) and print the commit it came from.
 

@@ -32,7 +32,10 @@ from lptune.cli.verify import verify
 from lptune.config import DivergedError, UserError, closest
 
 
-@click.group(invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="lptune")
 @click.pass_context
 def cli(context: click.Context) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config
+from lptune.config import FinetuneConfig, UserError, check_batches, closest, key_paths, load_config
 from lptune.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def plan(
         raise UserError(
             f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
         )
-
-    from lptune.data import check_batches
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run says so
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)

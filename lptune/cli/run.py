@@ -5,14 +5,15 @@ cluster's start-up. A rank recognises itself by RANK in its environment; plain `
 run …` works too.
 """
 
+import os
 import re
 
 import click
 
-from lptune.cli import catalog, launch, recipe
-from lptune.config import UserError, closest, load_config
+from lptune.cli import catalog, launch, preflight, recipe
+from lptune.config import FinetuneConfig, UserError, closest, load_config
 
-_OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help")
+_OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
 
 
 @click.command(
@@ -54,6 +55,8 @@ def run(
         launch.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
         return
     cfg = load_config(cls, config_path, overrides)
+    if isinstance(cfg, FinetuneConfig) and recipe_path in catalog.recipes().values():
+        preflight.check(cfg, _num_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
         launch.torchrun(
@@ -70,6 +73,14 @@ def _check_count(name: str, value: str | None) -> None:
     pattern = r"[1-9]\d*" if words else r"[1-9]\d*(:[1-9]\d*)?"
     if value is not None and value not in words and not re.fullmatch(pattern, value):
         raise UserError(f"run: {name}: must be a positive integer, found {value!r}{closest(value, words)}")
+
+
+def _num_ranks(nnodes: str | None, nproc_per_node: str | None) -> int | None:
+    """On all machines; None where it is not a matter of these flags alone."""
+    numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
+    if any(name.startswith("PET_") for name in os.environ) or not all(map(str.isdigit, numbers)):
+        return None
+    return int(numbers[0]) * int(numbers[1])
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -5,21 +5,37 @@ from typing import Any
 
 import click
 
-from lptune.cli import catalog, recipe
-from lptune.config import key_paths, load_config
-
-_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
+from lptune.cli import catalog, preflight, recipe
+from lptune.config import UserError, key_paths, load_config
 
 
 @click.command()
-@click.argument("config")
-@click.argument("overrides", nargs=-1, metavar="[key=value …]")
+@click.argument("arguments", nargs=-1, metavar="CONFIG [key=value …]")
 @click.option(
-    "--recipe", "recipe_name", default="full_finetune", show_default=True, help="Recipe the config is for."
+    "--config",
+    "config_name",
+    metavar="CONFIG",
+    help="CONFIG, as `lptune run` takes it; RECIPE may then stand first.",
 )
-def validate(config: str, overrides: tuple[str, ...], recipe_name: str) -> None:
-    """Check CONFIG (a name or a path) and its overrides against what the recipe accepts."""
-    path = catalog.find_config(config)
+@click.option(
+    "--recipe", "recipe_name", metavar="RECIPE", help="Recipe the config is for.  [default: full_finetune]"
+)
+def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: str | None) -> None:
+    """Check CONFIG (a name or a path) and its overrides against what the recipe accepts.
+
+    A command of `lptune run` can be checked as it stands, without torchrun's flags:
+    lptune validate RECIPE --config CONFIG key=value …
+    """
+    names = [argument for argument in arguments[:1] if "=" not in argument]
+    overrides = arguments[len(names) :]
+    if config_name is None:
+        if not names:
+            raise UserError("validate: no config given; `lptune ls` shows what there is")
+        config_name = names.pop()
+    if names and recipe_name:
+        raise UserError(f"validate: two recipes given, {names[0]} and {recipe_name}; leave one out")
+    recipe_name = names[0] if names else recipe_name or "full_finetune"
+    path = catalog.find_config(config_name)
     cls = recipe.config_class(catalog.find_recipe(recipe_name))
     cfg = load_config(cls, path, overrides)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
@@ -33,7 +49,7 @@ def _is_path(key: str, value: str) -> bool:
     """Does the value of `key` name a file or folder that a run will read? A hub id and `builtin` do not."""
     leaf = key.rpartition(".")[2]
     if leaf.endswith("source"):
-        return value.endswith(_DATA_SUFFIXES) or value.startswith(("/", "./", "../", "~"))
+        return preflight.is_file_name(value)
     return leaf == "path" or (leaf == "resume" and value not in ("auto", "none"))
 
 

@@ -1,8 +1,10 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
+from lptune.config.checks import check_model_folder
 from lptune.config.errors import DivergedError, UserError, closest
 from lptune.config.load import as_written, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
+from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -32,9 +34,12 @@ __all__ = [
     "ScheduleConfig",
     "UserError",
     "as_written",
+    "check_batches",
+    "check_model_folder",
     "closest",
     "key_paths",
     "load_config",
+    "mesh_axes",
     "read_text",
     "to_yaml",
 ]

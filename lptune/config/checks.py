@@ -2,16 +2,18 @@
 
 import math
 import os
+from pathlib import Path
 
+from lptune.config.elsewhere import VALUES
 from lptune.config.errors import UserError, closest
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
     """`value` is one of `choices`; `where` follows them in the message."""
     if value not in choices:
-        raise UserError(
-            f"{key}: {value!r} is not one of {', '.join(choices)}{where}{closest(value, choices)}"
-        )
+        meant = VALUES.get(key, {}).get(value.lower())
+        hint = closest(value, choices) if meant is None else f"; here that is {meant}" if meant else ""
+        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{where}{hint}")
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
@@ -39,3 +41,14 @@ def positive(key: str, value: float) -> None:
     """Finite and above 0."""
     if not 0 < value < math.inf:
         raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
+
+
+def check_model_folder(folder: Path) -> None:
+    """It is there, and a folder."""
+    if folder.is_file():
+        raise UserError(f"model.path: {folder} is a file; give the checkpoint's folder, {folder.parent}")
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
+            "makes one"
+        )

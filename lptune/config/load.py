@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lptune.config.elsewhere import SWITCHES, key_here
 from lptune.config.errors import UserError, closest
 from lptune.config.text import read_text
 
@@ -215,11 +216,13 @@ def _check_keys(cls: type, values: DictConfig, where: str) -> None:
     for prefix, key, section in _unknown_keys(cls, values, ""):
         known = [field.name for field in dataclasses.fields(section)]
         everywhere = {path.rpartition(".")[2]: path for path in key_paths(cls)}
-        hint = closest(key, known).replace("'", f"'{prefix}", 1)
+        hint = key_here(prefix + key)
         if key in key_paths(cls):
             hint = f"; write it nested, {key.replace('.', ': {')}: …{'}' * key.count('.')}"
-        elif not hint and key in everywhere:  # right word, wrong section
+        elif not hint and key in everywhere and "." in everywhere[key]:  # right word, wrong section
             hint = f" (did you mean {everywhere[key]!r}?)"
+        elif not hint:
+            hint = closest(key, known).replace("'", f"'{prefix}", 1)
         raise UserError(f"{where}: unknown key {prefix + key!r}{hint or '; known: ' + ', '.join(known)}")
 
 
@@ -244,7 +247,8 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if dataclasses.is_dataclass(hint):
             if value is not None and not isinstance(value, dict):
-                raise UserError(f"{name}: is a section of keys, found {value!r}")
+                first = key_paths(typing.cast(type, hint), f"{name}.")[0]
+                raise UserError(f"{name}: is a section of keys, found {value!r}; set one of them, {first}=…")
             if required and not value:
                 first = key_paths(typing.cast(type, hint), f"{name}.")[0]
                 raise UserError(f"{name}: is required; set it in the file or as an argument {first}=…")
@@ -262,6 +266,8 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
         if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
             raise UserError(f"{name}: must be a list of names, found {value!r}")
         return tuple(item.strip() for item in names)
+    if hint is str:
+        value = SWITCHES.get(name, {}).get(str(value).lower(), value)
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
     base = typing.get_args(hint)[0] if optional else hint
     if value is None and optional:

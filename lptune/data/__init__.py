@@ -10,7 +10,8 @@ Everything after the files is a function of (config, seed): the same rows, order
 on any number of ranks.
 """
 
-from lptune.data.loader import Loader, check_batches, evaluation_batches
+from lptune.config import check_batches
+from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import Prepared, prepare
 from lptune.data.rows import Batch, Rows

@@ -11,27 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import UserError
+from lptune.config import check_batches
 from lptune.data.rows import EMPTY_ROW, Batch, Rows
-
-
-def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> None:
-    """Raises UserError when the global batch cannot be cut into whole micro-batches, equally many per
-    rank.
-    """
-    if global_batch_size % micro_batch_size:
-        raise UserError(
-            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
-            f"({micro_batch_size})"
-        )
-    num_micro = global_batch_size // micro_batch_size
-    if num_micro % num_ranks:
-        fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
-        raise UserError(
-            f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not "
-            f"divide among {num_ranks} data ranks; numbers that do: {', '.join(fitting)}; a "
-            "smaller micro_batch_size allows more"
-        )
 
 
 class Loader:

@@ -1,5 +1,6 @@
 """Ranks, meshes, and how a model is spread over them."""
 
+from lptune.config import mesh_axes
 from lptune.distributed.collectives import (
     Collective,
     Collectives,
@@ -18,7 +19,7 @@ from lptune.distributed.parallelize import (
     reshard,
     sync_gradients,
 )
-from lptune.distributed.session import World, mesh_axes, session
+from lptune.distributed.session import World, session
 from lptune.distributed.shards import (
     Piece,
     first_column,

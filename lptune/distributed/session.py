@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lptune import ranks
-from lptune.config import ParallelConfig, UserError
+from lptune.config import ParallelConfig, UserError, mesh_axes
 from lptune.ranks import preemption
 from lptune.trials import check_trials
 
@@ -226,22 +226,6 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         inductor.deterministic = before[1]
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-
-
-def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
-    """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
-
-    Tensor-parallel ranks are neighbours, which a launcher puts on one machine, and so are, next to them, the
-    ranks that gather weights from each other; replicas, which exchange gradients only, are the farthest.
-    """
-    fixed = parallel.replicate * parallel.tensor
-    if num_ranks % fixed:
-        raise UserError(
-            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor} needs a multiple of "
-            f"{fixed} ranks, found {num_ranks}; change them or the number of ranks"
-        )
-    sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
-    return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
 
 
 def _device_type(device: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError, closest
+from lptune.config import UserError
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.keys import Keys
 from lptune.models.rope_config import read_rope, read_rope_per_layer_type
@@ -152,8 +152,7 @@ def _llama_like(keys: Keys) -> DecoderConfig:
     activation_key = "hidden_activation" if keys.get("hidden_activation") else "hidden_act"
     activation = keys.text(activation_key)
     if activation not in ACTIVATIONS:
-        hint = closest(activation, ACTIVATIONS)
-        raise keys.error(activation_key, f"{activation!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
+        raise keys.error(activation_key, f"{activation!r} is not one of {', '.join(ACTIVATIONS)}")
     return DecoderConfig(
         family=keys.text("model_type"),
         vocab_size=keys.integer("vocab_size"),
@@ -351,9 +350,8 @@ def _check_supported(keys: Keys) -> str:
             "model_type", f"{family!r} is multimodal; only text decoders can be trained ({supported})"
         )
     if family not in FAMILIES:
-        raise keys.error(
-            "model_type", f"{family!r} is not supported ({supported}){closest(family, FAMILIES)}"
-        )
+        # No nearest name: qwen3_moe is no misspelt qwen3. A config.json is written by programs.
+        raise keys.error("model_type", f"{family!r} is not supported ({supported})")
     quantization = keys.get("quantization_config") or keys.get("compression_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization

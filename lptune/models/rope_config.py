@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lptune.config import closest
 from lptune.models.config import RopeConfig
 from lptune.models.keys import Keys
 
@@ -83,10 +82,7 @@ def parse_rope(
     kind = settings.get("rope_type", settings.get("type", "default"))
     kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
-        hint = closest(kind, ROPE_KINDS) if isinstance(kind, str) else ""
-        raise keys.error(
-            name, f"rope type {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)}){hint}"
-        )
+        raise keys.error(name, f"rope type {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
     inner = Keys(settings, {}, f"{keys.where}: {name}")
     theta = inner.number("rope_theta")
     if theta <= 1:

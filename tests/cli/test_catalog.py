@@ -48,6 +48,7 @@ def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
     )
     assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
     assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
+    assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
     assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents")[0] == 2
 
 
@@ -124,9 +125,23 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
     assert "new-checkpoint" in stdout
 
 
+WRONG = {
+    "sed=1": ("unknown key 'sed' (did you mean 'seed'?)",),
+    "micro_batch_size=8": ("do not divide among 3 data ranks; numbers that do: 1, 2;",),
+    "parallel.tensor=2": ("tensor=2 needs a multiple of 2 ranks, found 3",),
+    "model.path=nowhere": ("model.path: nowhere is not a folder; `lptune download` fetches one",),
+    "data.source=rows.jsnl.json": ("rows.jsnl.json: no such file; set data.source to a file",),
+    "precision.kind=float8_rowwise": ("float8_rowwise needs a device", "precision.emulate=true"),
+}
+"""An argument -> what `lptune run` says of it, before torch is imported."""
+RUN = ["full_finetune", "--config", "quickstart", "model.path=.", "device=cpu"]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "data.source=rows.jsonl", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"]],
+    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "data.source=rows.jsonl", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"], ["run", "-h"],
+     ["validate", "full_finetune", "--config", "quickstart", "seed=1"],
+     *(["run", "--nproc-per-node", "3", *RUN, wrong] for wrong in list(WRONG)[:3]), *(["run", *RUN, wrong] for wrong in list(WRONG)[3:])],
     ids=" ".join,
 )  # fmt: skip
 def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
@@ -144,8 +159,10 @@ def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: li
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (2 if arguments[-1] in WRONG else 0), done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
+    for word in WRONG.get(arguments[-1], ()):
+        assert word in done.stderr
 
 
 def test_a_closed_pipe_is_no_traceback(lptune: Lptune, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Lptune
+from tests.cli.conftest import Command, Lptune
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -162,3 +162,19 @@ def test_a_token_is_no_option(hub: Lptune) -> None:
     done = hub("download", "owner/good", "--token", "secret")
     assert done.returncode == 2
     assert "--token" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--ignore-patterns", "only safetensors, JSON and tokenizer files are fetched"),
+        ("--hf-token", "set HF_TOKEN"),
+    ],
+)
+def test_an_option_of_torchtunes_download_is_answered_without_repeating_its_value(
+    command: Command, option: str, said: str
+) -> None:
+    code, stdout, stderr = command("download", "owner/name", option, "s3cret")
+    assert (code, stdout) == (2, "")
+    assert said in stderr
+    assert "s3cret" not in stderr

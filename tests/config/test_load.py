@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config, to_yaml
+from lptune.config.elsewhere import KEYS, SWITCHES, VALUES
 
 BASE = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -50,11 +51,11 @@ def test_yaml_overrides_defaults_and_arguments_override_yaml(tmp_path: Path) -> 
         ("- a", "c.yaml: must hold `key: value` lines, found a list"),
         (b"\xff\xfe\x00", "c.yaml: is not UTF-8 text; a config is a YAML file, saved as UTF-8"),
         (BASE + "optimzer: {lr: 1}", "c.yaml: unknown key 'optimzer' (did you mean 'optimizer'?)"),
-        (BASE + "optimizer: {learning_rate: 1}", "c.yaml: unknown key 'optimizer.learning_rate'; known: kind, lr, weight_decay, beta1, beta2, eps"),
+        (BASE + "optimizer: {learning_rate: 1}", "c.yaml: unknown key 'optimizer.learning_rate'; here that is optimizer.lr"),
         (BASE + "optimizer: {weight_deca: 1}", "c.yaml: unknown key 'optimizer.weight_deca' (did you mean 'optimizer.weight_decay'?)"),
         (BASE + "lr: 1", "c.yaml: unknown key 'lr' (did you mean 'optimizer.lr'?)"),
         (BASE + "data.seq_len: 8", "c.yaml: unknown key 'data.seq_len'; write it nested, data: {seq_len: …}"),
-        (BASE + "optimizer: [1]", "c.yaml: optimizer: is a section of keys, found [1]"),
+        (BASE + "optimizer: [1]", "c.yaml: optimizer: is a section of keys, found [1]; set one of them, optimizer.kind=…"),
         (BASE + "optimizer: {lr: fast}", "c.yaml: optimizer.lr: must be a number, found 'fast'"),
         (BASE + "optimizer: {lr: }", "c.yaml: optimizer.lr: must be a number, found nothing"),
         (BASE + "optimizer: {lr: true}", "c.yaml: optimizer.lr: must be a number, found True"),
@@ -85,7 +86,7 @@ def test_a_mistake_in_the_file_is_one_line_with_its_key_or_line(
         ("optimizer.lr", "overrides have the form key=value, e.g. optimizer.lr=1e-5"),
         ("a..b=1", "overrides have the form key=value, e.g. optimizer.lr=1e-5"),
         ("optimizer.lrr=1", "unknown key 'optimizer.lrr' (did you mean 'optimizer.lr'?)"),
-        ("model=a", "model: is a section of keys, found 'a'"),
+        ("model=a", "model: is a section of keys, found 'a'; set one of them, model.path=…"),
         ("data={source: a, seq_len: b}", "data.seq_len: must be an integer, found 'b'"),
         ("micro_batch_size=3", "global_batch_size: 32 is not a multiple of micro_batch_size (3)"),
         ("seed=-1", "seed: must be at least 0, found -1"),
@@ -149,6 +150,60 @@ def test_a_reference_to_a_key_that_is_not_set_means_its_default(
     assert load(tmp_path, to_yaml(cfg)) == cfg
 
 
+@pytest.mark.parametrize("written", ["false", "False", "true"])
+@pytest.mark.parametrize("key", ["compile", "resume"])
+def test_true_and_false_switch_a_choice_on_and_off(tmp_path: Path, key: str, written: str) -> None:
+    meant = {"compile": ("none", "block"), "resume": ("none", "auto")}[key][written == "true"]
+    assert getattr(load(tmp_path, BASE, f"{key}={written}"), key) == meant
+    assert getattr(load(tmp_path, BASE + f"{key}: {written}\n"), key) == meant
+
+
+@pytest.mark.parametrize(
+    ("argument", "said", "not_said"),
+    [
+        ("precision.kind=fp8", "here that is float8_tensorwise or float8_rowwise", "did you mean"),
+        ("precision.kind=bf16", "here that is none, with compute_dtype=bfloat16", "did you mean"),
+        ("precision.kind=int4", "int8_weight_only", "did you mean"),
+        ("compute_dtype=float16", "is not one of bfloat16, float32", "did you mean"),
+        ("device=gpu", "here that is cuda", "did you mean"),
+        ("learning_rate=1", "here that is optimizer.lr", "known:"),
+        ("dtype=bf16", "here that is compute_dtype", "export.dtype"),
+        ("bf16=true", "here that is compute_dtype", "known:"),
+        ("gradient_accumulation_steps=2", "global_batch_size and ranks decide it", "known:"),
+        (
+            "batch_size=2",
+            "micro_batch_size (rows per forward and rank) and global_batch_size",
+            "did you mean",
+        ),
+        ("warmup_steps=2", "did you mean 'schedule.warmup_steps'?", "num_steps"),
+        ("log_every_n_steps=2", "every step is in metrics.jsonl", "eval_every_steps"),
+        ("data.path=a", "here that is data.source", "model.path"),
+        ("model._component_=x", "a config names no code", "known:"),
+        ("tokenizer.max_seq_len=8", "data.seq_len", "known:"),
+    ],
+)
+def test_another_trainers_word_gets_what_it_is_here_and_no_lookalike(
+    tmp_path: Path, argument: str, said: str, not_said: str
+) -> None:
+    message = refused(tmp_path, BASE, argument)
+    assert said in message
+    assert not_said not in message
+
+
+def test_what_other_trainers_words_are_here_exists_here(tmp_path: Path) -> None:
+    keys = set(key_paths(FinetuneConfig))
+    sections = {key.partition(".")[0] for key in keys}
+    assert not keys & set(KEYS)
+    for meant in KEYS.values():
+        first = meant.split()[0].rstrip(",")
+        assert first in keys | sections or meant.startswith(("there is none", "a flag: lptune run --n")), (
+            meant
+        )
+    for key, values in [*VALUES.items(), *SWITCHES.items()]:
+        for meant in filter(None, values.values()):
+            load(tmp_path, BASE, f"{key}={meant.split()[0].rstrip(',;')}")
+
+
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, BASE + "precision:\n") == load(tmp_path, BASE)
 
@@ -193,7 +248,7 @@ def a_value(key: str, hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     if hint is bool:
         return st.booleans()
     if typing.get_origin(hint) is tuple:
-        return st.lists(text, max_size=3).map(tuple)
+        return st.lists(text.map(str.strip).filter(bool), max_size=3).map(tuple)
     return st.none() | text if type(None) in typing.get_args(hint) and str in typing.get_args(hint) else text
 
 
@@ -223,6 +278,7 @@ def test_text_that_looks_like_a_number_stays_text_in_a_written_config(tmp_path: 
 @given(st.fixed_dictionaries({}, optional={key: a_value(key, hint) for key, hint in FREE.items()}))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_to_yaml_and_load_config_are_inverse(tmp_path: Path, chosen: dict[str, typing.Any]) -> None:
+    assume(chosen.get("resume", "").lower() not in ("true", "false"))  # words for auto and none
     # What is an error is no config: a home of nobody, a run in its own model's folder.
     assume(not any(isinstance(value, str) and value.startswith("~") for value in chosen.values()))
     output_dir, model = Path(chosen.get("output_dir", "runs")), Path(chosen.get("model.path", "a"))

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lptune import distributed
-from lptune.config import ParallelConfig, UserError
+from lptune.config import ParallelConfig, UserError, mesh_axes
 from lptune.distributed import World
-from lptune.distributed.session import mesh_axes
 
 
 @pytest.mark.parametrize(

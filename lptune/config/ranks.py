@@ -1,0 +1,39 @@
+"""What a number of ranks must agree with: the mesh of `parallel.*`, and the batch sizes."""
+
+from lptune.config.errors import UserError
+from lptune.config.schema import ParallelConfig
+
+
+def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
+    """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
+
+    Tensor-parallel ranks are neighbours, which a launcher puts on one machine, and so are, next to them, the
+    ranks that gather weights from each other; replicas, which exchange gradients only, are the farthest.
+    """
+    fixed = parallel.replicate * parallel.tensor
+    if num_ranks % fixed:
+        raise UserError(
+            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor} needs a multiple of "
+            f"{fixed} ranks, found {num_ranks}; change them or the number of ranks"
+        )
+    sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
+    return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
+
+
+def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> None:
+    """Raises UserError when the global batch cannot be cut into whole micro-batches, equally many per
+    rank.
+    """
+    if global_batch_size % micro_batch_size:
+        raise UserError(
+            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
+            f"({micro_batch_size})"
+        )
+    num_micro = global_batch_size // micro_batch_size
+    if num_micro % num_ranks:
+        fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
+        raise UserError(
+            f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not "
+            f"divide among {num_ranks} data ranks; numbers that do: {', '.join(fitting)}; a "
+            "smaller micro_batch_size allows more"
+        )
