@@ -59,7 +59,7 @@ def _check_device(cfg: FinetuneConfig) -> None:
     if precision.kind.startswith("float8") and on_cpu and not emulates:
         raise UserError(
             f"precision.kind: {precision.kind} needs a device with an 8-bit (e4m3) GEMM, and cpu here has "
-            "none; precision.emulate=true computes the same numbers in wider arithmetic, slowly"
+            "none; precision.emulate=true multiplies the same operands in wider arithmetic, slowly"
         )
 
 
