@@ -148,12 +148,11 @@ class _FirstUpdate:
         self._unverified = {layer.name: layer for layer in plan.converted}
         self._recording = record_gemms()
         self._executed = self._recording.__enter__()
-        # Of all optimizers: whose parameters they are is not known before FSDP has made them.
-        self._handle = register_optimizer_step_pre_hook(self._check)
+        _watched.append(self)
         weakref.finalize(model, self._stop).atexit = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises PrecisionNotAppliedError. Before a step of `optimizer`."""
         model = self._model()
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
         if model is None or not any(id(each) in updated for each in model.parameters()):
@@ -185,8 +184,22 @@ class _FirstUpdate:
             self._stop()
 
     def _stop(self) -> None:
-        self._handle.remove()
+        _watched[:] = [other for other in _watched if other is not self]
         self._recording.__exit__(None, None, None)
+
+
+_watched: list[_FirstUpdate] = []
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for each in tuple(_watched):
+        each.check(optimizer)
+
+
+# Of all optimizers, since the parameters are made anew by FSDP; and for good, since torch iterates over its
+# hooks while they run.
+register_optimizer_step_pre_hook(_before_update)
 
 
 def _least(layer: LayerPlan, counts: dict[str, int]) -> dict[str, int]:

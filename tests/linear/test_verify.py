@@ -299,17 +299,33 @@ def test_it_names_the_gemm_that_fell_back(gemm: str) -> None:
 
 
 def test_it_verifies_once_and_can_be_switched_off() -> None:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
+    from lptune.linear.verify import _watched
 
     for precision in (INT8, dataclasses.replace(INT8, verify=False)):
         model = _model()
-        before = len(_global_optimizer_pre_hooks)
+        before = len(_watched)
         linear.convert(model, precision)
-        assert len(_global_optimizer_pre_hooks) == before + precision.verify
+        assert len(_watched) == before + precision.verify
         if not precision.verify:
             model[4].spec = model[4].spec._replace(output="high")  # type: ignore[type-var]
         _update(model, num_passes=2)
-        assert len(_global_optimizer_pre_hooks) == before
+        assert len(_watched) == before
+
+
+def test_it_leaves_other_hooks_of_an_optimizer_alone() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    model, called = _model(), list[str]()
+    linear.convert(model, INT8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: called.append("own"))
+    handle = register_optimizer_step_pre_hook(lambda *_: called.append("global"))
+    try:
+        _step(model, 1)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert sorted(called) == ["global", "own"]
 
 
 def test_a_model_that_fails_does_not_stop_the_updates_of_another() -> None:
