@@ -82,7 +82,8 @@ class PrecisionConfig:
     activations in 8 bits, once for q, k, v and once for gate, up | high. low needs grad_weight=folded with
     int8_rowcol and float8_rowwise, and nothing with int8_tensorwise and float8_tensorwise."""
     verify: bool = True
-    """Count the 8-bit GEMMs that the first step really ran; fail if a planned one did not."""
+    """Count the 8-bit GEMMs and gathers that each layer really ran before its first update; fail if a planned
+    one did not."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))

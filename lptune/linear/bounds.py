@@ -43,6 +43,7 @@ from lptune.numerics import (
     dequantize,
     dequantize_blocks,
     expand_blocks,
+    quantization_step,
     quantize_blocks,
     quantize_columns,
     quantize_rows,
@@ -231,7 +232,11 @@ def _requantized(spec: LinearSpec, w_NK: Tensor) -> _Operand:
     rows = dequantize(quantize_rows(w_NK, fmt, power_of_two=spec.power_of_two), w_NK.dtype)
     again = quantize_columns(rows, fmt, power_of_two=spec.power_of_two)
     twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
-    return w.plus(_cast(spec, w_NK)).plus(_known(twice - rows.to(torch.float64)))
+    error = twice - rows.to(torch.float64)
+    # Known, and yet no more than the format allows: a quantizer that is off must not widen its own bound.
+    step = quantization_step(rows, _block(spec, rows, _COLUMN), fmt, power_of_two=spec.power_of_two)
+    assert (error.abs() <= step / 2 * (1 + 1e-5)).all(), "the second rounding is off by more than half a step"
+    return w.plus(_cast(spec, w_NK)).plus(_known(error))
 
 
 def _cast(spec: LinearSpec, w_NK: Tensor) -> Noise:

@@ -62,7 +62,10 @@ def _places(module: nn.Linear) -> Iterator[Replace]:
             waiting += [value for value in kept if callable(value) and not is_old(value)]
         else:
             for cell in (each.__closure__ or ()) if isinstance(each, FunctionType) else ():
-                value = cell.cell_contents
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # a variable that has no value yet
+                    continue
                 if is_old(value):
                     yield lambda new, cell=cell: setattr(cell, "cell_contents", new)  # type: ignore[misc]
                 elif callable(value):

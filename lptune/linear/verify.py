@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
 from lptune.linear.master_weight import is_master, num_gathering_ranks, planned_bytes
@@ -36,7 +37,7 @@ from lptune.linear.plan import LayerPlan, Plan
 
 
 class PrecisionNotAppliedError(RuntimeError):
-    """A planned low-precision GEMM did not run. Never a user's mistake."""
+    """A GEMM or a gather ran in another precision than the plan says."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
             counts = {gemm: executed[layer.number, i] for i, gemm in enumerate(GEMMS)}
             again = executed[layer.number, RECOMPUTED]
             faults += _faults(layer, counts, again, num_passes, trained[layer.name])
-            fault = _gather_fault(model, layer)
+            fault = _gather_fault(model, layer, model.get_submodule(layer.name).get_parameter("weight"))
             faults += fault
             if gathered_bytes(layer.number) and not fault:
                 verified.num_low_gathers += 1
@@ -135,57 +136,76 @@ def verify_first_update(model: nn.Module, plan: Plan) -> None:
     """From now on, before the first optimizer step for which a layer has a gradient, what ran of it is held
     against `plan`; for loops that know nothing of `verify_step`.
 
-    How many passes a loop makes, whether it evaluated before, and which inputs need a gradient is not known
-    here: `output` ran at least as often as backward, grad_input as often or never. A frozen layer is checked
-    once it ran; one that is never used is not.
+    Only what holds in any loop is asked for: `output`, and grad_weight of a trained layer, ran in low
+    precision at least once, and the weight was gathered as planned. A layer whose gradient is zero took no
+    part (some libraries make optimizer state by such a step). A frozen layer that never ran in low precision
+    cannot be told from one that is not used.
     """
     _FirstUpdate(model, plan)
 
 
 class _FirstUpdate:
+    """The layers of one `convert` that are still to be verified, whatever module holds them by then."""
+
+    _hook: RemovableHandle | None = None
+
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._model, self._plan = weakref.ref(model), plan
-        self._unverified = {layer.name: layer for layer in plan.converted}
+        self._model = weakref.ref(model)
+        self._layers: dict[int, tuple[LayerPlan, weakref.ref[nn.Module]]] = {}
+        for layer in plan.converted:
+            assert layer.number is not None
+            module = model.get_submodule(layer.name)
+            self._layers[layer.number] = layer, weakref.ref(module)
+            weakref.finalize(module, self._forget, layer.number).atexit = False
         self._recording = record_gemms()
         self._executed = self._recording.__enter__()
         _watched.append(self)
-        weakref.finalize(model, self._stop).atexit = False
+        # One hook for all optimizers, since FSDP makes the parameters anew; and it stays, since torch
+        # iterates over its hooks while they run.
+        _FirstUpdate._hook = _FirstUpdate._hook or register_optimizer_step_pre_hook(_before_update)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises PrecisionNotAppliedError. Before a step of `optimizer`."""
-        model = self._model()
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if model is None or not any(id(each) in updated for each in model.parameters()):
+        model = self._model()
+        if not any(id(each) in updated for each in self._parameters(model)):
             return
-        modules = dict(model.named_modules())
         faults: list[str] = []
-        verified = []
-        for name, layer in self._unverified.items():
-            module: Any = modules.get(name)
-            if getattr(module, "number", None) != layer.number:
-                verified.append(name)  # released, or replaced by something else
+        done = []
+        for number, (layer, reference) in self._layers.items():
+            module: Any = reference()
+            if getattr(module, "number", None) != number:
+                done.append(number)  # released
                 continue
-            counts = {gemm: self._executed[layer.number, i] for i, gemm in enumerate(GEMMS)}  # type: ignore[index]
+            counts = {gemm: self._executed[number, i] for i, gemm in enumerate(GEMMS)}
             gradient = module.weight.grad if id(module.weight) in updated else None
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             if isinstance(gradient, FakeTensor):
                 return  # a dry run executes nothing
-            if gradient is None and (module.weight.requires_grad or not any(counts.values())):
+            ran = any(counts.values())
+            if gradient is None and (module.weight.requires_grad or not ran):
                 continue  # it took no part yet
-            verified.append(name)
-            faults += _faults(layer, _least(layer, counts), 0, 1, (False, gradient is not None))
-            faults += _gather_fault(model, layer)
+            if gradient is not None and not ran and not gradient.any():
+                continue
+            done.append(number)
+            faults += _first_update_faults(layer, counts, trained=gradient is not None)
+            faults += _gather_fault(model, layer, module.weight)
         if faults:
             raise _not_as_planned(faults, "before the first optimizer step; precision.verify=False ends this")
-        for name in verified:
-            del self._unverified[name]
-        if not self._unverified:
-            self._stop()
+        for number in done:
+            self._forget(number)
 
-    def _stop(self) -> None:
-        _watched[:] = [other for other in _watched if other is not self]
-        self._recording.__exit__(None, None, None)
+    def _parameters(self, model: nn.Module | None) -> Iterator[Tensor]:
+        modules = [reference() for _, reference in self._layers.values()] if model is None else [model]
+        for module in modules:
+            yield from module.parameters() if module is not None else ()
+
+    def _forget(self, number: int) -> None:
+        self._layers.pop(number, None)
+        if not self._layers and self in _watched:
+            _watched.remove(self)
+            self._recording.__exit__(None, None, None)
 
 
 _watched: list[_FirstUpdate] = []
@@ -200,15 +220,12 @@ def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 _before_update._torchdynamo_disable = True  # type: ignore[attr-defined]
 _before_update._torchdynamo_disable_msg = "reads what kernels counted"  # type: ignore[attr-defined]
 
-# Of all optimizers, since the parameters are made anew by FSDP; and for good, since torch iterates over its
-# hooks while they run.
-register_optimizer_step_pre_hook(_before_update)
 
-
-def _least(layer: LayerPlan, counts: dict[str, int]) -> dict[str, int]:
-    """`counts` without the forward passes that had no backward."""
-    calls = max(counts["grad_input"], counts["grad_weight"])
-    return counts | {"output": min(counts["output"], calls)} if calls else counts
+def _first_update_faults(layer: LayerPlan, counts: dict[str, int], trained: bool) -> Iterator[str]:
+    assert layer.spec is not None
+    for gemm in ("output", "grad_weight") if trained else ("output",):
+        if layer.spec.is_low(gemm) and not counts[gemm]:
+            yield f"layer {layer.name}: {gemm} was to run in low precision, ran 0 times"
 
 
 def _not_as_planned(faults: list[str], when: str = "") -> PrecisionNotAppliedError:
@@ -247,10 +264,11 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
     return {name: (input_needed[name], trained[name]) for name in layers}
 
 
-def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
-    """Whether a weight that FSDP holds came otherwise than planned."""
+def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> list[str]:
+    """Whether the layer's weight, if FSDP holds it, came otherwise than planned. model: None once it is
+    gone.
+    """
     found = None if layer.number is None else gathered_bytes(layer.number)
-    weight = model.get_submodule(layer.name).get_parameter("weight")
     if layer.spec is None or not isinstance(weight, DTensor):
         return []
     if layer.spec.gathers_low and not is_master(weight) and found is None and _is_sharded(model, weight):
@@ -268,9 +286,9 @@ def _gather_fault(model: nn.Module, layer: LayerPlan) -> list[str]:
     return [f"layer {layer.name}: its weight was to be gathered in 8 bits, {wanted} bytes, and {came}"]
 
 
-def _is_sharded(model: nn.Module, weight: Tensor) -> bool:
+def _is_sharded(model: nn.Module | None, weight: Tensor) -> bool:
     """By FSDP, and not by tensor parallelism alone."""
-    modules: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    modules: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)] if model else []
     return any(parameter is weight for module in modules for parameter in module.parameters())
 
 

@@ -6,6 +6,7 @@ buffers, kernels' workspaces and fragmentation, none of which a plan counts.
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 
 from lptune import models
 from lptune.config import FinetuneConfig, UserError
@@ -61,7 +62,8 @@ def remedies(
         if num_fitting == _ENOUGH:
             return
     if num_fitting == 0 and len(possible) > 1:
-        yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
+        with suppress(UserError):  # changes that do not go together
+            yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
 
 
 def _changes(cfg: FinetuneConfig, world_size: int) -> Iterator[Remedy]:

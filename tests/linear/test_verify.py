@@ -349,6 +349,50 @@ def test_a_layer_is_verified_when_it_first_takes_part() -> None:
         optimizer.step()
 
 
+def _bypass(layer: nn.Linear) -> None:
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+
+
+def test_making_optimizer_state_before_the_first_forward_is_no_fall_back() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = _model()
+    linear.convert(model, INT8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    get_optimizer_state_dict(model, optimizer)  # steps with zero gradients
+    _bypass(model[2])  # type: ignore[arg-type]
+    _step(model, 1)
+    with pytest.raises(linear.PrecisionNotAppliedError, match="layer 2: output"):
+        optimizer.step()
+
+
+def test_inputs_that_need_a_gradient_in_some_calls_only_are_no_fall_back() -> None:
+    layer = nn.Linear(32, 32)
+    linear.convert(layer, INT8)
+    h = torch.zeros(8, 32)
+    for _ in range(3):  # a recurrent layer: the first state needs no gradient
+        h = layer(h).tanh()
+    h.sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("wrapped", ["checkpointed", "compiled", "taken out of its container"])
+def test_a_layer_is_verified_whatever_holds_it_since(wrapped: str) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model: nn.Module = _model()
+    linear.convert(nn.ModuleList([model]) if wrapped.startswith("taken") else model, INT8)
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if wrapped == "checkpointed":
+        model = nn.Sequential(*(checkpoint_wrapper(layer) for layer in layers[:2]))
+    elif wrapped == "compiled":
+        model = nn.Sequential(*(torch.compile(layer, backend="eager") for layer in layers[:2]))
+    for layer in layers:
+        _bypass(layer)
+    with pytest.raises(linear.PrecisionNotAppliedError, match="output was to run in low precision, ran 0 t"):
+        _update(model)
+
+
 def test_a_number_of_passes_that_does_not_divide_is_no_contradiction() -> None:
     model = _model()
     plan = linear.convert(model, INT8)
