@@ -75,7 +75,7 @@ def test_commands_write_nothing_to_stderr_but_the_line_of_an_error(tmp_path: Pat
         ["--help"],
         ["ls"],
         ["cat", "llama3_2/1b"],
-        ["validate", "llama3_2/1b"],
+        ["validate", "llama3_2/1b", "data.source=builtin"],
         ["new-checkpoint", "llama3_2/tiny", "model"],
         ["plan", "--world-size", "4", *job],
         ["run", "full_finetune", *job, "compile=block", "output_dir=compiled"],

@@ -81,11 +81,13 @@ def test_the_installed_wheel_works_in_an_empty_folder(wheel: Path, tmp_path: Pat
     assert lptune("cp", "full_finetune", "mine.py") == "copied full_finetune to mine.py\n"
     assert (empty / "mine.py").read_text() == (ROOT / "recipes" / "full_finetune.py").read_text()
     lptune("cp", "llama3_2/1b", "mine.yaml")
-    assert "ok: mine.yaml fits mine.py" in lptune("validate", "mine.yaml", "--recipe", "mine.py", "seed=3")
+    assert "ok: mine.yaml fits mine.py" in lptune(
+        "validate", "mine.yaml", "--recipe", "mine.py", "data.source=rows.jsonl"
+    )
     assert "ok:" in lptune("validate", "qwen3/8b", "data.source=rows.jsonl")
     assert "--nproc-per-node" in lptune("run", "--help")
     (empty / "toy.py").write_text(
         "from lptune.config import FinetuneConfig\n\n"
         "def main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
     )
-    assert lptune("run", "toy.py", "--config", "llama3_2/1b", "seed=5") == "5\n"
+    assert lptune("run", "toy.py", "--config", "llama3_2/1b", "data.source=builtin", "seed=5") == "5\n"

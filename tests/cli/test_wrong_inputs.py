@@ -134,8 +134,11 @@ def edit_row(path: Path, number: int, edit: Callable[[dict[str, Any]], object]) 
 
 
 def index_of(job: Job, changes: dict[str, str]) -> None:
-    """Writes an index beside the single weight file, right but for `changes`."""
-    weight_map = dict.fromkeys(load(job.weights.read_bytes()), job.weights.name) | changes
+    """Writes an index beside the weight file, right but for `changes`. A model.safetensors would be read and
+    the index not, so the file gets another name.
+    """
+    weights = job.weights.rename(job.weights.with_name("weights.safetensors"))
+    weight_map = dict.fromkeys(load(weights.read_bytes()), weights.name) | changes
     path = job.checkpoint / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
@@ -524,9 +527,9 @@ def index_that_names_a_missing_file(job: Job) -> None:
     index_of(job, {"model.norm.weight": "model-2.safetensors"})
 
 
-@case("index.json: says that model.safetensors holds 'model.norm.bias'", "download", on=(GENERATED,))
+@case("index.json: says that weights.safetensors holds 'model.norm.bias'", "download", on=(GENERATED,))
 def index_that_names_a_missing_tensor(job: Job) -> None:
-    index_of(job, {"model.norm.bias": "model.safetensors"})
+    index_of(job, {"model.norm.bias": "weights.safetensors"})
 
 
 @case("index.json:", "'../model.safetensors'; a plain *.safetensors file name is needed", on=(GENERATED,))
