@@ -59,7 +59,8 @@ def train(rank: int, num_ranks: int, cfg: FinetuneConfig, seed: int) -> Trained:
                 found = run.gradients() | {"loss": torch.tensor(losses[0], dtype=torch.float64)}
                 if rank == 0:
                     alone = tiny_run.TinyRun(cfg, one_rank, content, seed=seed)
-                    expected = alone.summed_gradients(step)
+                    with alone.scaling.step():
+                        expected = alone.summed_gradients(step)
                     excess = {name: expected[name].excess(value) for name, value in found.items()}
             run.update()
     return Trained(losses, excess)
