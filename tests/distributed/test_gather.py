@@ -196,7 +196,8 @@ def _train_replicated(rank: int, num_ranks: int, folder: str) -> None:
         ):
             model, plan = _model_and_plan(_precision(kind, all_gather=gather))
             _shard(model, world, True)
-            with linear.verify_step(model, plan, 1) as verified:
+            histories = linear.DelayedScaling(plan, world.device, world.max_)
+            with linear.verify_step(model, plan, 1) as verified, histories.step():
                 model(torch.randn(24, SIZES[0]).bfloat16().requires_grad_()).sum().backward()
             assert verified.num_low_gathers == (len(SIZES) - 1 if gather == "low" else 0)
             model.zero_grad()
