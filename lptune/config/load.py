@@ -215,8 +215,9 @@ def _is_text(hint: Any) -> bool:
 def _check_keys(cls: type, values: DictConfig, where: str) -> None:
     for prefix, key, section in _unknown_keys(cls, values, ""):
         known = [field.name for field in dataclasses.fields(section)]
+        sections = {path.rpartition(".")[0] for path in key_paths(cls)} - {""}
         everywhere = {path.rpartition(".")[2]: path for path in key_paths(cls)}
-        hint = key_here(prefix + key)
+        hint = key_here(prefix + key, sections)
         if key in key_paths(cls):
             hint = f"; write it nested, {key.replace('.', ': {')}: …{'}' * key.count('.')}"
         elif not hint and key in everywhere and "." in everywhere[key]:  # right word, wrong section
