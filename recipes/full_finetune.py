@@ -156,7 +156,7 @@ def main(cfg: FinetuneConfig) -> None:
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                    raise update.diverged(step, writer.wait() or last_saved)
+                    raise update.diverged(step, writer.wait() or last_saved, run.path)
                 writer.check()
                 # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
                 is_new = not update.num_skipped_in_a_row
