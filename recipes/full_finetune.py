@@ -58,7 +58,7 @@ def main(cfg: FinetuneConfig) -> None:
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
         if saved is not None and step >= num_steps:
-            checkpoint.check_unchanged(saved, facts)
+            checkpoint.check_unchanged(saved, facts, world.print)
             if not cfg.export.enabled or run.is_exported(step, cfg.export):
                 and_exported = " and exported" if cfg.export.enabled else ""
                 done = f"{saved.folder} is step {step}{and_exported}, precision {plan.kind}"

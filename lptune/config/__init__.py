@@ -2,7 +2,7 @@
 
 from lptune.config.checks import check_model_folder
 from lptune.config.errors import DivergedError, UserError, closest, no_8_bit_gemm_error, no_gpu_error
-from lptune.config.load import as_written, key_paths, load_config, to_yaml
+from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.schema import (
@@ -37,6 +37,7 @@ __all__ = [
     "check_batches",
     "check_model_folder",
     "closest",
+    "default",
     "key_paths",
     "load_config",
     "mesh_axes",
