@@ -58,7 +58,7 @@ def main(cfg: FinetuneConfig) -> None:
         if saved is not None:
             checkpoint.check_fingerprint(saved, facts)
         if saved is not None and step >= num_steps:
-            checkpoint.check_unchanged(saved, facts)
+            checkpoint.check_unchanged(saved, facts, world.print)
             if not cfg.export.enabled or run.is_exported(step, cfg.export):
                 and_exported = " and exported" if cfg.export.enabled else ""
                 done = f"{saved.folder} is step {step}{and_exported}, precision {plan.kind}"
@@ -156,7 +156,7 @@ def main(cfg: FinetuneConfig) -> None:
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                    raise update.diverged(step, writer.wait() or last_saved)
+                    raise update.diverged(step, writer.wait() or last_saved, run.path)
                 writer.check()
                 # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
                 is_new = not update.num_skipped_in_a_row

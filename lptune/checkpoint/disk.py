@@ -18,16 +18,20 @@ def disk_report(cfg: FinetuneConfig, num_parameters: int, model: Path | None) ->
     kept, more = _num_kept(cfg)
     # Removed are those that need not stay after the new one has been published.
     at_once = kept + 1 if cfg.num_steps is None else min(kept + 1, cfg.num_steps)
+    if only_at_a_stop := not (cfg.checkpoint.at_end or cfg.checkpoint.every_steps):
+        at_once = 1  # CheckpointWriter.is_overdue: such a run is not saved by minutes either
     total = at_once * checkpoint
     parts = [f"{at_once} checkpoint{'s' * (at_once > 1)} of {size_text(checkpoint)}"]
-    if at_once > 1:
+    if only_at_a_stop:
+        parts[0] += " (saved if a signal stops the run)"
+    elif at_once > 1:
         parts[0] += f" (checkpoint.keep_last={cfg.checkpoint.keep_last}{more}, one being written)"
     if cfg.export.enabled:
         export, dtype = _export_bytes(cfg, num_parameters, model)
         total += export
         parts.append(f"an export of {size_text(export)}{dtype}")
     ends = ""
-    if cfg.checkpoint.keep_every and cfg.num_steps is None:
+    if cfg.checkpoint.keep_every and cfg.num_steps is None and not only_at_a_stop:
         ends = f", and {size_text(checkpoint)} for every {cfg.checkpoint.keep_every} steps"
     return f"disk of output_dir: at most {size_text(total)}: {' and '.join(parts)}{ends}"
 

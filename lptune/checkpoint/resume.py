@@ -9,7 +9,7 @@ from typing import Any
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
-from lptune.config import FinetuneConfig, UserError, as_written
+from lptune.config import PRECISION_KINDS, FinetuneConfig, UserError, as_written, default, key_paths
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
 
@@ -34,8 +34,8 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
     verifies.
 
     All ranks call it, and share the hashing. warn: called with a line for each damaged checkpoint that is
-    passed over. Damaged ones are never deleted. Raises UserError when there are checkpoints and all are
-    damaged.
+    passed over, and with one for checkpoints of this run under another precision's name. Damaged ones are
+    never deleted. Raises UserError when there are checkpoints and all are damaged.
     """
     if resume == "none":
         return None
@@ -43,9 +43,29 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
         if resume != "auto":
             return _given(Path(resume).expanduser(), folder, group)
         try:
-            return newest_verified(folder, warn, group)
+            found = newest_verified(folder, warn, group)
         except UserError as error:
             raise UserError(f"{error}; start anew in another output_dir") from None
+    others = _of_other_precisions(folder.parent) if found is None and world.is_main else {}
+    if others:
+        each = (f"{path} has step {step}; output_dir={path} continues it" for path, step in others.items())
+        warn(f"note: {'; '.join(each)}")
+    return found
+
+
+def _of_other_precisions(run: Path) -> dict[Path, int]:
+    """Folders beside `run` whose names differ from its name in the precision.kind at its end, or lack it, and
+    the steps of their newest checkpoints, the latest first.
+
+    A resume may change precision.kind, and with `output_dir: runs/x-${precision.kind}` it changes the folder.
+    """
+    names: set[str] = set()
+    for ending in (f"-{kind}" for kind in PRECISION_KINDS):
+        if run.name.endswith(ending) and (stem := run.name.removesuffix(ending)):
+            names |= {stem, *(f"{stem}-{kind}" for kind in PRECISION_KINDS)} - {run.name}
+    found = {run.with_name(name): list_checkpoints(run.with_name(name) / "checkpoints") for name in names}
+    steps = {path: step_of(checkpoints[0]) for path, checkpoints in found.items() if checkpoints}
+    return dict(sorted(steps.items(), key=lambda item: (-item[1], item[0])))
 
 
 def newest_verified(
@@ -147,22 +167,25 @@ def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
             )
 
 
-def check_unchanged(manifest: Manifest, facts: Facts) -> None:
+def check_unchanged(manifest: Manifest, facts: Facts, say: Callable[[str], None]) -> None:
     """Refuses to call a run finished whose config has changed, naming every changed key and both values.
 
     manifest: the checkpoint after which no step is left. A change has an effect only on steps that are still
-    to come.
+    to come. say: called with one line where another version of lptune wrote a checkpoint that cannot be
+    compared, or not in whole. A key that it did not have is compared with the key's default.
     """
-    saved = read_state(manifest).get("config")
+    saved, path = read_state(manifest).get("config"), manifest.folder / "state.json"
     if not isinstance(saved, dict):
-        raise UserError(
-            f"{manifest.folder / 'state.json'}: does not say which config it is of; another version of "
-            "lptune wrote it. `lptune export` exports it; for another run choose another output_dir"
-        )
+        say(f"note: {path} does not say which config the run had, so nothing was compared with this one")
+        return
+    known = key_paths(FinetuneConfig)
+    if removed := [key for key in saved if key not in known]:
+        say(f"note: {path}: not compared, since this version has no such key: {', '.join(removed)}")
+    before = {key: saved.get(key, default(FinetuneConfig, key)) for key in facts["config"]}
     changed = [
-        f"{key} {saved.get(key)!r:.200} (now {value!r:.200})"
+        f"{key} {before[key]!r:.200} (now {value!r:.200})"
         for key, value in facts["config"].items()
-        if saved.get(key) != value
+        if before[key] != value
     ]
     if changed:
         raise UserError(

@@ -16,6 +16,8 @@ from lptune.config import (
     check_model_folder,
     closest,
     mesh_axes,
+    no_8_bit_gemm_error,
+    no_gpu_error,
 )
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
@@ -52,15 +54,12 @@ def is_file_name(source: str) -> bool:
 
 def _check_device(cfg: FinetuneConfig) -> None:
     if cfg.device == "cuda" and not _may_have_gpu():
-        raise UserError("device: cuda was asked for, but this machine has no GPU; set device=cpu or auto")
+        raise no_gpu_error("this machine has no GPU")
     precision = cfg.precision
     emulates = precision.emulate or os.environ.get("LPTUNE_KERNELS") == "reference"
     on_cpu = cfg.device == "cpu" or not _may_have_gpu()
     if precision.kind.startswith("float8") and on_cpu and not emulates:
-        raise UserError(
-            f"precision.kind: {precision.kind} needs a device with an 8-bit (e4m3) GEMM, and cpu here has "
-            "none; precision.emulate=true multiplies the same operands in wider arithmetic, slowly"
-        )
+        raise no_8_bit_gemm_error(precision.kind, "e4m3", "cpu here")
 
 
 def _may_have_gpu() -> bool:

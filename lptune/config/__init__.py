@@ -1,8 +1,8 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
 from lptune.config.checks import check_model_folder
-from lptune.config.errors import DivergedError, UserError, closest
-from lptune.config.load import as_written, key_paths, load_config, to_yaml
+from lptune.config.errors import DivergedError, UserError, closest, no_8_bit_gemm_error, no_gpu_error
+from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.schema import (
@@ -37,9 +37,12 @@ __all__ = [
     "check_batches",
     "check_model_folder",
     "closest",
+    "default",
     "key_paths",
     "load_config",
     "mesh_axes",
+    "no_8_bit_gemm_error",
+    "no_gpu_error",
     "read_text",
     "to_yaml",
 ]

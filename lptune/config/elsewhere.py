@@ -4,6 +4,8 @@ A name that is spelt alike is not always meant: `dtype` is not `export.dtype`, `
 not `cpu`. What stands here is said before any likeness is looked for.
 """
 
+from collections.abc import Collection
+
 _BATCH = "micro_batch_size (rows per forward and rank) and global_batch_size (rows per step, over all ranks)"
 _DTYPE = "compute_dtype (master weights are float32); INT8 and float8 are precision.kind"
 _CODE = (
@@ -114,9 +116,16 @@ SWITCHES = {
 """Key -> what true and false mean for a choice that others switch on and off."""
 
 
-def key_here(key: str) -> str:
-    """What `key` (dotted) of another trainer is here, to follow an error; empty where nothing is known."""
-    meant = KEYS.get(key) or KEYS.get(key.rpartition(".")[2])
-    if meant is None:
+def key_here(key: str, sections: Collection[str]) -> str:
+    """What `key` (dotted) of another trainer is here, to follow an error; empty where nothing is known.
+
+    sections: those of this config. In one of them the last part of a key alone counts only for what belongs
+    there (`optimizer.learning_rate`) or is nowhere: `data.output` is not `output_dir`.
+    """
+    section, _, last = key.rpartition(".")
+    meant = KEYS.get(key) or KEYS.get(last, "")
+    if not meant:
+        return ""
+    if section in sections and key not in KEYS and not meant.startswith((f"{section}.", "there is none")):
         return ""
     return f"; {meant}" if meant.startswith("there is none") else f"; here that is {meant}"

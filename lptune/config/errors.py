@@ -17,6 +17,19 @@ class UserError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+def no_gpu_error(why: str) -> UserError:
+    """`device=cuda`, and there is none. why: what was looked at, and that it has none."""
+    return UserError(f"device: cuda was asked for, but {why}; set device=cpu or auto")
+
+
+def no_8_bit_gemm_error(kind: str, fmt: str, where: str) -> UserError:
+    """`precision.kind` on a device that cannot multiply so. fmt: of the operands; where: the device."""
+    return UserError(
+        f"precision.kind: {kind} needs a device with an 8-bit ({fmt}) GEMM, and {where} has none; "
+        "precision.emulate=true multiplies the same operands in wider arithmetic, slowly"
+    )
+
+
 class DivergedError(RuntimeError):
     """Training produced a loss or gradient that is not finite. The message is one line."""
 

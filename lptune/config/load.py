@@ -104,6 +104,14 @@ def key_paths(cls: type, prefix: str = "") -> list[str]:
     return paths
 
 
+def default(cls: type, key: str) -> Any:
+    """The default of a dotted key of the config `cls`, as a plain value; None where one must be given."""
+    section, _, leaf = key.rpartition(".")
+    owner = _hint(cls, section) if section else cls
+    value = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
+    return None if value is dataclasses.MISSING else _plain(value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -184,13 +192,12 @@ def _fill_in_defaults(cls: type, values: DictConfig) -> None:
     raw = OmegaConf.to_container(values, resolve=False)
     for key in set(re.findall(r"\$\{([a-z_.]+)\}", str(raw))).intersection(key_paths(cls)):
         *sections, leaf = key.split(".")
-        owner = _hint(cls, ".".join(sections)) if sections else cls
-        default = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
+        value = default(cls, key)
         holder: Any = raw
         for name in sections:
             holder = (holder.get(name) or {}) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and leaf not in holder and isinstance(default, (str, int, float)):
-            OmegaConf.update(values, key, default)
+        if isinstance(holder, dict) and leaf not in holder and isinstance(value, (str, int, float)):
+            OmegaConf.update(values, key, value)
 
 
 def _merge(values: DictConfig, update: DictConfig, where: str) -> DictConfig:
@@ -215,8 +222,9 @@ def _is_text(hint: Any) -> bool:
 def _check_keys(cls: type, values: DictConfig, where: str) -> None:
     for prefix, key, section in _unknown_keys(cls, values, ""):
         known = [field.name for field in dataclasses.fields(section)]
+        sections = {path.rpartition(".")[0] for path in key_paths(cls)} - {""}
         everywhere = {path.rpartition(".")[2]: path for path in key_paths(cls)}
-        hint = key_here(prefix + key)
+        hint = key_here(prefix + key, sections)
         if key in key_paths(cls):
             hint = f"; write it nested, {key.replace('.', ': {')}: …{'}' * key.count('.')}"
         elif not hint and key in everywhere and "." in everywhere[key]:  # right word, wrong section

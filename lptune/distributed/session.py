@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lptune import ranks
-from lptune.config import ParallelConfig, UserError, mesh_axes
+from lptune.config import ParallelConfig, UserError, mesh_axes, no_gpu_error
 from lptune.ranks import preemption
 from lptune.trials import check_trials
 
@@ -232,5 +232,5 @@ def _device_type(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device: cuda was asked for, but torch sees no CUDA device; set device=cpu or auto")
+        raise no_gpu_error("torch sees no CUDA device")
     return device

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lptune.config import PrecisionConfig, UserError, closest
+from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
@@ -135,10 +135,7 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
         return spec._replace(emulate=True)
     planned_device = planned()
     where = f"{device.type} here" if planned_device is None else planned_device.name or device.type
-    raise UserError(
-        f"precision.kind: {spec.kind} needs a device with an 8-bit ({spec.fmt}) GEMM, and {where} has none; "
-        "precision.emulate=true multiplies the same operands in wider arithmetic, slowly"
-    )
+    raise no_8_bit_gemm_error(spec.kind, spec.fmt, where)
 
 
 def _small_layers(

@@ -118,8 +118,11 @@ class Update:
             optimizer.take_back()
         return self._last
 
-    def diverged(self, step: int, newest_checkpoint: Path | None) -> DivergedError:
-        """What ends the run after step number `step` (1 is the first), which was skipped."""
+    def diverged(self, step: int, newest_checkpoint: Path | None, output_dir: Path) -> DivergedError:
+        """What ends the run after step number `step` (1 is the first), which was skipped.
+
+        output_dir: the run's folder. The remedy names it, since a config's may change with precision.kind.
+        """
         loss, grad_norm = self._last
         count = self.num_skipped_in_a_row
         newest, earlier = "there is no checkpoint", ""
@@ -130,6 +133,7 @@ class Update:
             f"diverged at step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}, not finite"
             + (f" for {count} steps in a row" if count > 1 else "")
             + f"; the weights are still those of step {step - count}, and {newest}. The same config would "
-            "end here again: lower optimizer.lr, or set compute_dtype=float32 or precision.kind=none"
+            "end here again: lower optimizer.lr, or set compute_dtype=float32, or precision.kind=none and "
+            f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )

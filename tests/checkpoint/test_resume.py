@@ -97,7 +97,7 @@ def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: P
     override = changed(before, key)
     num_steps = 5 if key == "num_steps" else 4
     with pytest.raises(UserError, match=rf"no step is left to train.*\b{key} .+ \(now ") as caught:
-        checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path, num_steps))
+        checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path, num_steps), print)
     assert str(caught.value).count("(now ") == 1
     assert "choose another output_dir" in str(caught.value)
 
@@ -106,14 +106,14 @@ def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: P
 def test_what_has_no_effect_on_a_result_does_not_stop_a_finished_run(tmp_path: Path, key: str) -> None:
     manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
     value = {**WITHOUT_EFFECT, "checkpoint.keep_last": 5, "data.on_bad_row": "skip"}[key]
-    checkpoint.check_unchanged(manifest, facts(config(tmp_path, f"{key}={value}"), tmp_path))
+    checkpoint.check_unchanged(manifest, facts(config(tmp_path, f"{key}={value}"), tmp_path), print)
 
 
 def test_every_changed_key_is_named_with_both_values(tmp_path: Path) -> None:
     manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
     with pytest.raises(UserError) as caught:
         checkpoint.check_unchanged(
-            manifest, facts(config(tmp_path, "precision.kind=mxfp8", "optimizer.lr=1"), tmp_path)
+            manifest, facts(config(tmp_path, "precision.kind=mxfp8", "optimizer.lr=1"), tmp_path), print
         )
     assert "precision.kind 'none' (now 'mxfp8'), optimizer.lr 2e-05 (now 1.0); choose" in str(caught.value)
 
@@ -126,9 +126,39 @@ def test_values_of_the_environment_stay_out_of_a_checkpoint(
     assert "s3cret" not in json.dumps(facts(cfg, tmp_path)["config"])
 
 
-def test_a_checkpoint_that_does_not_say_its_config_is_no_finished_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"state\.json: does not say which config it is of"):
-        checkpoint.check_unchanged(saved(tmp_path, {}), facts(config(tmp_path), tmp_path))
+def test_a_change_through_the_environment_is_not_seen_as_the_docs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    override = "optimizer.lr=${oc.decode:${oc.env:LPTUNE_TEST_LR}}"
+    monkeypatch.setenv("LPTUNE_TEST_LR", "1e-5")
+    manifest = saved(tmp_path, facts(config(tmp_path, override), tmp_path))
+    monkeypatch.setenv("LPTUNE_TEST_LR", "1e-3")
+    checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path), print)
+    docs = (Path(__file__).parents[2] / "docs/resume.md").read_text(encoding="utf-8")
+    assert "`optimizer.lr: ${oc.decode:${oc.env:LR}}` a finished run is still `already finished`" in docs
+
+
+def test_a_finished_run_that_does_not_say_its_config_is_finished_with_a_note(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoint.check_unchanged(saved(tmp_path, {}), facts(config(tmp_path), tmp_path), said.append)
+    assert len(said) == 1
+    assert "state.json does not say which config the run had, so nothing was compared" in said[0]
+
+
+def test_a_key_that_a_finished_run_did_not_have_is_compared_with_its_default(tmp_path: Path) -> None:
+    state = facts(config(tmp_path), tmp_path)
+    for key in ("precision.skip", "diverged_after_steps"):
+        del state["config"][key]
+    state["config"]["optimizer.gone"] = 1
+    said: list[str] = []
+    manifest = saved(tmp_path, state)
+    checkpoint.check_unchanged(manifest, facts(config(tmp_path), tmp_path), said.append)
+    assert len(said) == 1
+    assert said[0].endswith("not compared, since this version has no such key: optimizer.gone")
+    with pytest.raises(UserError, match=r"trained with diverged_after_steps 3 \(now 4\); choose"):
+        checkpoint.check_unchanged(
+            manifest, facts(config(tmp_path, "diverged_after_steps=4"), tmp_path), said.append
+        )
 
 
 def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp_path: Path) -> None:

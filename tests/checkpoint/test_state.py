@@ -116,6 +116,21 @@ def test_the_newest_that_verifies_is_found_and_the_damaged_one_named(tmp_path: P
         _find(tmp_path, str(tmp_path / "step-00000099"), warnings.append)
 
 
+def test_a_new_folder_names_the_checkpoints_of_the_run_in_another_precision(tmp_path: Path) -> None:
+    for name, step in (("m-int8_rowcol", 200), ("m", 7), ("m-mine", 9), ("n-int8_rowcol", 9)):
+        _saved(tmp_path / name / "checkpoints", step)
+    said: list[str] = []
+    assert _find(tmp_path / "m-none" / "checkpoints", "auto", said.append) is None
+    int8, plain = tmp_path / "m-int8_rowcol", tmp_path / "m"
+    assert said == [
+        f"note: {int8} has step 200; output_dir={int8} continues it; "
+        f"{plain} has step 7; output_dir={plain} continues it"
+    ]
+    for name, resume in (("m-none", "none"), ("m-int8_rowcol", "auto"), ("m-other", "auto")):
+        _find(tmp_path / name / "checkpoints", resume, said.append)
+    assert len(said) == 1
+
+
 def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path: Path) -> None:
     theirs, ours, new, link = (tmp_path / name for name in ("theirs", "ours", "new", "link"))
     _saved(theirs, 2)

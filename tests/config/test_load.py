@@ -180,6 +180,9 @@ def test_true_and_false_switch_a_choice_on_and_off(tmp_path: Path, key: str, wri
         ("data.path=a", "here that is data.source", "model.path"),
         ("model._component_=x", "a config names no code", "known:"),
         ("tokenizer.max_seq_len=8", "data.seq_len", "known:"),
+        ("data.output=x", "unknown key 'data.output'", "output_dir"),
+        ("optimizer.max_steps=3", "unknown key 'optimizer.max_steps'; known: ", "num_steps"),
+        ("precision.fp8=true", "here that is precision.kind", "known:"),
     ],
 )
 def test_another_trainers_word_gets_what_it_is_here_and_no_lookalike(

@@ -127,6 +127,9 @@ def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
         ({"keep_last": 5}, {"dtype": "float32"}, 6),
         ({"keep_last": 1, "keep_every": 50}, {}, 4),
         ({"keep_last": 500}, {}, 100),  # there are no more steps
+        ({"at_end": False}, {"enabled": False}, 1),  # saved if a signal stops it, and then only
+        ({"at_end": False, "keep_last": 1, "keep_every": 50}, {"enabled": False}, 1),
+        ({"at_end": False, "every_steps": 10}, {"enabled": False}, 3),
     ],
 )
 def test_the_disk_is_that_of_all_checkpoints_at_once_and_the_export(

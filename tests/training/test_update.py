@@ -248,7 +248,7 @@ def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line
         loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.scaling, saved)
         loop.step(4, "nan")
         assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 2}
-        error = loop.update.diverged(5, Path("run/checkpoints/step-00000002"))
+        error = loop.update.diverged(5, Path("run/checkpoints/step-00000002"), Path("run"))
         assert error.exit_code == 3
         text = str(error)
         assert "\n" not in text
@@ -256,9 +256,10 @@ def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line
             "diverged at step 5: loss nan, gradient norm nan, not finite for 2 steps in a row"
         )
         assert "still those of step 3, and the newest checkpoint is run/checkpoints/step-00000002." in text
+        assert "or precision.kind=none and output_dir=run (this run's); where" in text
         loop.step(5)
         assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 0}
-        assert "there is no checkpoint" in str(loop.update.diverged(6, None))
+        assert "there is no checkpoint" in str(loop.update.diverged(6, None, Path("run")))
 
 
 def test_the_record_of_a_skipped_step_is_strict_json_and_is_always_shown(
