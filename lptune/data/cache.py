@@ -108,14 +108,14 @@ def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
     with _own_files():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        with _locked(folder, key):
+        with _locked(folder, key) as is_held:
             try:
                 if (found := _open(folder, key)) is not None:
                     return found
             except _DamagedError as problem:
                 notes = [f"the cache entry {folder / key} was damaged ({problem}) and is made anew"]
                 _remove(folder, key)
-            _write(folder, key, make)
+            _write(folder, key, make, is_held)
             found = _open(folder, key)
     except _DamagedError as problem:
         raise UserError(
@@ -135,14 +135,18 @@ def _own_files() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path, key: str) -> Iterator[None]:
-    """Keeps other processes out. The kernel drops the lock with the process."""
+def _locked(folder: Path, key: str) -> Iterator[bool]:
+    """Keeps other processes out; False where the file system has no locks. The kernel drops the lock with the
+    process.
+    """
     with _own_files():
         lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        is_held = False
         with suppress(NotImplementedError), _own_files():
             _flock(lock, fcntl.LOCK_EX)
-        yield
+            is_held = True
+        yield is_held
     finally:
         os.close(lock)
 
@@ -159,10 +163,10 @@ def _flock(lock: int, how: int) -> None:
         raise
 
 
-def _write(folder: Path, key: str, make: Make) -> None:
+def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
     partial = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
     with _own_files():
-        _remove_partials(folder)
+        _remove_partials(folder, key if is_held else None)
         partial.mkdir(mode=0o700)
     try:
         with ExitStack() as files:
@@ -300,10 +304,16 @@ def _remove(folder: Path, key: str) -> None:
         shutil.rmtree(aside)
 
 
-def _remove_partials(folder: Path) -> None:
-    """What killed processes left: those whose lock is free, or this process's own."""
+def _remove_partials(folder: Path, held_key: str | None) -> None:
+    """What killed processes left: those whose lock is free.
+
+    held_key: whose lock this process holds, and would ask for in vain.
+    """
     for partial in folder.glob(f"{_PARTIAL}*"):
         key = partial.name.removeprefix(_PARTIAL).partition("-")[0]
+        if key == held_key:
+            shutil.rmtree(partial, ignore_errors=True)
+            continue
         with suppress(OSError, NotImplementedError):
             lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

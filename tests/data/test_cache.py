@@ -201,6 +201,29 @@ def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Pa
     assert not entry.name.startswith(".tmp-")
 
 
+def test_what_a_kill_leaves_of_an_entry_is_removed_when_that_entry_is_made(tmp_path: Path) -> None:
+    key = "k" * 32
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, key))
+    process.start()
+    process.join()
+    assert len(entries(tmp_path)) == 1
+    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
+    assert entries(tmp_path) == [tmp_path / key]
+
+
+def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    partial, key = tmp_path / f".tmp-{'k' * 32}-0", "k" * 32
+    partial.mkdir()
+    monkeypatch.setattr(cache_module.fcntl, "flock", flock)
+    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
+    assert entries(tmp_path) == [partial, tmp_path / key]
+
+
 def _killed(folder: Path, key: str) -> None:
     def make(add: Callable[[Documents], None]) -> dict[str, Any]:
         add(_documents(1))
