@@ -1,5 +1,6 @@
 """Tokenized once: a later run maps the same documents, and what is damaged or half written is made anew."""
 
+import copy
 import errno
 import json
 import multiprocessing
@@ -8,6 +9,8 @@ import resource
 import shutil
 import stat
 from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from lptune.data import Prepared, Tokenizer, cache_key, load_tokenizer, prepare
 from lptune.data import cache as cache_module
 from lptune.data.cache import cache_folder, cached, in_memory
 from lptune.data.documents import Documents
+from lptune.data.sources import Row
 from tests.data.chat_templates import CHATML, config
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
@@ -136,8 +140,6 @@ def test_whatever_decides_the_documents_is_in_the_key(
 def test_the_date_is_in_the_key_of_a_template_that_writes_it(
     run: Callable, tmp_path: Path, tokenizer_folder: Callable
 ) -> None:
-    from datetime import date
-
     dated = CHATML + "{{ '' if true else strftime_now('%d') }}"
     for number, template in ((1, CHATML), (3, dated)):
         folder = tokenizer_folder(f"t{number}", chat_template=template)
@@ -304,6 +306,27 @@ def test_a_source_that_changes_while_it_is_read_is_one_line(
     with pytest.raises(UserError, match=r"rows.jsonl: was changed while it was read; run again"):
         run()
     assert not entries(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_cached"),
+    [
+        (b"\xff", True), (date(2024, 1, 2), True), (datetime(2024, 1, 2, 3), True), (time(3, 4), True),
+        (Decimal("1.50"), True), (object(), False), ([{"image": object()}], False),
+    ],
+)  # fmt: skip
+def test_values_that_are_not_json_are_in_the_key_or_their_source_is_not_cached(
+    monkeypatch: pytest.MonkeyPatch, value: Any, is_cached: bool
+) -> None:
+    def digest(value: Any) -> str | None:
+        monkeypatch.setattr(cache_key, "read_rows", lambda *_, **__: [Row("row 1", {"x": value})])
+        content = cache_key.content_of("a/b", "train", DataConfig(source="a/b"))
+        return content.digest if content else None
+
+    assert (digest(value) is not None) == is_cached
+    if is_cached:
+        assert digest(value) == digest(copy.deepcopy(value))
+        assert digest(value) not in (digest(repr(value)), digest(str(value)))
 
 
 def test_the_users_cache_directory_is_the_default(
