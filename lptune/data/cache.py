@@ -59,6 +59,10 @@ class _DamagedError(Exception):
     """What is wrong with an entry."""
 
 
+class _UnusableError(Exception):
+    """Why the folder can be neither read nor written."""
+
+
 def in_memory(make: Make) -> Stored:
     """What `make` gives, in this process's memory."""
     parts: list[Documents] = []
@@ -68,63 +72,81 @@ def in_memory(make: Make) -> Stored:
 
 def cache_folder(cache: str) -> Path:
     """The folder that `data.cache` names; `auto` is the user's cache directory."""
-    if cache != "auto":
-        return Path(cache).expanduser()
     home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
-    return base / "lptune" / "data"
+    base = Path(home) if os.path.isabs(home) else Path("~/.cache")
+    folder = base / "lptune" / "data" if cache == "auto" else Path(cache)
+    try:
+        return folder.expanduser()
+    except RuntimeError:
+        raise _UnusableError("the home folder is not known") from None
 
 
 def cached(cache: str, key: str, make: Make) -> Stored:
     """The documents of `key` from the folder that `data.cache` names, made and put there where it lacks them.
 
-    Several processes may ask at once: one makes the entry, the others wait for it. UserError for a folder
-    that cannot be written; where nobody chose it, the documents stay in memory and a note says so.
+    Several processes may ask at once: one makes the entry, the others wait for it. Where the folder cannot be
+    used, `auto` leaves the documents in memory with a note, and a folder that the user named is a UserError.
+    Errors of `make` pass through.
     """
-    folder = cache_folder(cache)
+    folder: Path | str = "the user's cache directory" if cache == "auto" else cache
+    try:
+        folder = cache_folder(cache)
+        return _found_or_made(folder, key, make)
+    except _UnusableError as problem:
+        reason = f"{folder} cannot be used ({problem})"
+    if cache != "auto":
+        raise UserError(f"data.cache: {reason}; make room, name another folder, or set data.cache=none")
+    note = f"nothing is cached: {reason}; set data.cache to a folder that can be written, or to none"
+    return in_memory(make)._replace(notes=[note])
+
+
+def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
     notes: list[str] = []
     with suppress(_DamagedError):
         if (found := _open(folder, key)) is not None:
             return found
-    try:
+    with _own_files():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(folder, key):
+    try:
+        with _locked(folder, key) as is_held:
             try:
                 if (found := _open(folder, key)) is not None:
                     return found
             except _DamagedError as problem:
                 notes = [f"the cache entry {folder / key} was damaged ({problem}) and is made anew"]
                 _remove(folder, key)
-            _write(folder, key, make)
+            _write(folder, key, make, is_held)
             found = _open(folder, key)
     except _DamagedError as problem:
         raise UserError(
             f"data.cache: {folder / key} is not what was written to it ({problem}); name another folder"
-        ) from None
-    except OSError as error:
-        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
-            raise
-        reason = f"{folder} cannot be written ({error.strerror})"
-        if cache == "auto" and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            result = in_memory(make)
-            return result._replace(
-                notes=[f"nothing is cached: {reason}; data.cache names another folder, none ends this note"]
-            )
-        raise UserError(
-            f"data.cache: {reason}; make room, name another folder, or set data.cache=none"
         ) from None
     assert found is not None
     return found._replace(notes=[*notes, *found.notes])
 
 
 @contextmanager
-def _locked(folder: Path, key: str) -> Iterator[None]:
-    """Keeps other processes out. The kernel drops the lock with the process."""
-    lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _own_files() -> Iterator[None]:
+    """Marks an OSError as the cache's own; one of `make` is the source's."""
     try:
-        with suppress(NotImplementedError):
-            _flock(lock, fcntl.LOCK_EX)
         yield
+    except OSError as error:
+        raise _UnusableError(error.strerror or str(error)) from None
+
+
+@contextmanager
+def _locked(folder: Path, key: str) -> Iterator[bool]:
+    """Keeps other processes out; False where the file system has no locks. The kernel drops the lock with the
+    process.
+    """
+    with _own_files():
+        lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        is_held = False
+        with suppress(NotImplementedError), _own_files():
+            _flock(lock, fcntl.LOCK_EX)
+            is_held = True
+        yield is_held
     finally:
         os.close(lock)
 
@@ -141,33 +163,45 @@ def _flock(lock: int, how: int) -> None:
         raise
 
 
-def _write(folder: Path, key: str, make: Make) -> None:
-    _remove_partials(folder)
+def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
     partial = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
-    partial.mkdir(mode=0o700)
+    with _own_files():
+        _remove_partials(folder, key if is_held else None)
+        partial.mkdir(mode=0o700)
     try:
         with ExitStack() as files:
             writer = _Writer(partial, files)
             facts = make(writer.add)
             manifest = {"format": FORMAT, "key": key, "facts": facts, "arrays": writer.finish()}
         manifest["digest"] = _digest(manifest)
-        _write_file(partial / _MANIFEST, json.dumps(manifest).encode())
-        _sync(partial)
-        with suppress(FileExistsError, OSError):  # without locks another process may have been faster
-            partial.rename(folder / key)
-        _sync(folder)
+        with _own_files():
+            _write_file(partial / _MANIFEST, json.dumps(manifest).encode())
+            _sync(partial)
+            _publish(partial, folder / key)
+            _sync(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, entry: Path) -> None:
+    try:
+        partial.rename(entry)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # without locks another process was faster
+            raise
 
 
 class _Writer:
     """Appends documents to the files of an entry."""
 
+    @_own_files()
     def __init__(self, folder: Path, files: ExitStack) -> None:
-        self._files = {name: files.enter_context(_create(folder / f"{name}.bin")) for name in _DTYPES}
+        self._files = {}
+        for name in _DTYPES:
+            self._files[name] = _create(folder / f"{name}.bin")
+            files.callback(_close, self._files[name])
         self._sums = {name: hashlib.sha256() for name in _DTYPES}
         self._lengths = dict.fromkeys(_DTYPES, 0)
-        self._paths = {name: folder / f"{name}.bin" for name in _DTYPES}
         self._num_tokens = 0
         self._append("offsets_N1", np.zeros(1, dtype=np.int64))
 
@@ -182,21 +216,22 @@ class _Writer:
         data = np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
         self._sums[name].update(data)
         self._lengths[name] += len(data)
-        with _named(self._paths[name]):
+        with _own_files():
             self._files[name].write(data)
 
+    @_own_files()
     def finish(self) -> dict[str, Any]:
         """Size and digest of each file, which is on disk then."""
-        for name, file in self._files.items():
-            with _named(self._paths[name]):
-                file.flush()
-                os.fsync(file.fileno())
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
         return {
             name: {"num_bytes": self._lengths[name], "sha256": self._sums[name].hexdigest()}
             for name in _DTYPES
         }
 
 
+@_own_files()
 def _open(folder: Path, key: str) -> Stored | None:
     """The entry, mapped and compared with its manifest; None where there is none."""
     try:
@@ -204,7 +239,7 @@ def _open(folder: Path, key: str) -> Stored | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _DamagedError(error.strerror) from None
+        raise _damage(error) from None
     try:
         manifest = _read_manifest(entry, key)
         arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
@@ -248,9 +283,17 @@ def _open_file(entry: int, name: str) -> Any:
     try:
         return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry), "rb")
     except OSError as error:
-        raise _DamagedError(f"{name}: {error.strerror}") from None
+        raise _damage(error, f"{name}: ") from None
 
 
+def _damage(error: OSError, where: str = "") -> Exception:
+    """What is not there or of another kind is damage; any other reason may pass, and the entry be good."""
+    if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        return _DamagedError(f"{where}{error.strerror}")
+    return error
+
+
+@_own_files()
 def _remove(folder: Path, key: str) -> None:
     """Takes an entry away, or a link in its place, and not what it leads to."""
     aside = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
@@ -261,10 +304,16 @@ def _remove(folder: Path, key: str) -> None:
         shutil.rmtree(aside)
 
 
-def _remove_partials(folder: Path) -> None:
-    """What killed processes left: those whose lock is free, or this process's own."""
+def _remove_partials(folder: Path, held_key: str | None) -> None:
+    """What killed processes left: those whose lock is free.
+
+    held_key: whose lock this process holds, and would ask for in vain.
+    """
     for partial in folder.glob(f"{_PARTIAL}*"):
         key = partial.name.removeprefix(_PARTIAL).partition("-")[0]
+        if key == held_key:
+            shutil.rmtree(partial, ignore_errors=True)
+            continue
         with suppress(OSError, NotImplementedError):
             lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -274,24 +323,18 @@ def _remove_partials(folder: Path) -> None:
                 os.close(lock)
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An OSError of a write says which file it is about."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
 def _create(path: Path) -> Any:
-    with _named(path):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.fdopen(os.open(path, flags, 0o600), "wb")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def _close(file: Any) -> None:
+    with suppress(OSError):  # of bytes that an earlier error has left in its buffer
+        file.close()
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    with _named(path), _create(path) as file:
+    with _create(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

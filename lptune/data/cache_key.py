@@ -8,6 +8,8 @@ entry of another version of lptune is never taken for its own.
 import dataclasses
 import hashlib
 import json
+from datetime import date, time
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +42,8 @@ class Content(NamedTuple):
 def content_of(source: str, split: str, cfg: DataConfig) -> Content | None:
     """The content of a source: of a file its bytes, else and with `max_rows` its rows.
 
-    None of what is not worth an entry: `builtin`, a source below MIN_BYTES, a file that cannot be opened.
+    None of what is not worth an entry: `builtin`, a source below MIN_BYTES, a file that cannot be opened,
+    rows with values such as images that neither JSON nor `_encoded` writes down.
     """
     if source == "builtin":
         return None
@@ -57,11 +60,28 @@ def content_of(source: str, split: str, cfg: DataConfig) -> Content | None:
             return None
     num_bytes = 0
     for row in read_rows(source, BadRows(cfg.on_bad_row), split=split, max_rows=cfg.max_rows):
-        # Bytes and dates, which Parquet and the hub have, by their repr.
-        data = f"{row.place}\0{json.dumps(row.values, default=repr)}\0".encode()
+        try:
+            data = json.dumps([row.place, row.values], default=_encoded).encode() + b"\0"
+        except (TypeError, ValueError, RecursionError):
+            return None
         sha.update(data)
         num_bytes += len(data)
     return Content(sha.hexdigest(), stat) if num_bytes >= MIN_BYTES else None
+
+
+def _encoded(value: Any) -> dict[str, str]:
+    """Values of Parquet and of the hub that JSON has not, the same in any process. TypeError for others,
+    whose repr may hold an address.
+    """
+    if isinstance(value, bytes):
+        text = value.hex()
+    elif isinstance(value, date | time):  # a datetime is a date, too
+        text = value.isoformat()
+    elif isinstance(value, Decimal):
+        text = str(value)
+    else:
+        raise TypeError(type(value).__name__)
+    return {f"\0{type(value).__name__}": text}
 
 
 def file_stat(source: str) -> tuple[int, ...]:

@@ -25,6 +25,12 @@ TEXT_NAMES = ("text", "content", "raw_text")
 TOOLS_NAMES = ("tools", "functions")
 NO_COLUMN = "none"
 """As `data.input_column` or `data.system_column`: there is none, whatever the columns are called."""
+_PART_NAMES = {
+    "input": "the prompt's second part",
+    "tools": "the tools",
+    "system": "the system message",
+    "history": "the earlier turns",
+}
 _USUAL_NAMES = {"input": INPUT_NAMES, "tools": TOOLS_NAMES, "system": SYSTEM_NAMES, "history": HISTORY_NAMES}
 
 
@@ -108,12 +114,18 @@ class Format:
         return next((name for name in self.absent if column.lower() in _USUAL_NAMES[name]), None)
 
     def in_row(self, values: dict[str, Any]) -> "Format":
-        """This format with the columns of `absent` that the row has."""
+        """This format with the columns of `absent` that the row has. RowError for two columns of one part."""
         if not self.absent or values.keys() <= self.columns:
             return self
-        late: dict[str, Any] = {
-            part: column for column in reversed(values) if (part := self._part_of(column))
-        }
+        late: dict[str, Any] = {}
+        for column in values:
+            part = None if is_missing(values[column]) else self._part_of(column)
+            if part in late:
+                raise RowError(
+                    f"columns {late[part]}, {column} could each be {_PART_NAMES[part]}; keep one of them"
+                )
+            if part:
+                late[part] = column
         return dataclasses.replace(self, absent=(), **late) if late else self
 
     def document(self, row: Row) -> Document:

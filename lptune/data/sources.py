@@ -283,12 +283,27 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
     try:
         table = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets raises many kinds, network ones among them
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"{source}: cannot load split {split!r} from the hub: {reason[0]}; check data.source and "
-            "data.split"
+            f"{source}: cannot load split {split!r} from the hub: {_first_line(error)}; check data.source "
+            "and data.split"
         ) from None
-    return (Row(f"{source} row {i}", dict(values)) for i, values in enumerate(table, 1))
+    return _hub_rows(source, table)
+
+
+def _hub_rows(source: str, table: Any) -> Iterator[Row]:
+    number = 0
+    try:
+        for values in table:
+            number += 1
+            yield Row(f"{source} row {number}", dict(values))
+    except Exception as error:  # as above
+        raise UserError(
+            f"{source}: broken after row {number}: {_first_line(error)}; check data.source and run again"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _listed(names: Any) -> str:

@@ -1,11 +1,16 @@
 """Tokenized once: a later run maps the same documents, and what is damaged or half written is made anew."""
 
+import copy
+import errno
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import stat
 from collections.abc import Callable
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from lptune.data import Prepared, Tokenizer, cache_key, load_tokenizer, prepare
 from lptune.data import cache as cache_module
 from lptune.data.cache import cache_folder, cached, in_memory
 from lptune.data.documents import Documents
+from lptune.data.sources import Row
 from tests.data.chat_templates import CHATML, config
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
@@ -134,8 +140,6 @@ def test_whatever_decides_the_documents_is_in_the_key(
 def test_the_date_is_in_the_key_of_a_template_that_writes_it(
     run: Callable, tmp_path: Path, tokenizer_folder: Callable
 ) -> None:
-    from datetime import date
-
     dated = CHATML + "{{ '' if true else strftime_now('%d') }}"
     for number, template in ((1, CHATML), (3, dated)):
         folder = tokenizer_folder(f"t{number}", chat_template=template)
@@ -197,6 +201,29 @@ def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Pa
     run()
     (entry,) = entries(tmp_path / "cache")
     assert not entry.name.startswith(".tmp-")
+
+
+def test_what_a_kill_leaves_of_an_entry_is_removed_when_that_entry_is_made(tmp_path: Path) -> None:
+    key = "k" * 32
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, key))
+    process.start()
+    process.join()
+    assert len(entries(tmp_path)) == 1
+    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
+    assert entries(tmp_path) == [tmp_path / key]
+
+
+def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    partial, key = tmp_path / f".tmp-{'k' * 32}-0", "k" * 32
+    partial.mkdir()
+    monkeypatch.setattr(cache_module.fcntl, "flock", flock)
+    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
+    assert entries(tmp_path) == [partial, tmp_path / key]
 
 
 def _killed(folder: Path, key: str) -> None:
@@ -281,6 +308,27 @@ def test_a_source_that_changes_while_it_is_read_is_one_line(
     assert not entries(tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("value", "is_cached"),
+    [
+        (b"\xff", True), (date(2024, 1, 2), True), (datetime(2024, 1, 2, 3), True), (time(3, 4), True),
+        (Decimal("1.50"), True), (object(), False), ([{"image": object()}], False),
+    ],
+)  # fmt: skip
+def test_values_that_are_not_json_are_in_the_key_or_their_source_is_not_cached(
+    monkeypatch: pytest.MonkeyPatch, value: Any, is_cached: bool
+) -> None:
+    def digest(value: Any) -> str | None:
+        monkeypatch.setattr(cache_key, "read_rows", lambda *_, **__: [Row("row 1", {"x": value})])
+        content = cache_key.content_of("a/b", "train", DataConfig(source="a/b"))
+        return content.digest if content else None
+
+    assert (digest(value) is not None) == is_cached
+    if is_cached:
+        assert digest(value) == digest(copy.deepcopy(value))
+        assert digest(value) not in (digest(repr(value)), digest(str(value)))
+
+
 def test_the_users_cache_directory_is_the_default(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,28 +340,110 @@ def test_the_users_cache_directory_is_the_default(
     assert cache_folder("~/x") == Path("~/x").expanduser()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_or_a_note_where_nobody_chose_it(
+def test_a_folder_that_cannot_be_made_is_one_line_or_a_note_where_nobody_chose_it(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"data.cache: .*/file/data cannot be written \(Not a directory\); make"
+    fresh = run(cache="none").train.digest
+    for base, reason in (
+        (str(tmp_path / "file"), "Not a directory"),
+        ("/proc/nowhere", "No such file or directory"),  # of a parent
     ):
-        run(cache=str(tmp_path / "file/data"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    prepared = run(cache="auto")
-    assert any("note: nothing is cached: " in line for line in prepared.report)
-    assert prepared.train.digest == run(cache="none").train.digest
+        with pytest.raises(UserError, match=rf"data.cache: {base}/data cannot be used \({reason}\); make"):
+            run(cache=f"{base}/data")
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        prepared = run(cache="auto")
+        (note,) = [line for line in prepared.report if "note: nothing is cached: " in line]
+        assert note.endswith(
+            f"{base}/lptune/data cannot be used ({reason}); set data.cache to a folder that can be written, "
+            "or to none"
+        )
+        assert prepared.train.digest == fresh
 
 
-def test_a_full_disk_is_one_line(run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_home_folder_auto_works_in_memory(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    assert any(
+        "cannot be used (the home folder is not known); set" in line for line in run(cache="auto").report
+    )
+    with pytest.raises(
+        UserError, match=r"data.cache: ~/data cannot be used \(the home folder is not known\)"
+    ):
+        cached("~/data", "k" * 32, lambda _: {})
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_full_disk_is_one_line_or_a_note_where_nobody_chose_the_folder(
+    run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int
+) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"data.cache: .* \(No space left on device\); make room"):
+    fresh = run(cache="none")
+    monkeypatch.setattr(*((os, "fsync", full) if call == "fsync" else (Path, "rename", full)))
+    with pytest.raises(UserError, match=rf"data.cache: .* \({os.strerror(code)}\); make room"):
         run()
     assert not entries(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    prepared = run(cache="auto")
+    assert any(f"cannot be used ({os.strerror(code)}); set data.cache" in line for line in prepared.report)
+    assert prepared.train.digest == fresh.train.digest
+    assert not entries(tmp_path / "xdg/lptune/data")
+
+
+def test_a_write_that_fails_again_when_its_file_is_closed_is_the_caches(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"data.cache: .* \(File too large\); make room"):
+            cached(str(tmp_path), "k" * 32, lambda add: {"n": [add(_documents(i)) for i in range(2000)]})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not entries(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("reset by peer"), OSError(errno.EIO, "Input/output error")]
+)
+def test_errors_of_the_source_are_not_the_caches(tmp_path: Path, error: OSError) -> None:
+    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
+        add(_documents(1))
+        raise error
+
+    with pytest.raises(OSError) as raised:
+        cached(str(tmp_path), "k" * 32, make)
+    assert raised.value is error
+    assert not entries(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("what", ["entry", "file"])
+def test_an_entry_that_cannot_be_opened_now_is_kept(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, code: int
+) -> None:
+    run()
+    (entry,) = entries(tmp_path / "cache")
+    inode = (entry / "tokens_T.bin").stat().st_ino
+    with monkeypatch.context() as patch:
+        before = os.open
+
+        def open_(path: Any, *args: Any, **keys: Any) -> int:
+            if str(path) == (str(entry) if what == "entry" else "tokens_T.bin"):
+                raise OSError(code, os.strerror(code))
+            return before(path, *args, **keys)
+
+        patch.setattr(os, "open", open_)
+        with pytest.raises(UserError, match=rf"data.cache: .* cannot be used \({os.strerror(code)}\)"):
+            run()
+    assert (entry / "tokens_T.bin").stat().st_ino == inode
+    assert not any("was damaged" in line for line in run().report)
 
 
 def test_small_sources_and_the_builtin_one_are_not_cached(

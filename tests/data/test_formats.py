@@ -420,3 +420,20 @@ def test_real_preferences_train_on_the_chosen_side_when_told(assets: Path) -> No
             answer = document.response if isinstance(document, Pair) else document.messages[-1]["content"]
             chosen = row.values["chosen"]
             assert answer == (chosen if isinstance(chosen, str) else chosen["value"])
+
+
+def test_two_columns_of_a_later_row_for_one_part_are_a_bad_row() -> None:
+    fmt = detect({"instruction": "i", "output": "o"})
+
+    def document(**values: Any) -> Any:
+        return fmt.document(Row("r", {"instruction": "i", "output": "o", **values}))
+
+    for values in ({"input": "a", "context": "b"}, {"context": "b", "input": "a"}):
+        with pytest.raises(RowError, match=r"could each be the prompt's second part; keep one"):
+            document(**values)
+    with pytest.raises(
+        RowError, match=r"columns system, system_prompt could each be the system message; keep"
+    ):
+        document(system="a", system_prompt="b")
+    for values in ({"input": None, "context": "b"}, {"context": "b", "input": None}):
+        assert document(**values).input == "b"

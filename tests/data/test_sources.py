@@ -240,6 +240,26 @@ def test_the_hub_is_asked_for_the_split_and_its_errors_are_one_line(
         list(read_rows("openai/gsm8k", BadRows("error"), split="trian"))
 
 
+@pytest.mark.parametrize("error", [ConnectionError("reset by peer"), ValueError("bad feature\nmore")])
+def test_an_error_while_rows_of_the_hub_are_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import sys
+    import types
+
+    def table() -> Any:
+        yield ROWS[0]
+        raise error
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda *_, **__: table()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.chdir(tmp_path)
+    reason = str(error).splitlines()[0]
+    with pytest.raises(UserError, match=rf"^openai/gsm8k: broken after row 1: {reason}; check data.source"):
+        read("openai/gsm8k")
+
+
 def test_builtin_rows_are_pairs() -> None:
     rows, _ = read("builtin", max_rows=3)
     assert [list(row.values) for row in rows] == [["prompt", "response"]] * 3
