@@ -12,7 +12,7 @@ maximum does not notice. Before there is a history, a tensor's own amax is used.
 
 `linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. A layer that none of them
 knows is an error, and so is a gradient outside of a step, which would enter no history: both would train by
-tensorwise scaling under the name of delayed scaling.
+tensorwise scaling under the name of delayed scaling. A negative number is no layer: a tensor by itself.
 """
 
 from collections.abc import Callable
@@ -65,19 +65,21 @@ def _quantize_delayed(
     x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
-    amaxes = _layers.get(int(layer[NUMBER]))
-    if amaxes is None or (operand == GRADIENT and not amaxes.in_step()):
+    number, chosen = int(layer[NUMBER]), amax
+    amaxes = _layers.get(number)
+    if number >= 0 and (amaxes is None or (operand == GRADIENT and not amaxes.in_step())):
         raise RuntimeError(
             "float8_delayed needs the amax histories of linear.DelayedScaling: make "
             "scaling = linear.DelayedScaling(plan, device) after convert() and run the forward and backward "
             "passes of each optimizer step within `with scaling.step():`"
         )
-    # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
-    # A weight is one and the same for a whole step.
-    before = amax if operand == WEIGHT else amaxes.current_3[operand]
-    amaxes.current_3[operand] = torch.maximum(before, amax)
-    past = amaxes.past_3[operand]
-    chosen = torch.where(past > 0, past, amax)
+    if amaxes is not None:
+        # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
+        # A weight is one and the same for a whole step.
+        before = amax if operand == WEIGHT else amaxes.current_3[operand]
+        amaxes.current_3[operand] = torch.maximum(before, amax)
+        past = amaxes.past_3[operand]
+        chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
     q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     q = q.t().contiguous().t() if transposed else q.contiguous()

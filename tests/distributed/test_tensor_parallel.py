@@ -57,10 +57,13 @@ def _decoder_config(preset: str, **content: Any) -> models.DecoderConfig:
     return models.config_from_dict(copy.deepcopy(models.PRESETS[preset]["tiny"]) | content, preset)
 
 
-def _build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderConfig) -> models.Decoder:
-    """A parallelized decoder with the initial values of seed 0, on any mesh."""
-    model = models.build_on_meta(config)
-    linear.convert(model, cfg.precision, device=world.device)
+def _build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderConfig) -> Any:
+    """A parallelized decoder with the initial values of seed 0, on any mesh. `scaling` holds its
+    histories.
+    """
+    model: Any = models.build_on_meta(config)
+    plan = linear.convert(model, cfg.precision, device=world.device)
+    model.scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
     distributed.parallelize(model, world, cfg)
     distributed.materialize(model, world, cfg)
     whole, fused = models.build_on_meta(config), distributed.fused_rows(model)
@@ -75,8 +78,13 @@ def _build(world: distributed.World, cfg: FinetuneConfig, config: models.Decoder
     return model
 
 
-def _step(world: distributed.World, model: models.Decoder) -> dict[str, Tensor]:
+def _step(world: distributed.World, model: Any) -> dict[str, Tensor]:
     """Loss, logits and whole gradients of one step's micro-batches, which are cut over the data ranks."""
+    with model.scaling.step():
+        return _gradients_of_a_step(world, model)
+
+
+def _gradients_of_a_step(world: distributed.World, model: models.Decoder) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     size = (NUM_MICRO_BATCHES, ROWS, SEQ_LEN + 1)
     tokens = torch.randint(0, model.config.vocab_size, size, generator=generator)
@@ -144,7 +152,8 @@ def _all_families(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def test_every_family_has_the_loss_logits_and_gradients_of_one_rank(tmp_path: Path) -> None:
-    assert FAMILIES.keys() == models.PRESETS.keys()
+    # llama3_3 has one size, of the architecture of llama3_1.
+    assert FAMILIES.keys() == {name for name, sizes in models.PRESETS.items() if "tiny" in sizes}
     run_ranks(2, _all_families, str(tmp_path))
     paths = sorted(tmp_path.glob("*.safetensors"))
     assert len(paths) == len(FAMILIES) + 3
