@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from lptune.config import UserError, closest
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Of the first GPUs with float8 GEMMs: Ada, then Hopper."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

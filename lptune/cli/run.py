@@ -56,7 +56,7 @@ def run(
         return
     cfg = load_config(cls, config_path, overrides)
     if isinstance(cfg, FinetuneConfig) and recipe_path in catalog.recipes().values():
-        preflight.check(cfg, _num_ranks(nnodes, nproc_per_node))
+        preflight.check(cfg, *_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
         launch.torchrun(
@@ -75,12 +75,12 @@ def _check_count(name: str, value: str | None) -> None:
         raise UserError(f"run: {name}: must be a positive integer, found {value!r}{closest(value, words)}")
 
 
-def _num_ranks(nnodes: str | None, nproc_per_node: str | None) -> int | None:
-    """On all machines; None where it is not a matter of these flags alone."""
+def _ranks(nnodes: str | None, nproc_per_node: str | None) -> tuple[int | None, int | None]:
+    """Machines, and ranks on each; None where it is not a matter of these flags alone."""
     numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
     if any(name.startswith("PET_") for name in os.environ) or not all(map(str.isdigit, numbers)):
-        return None
-    return int(numbers[0]) * int(numbers[1])
+        return None, None
+    return int(numbers[0]), int(numbers[1])
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,14 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
 from lptune.config.checks import check_model_folder
-from lptune.config.errors import DivergedError, UserError, closest, no_8_bit_gemm_error, no_gpu_error
+from lptune.config.errors import (
+    DivergedError,
+    UserError,
+    closest,
+    no_8_bit_gemm_error,
+    no_gpu_error,
+    too_many_ranks_error,
+)
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
@@ -43,6 +50,7 @@ __all__ = [
     "mesh_axes",
     "no_8_bit_gemm_error",
     "no_gpu_error",
+    "too_many_ranks_error",
     "read_text",
     "to_yaml",
 ]

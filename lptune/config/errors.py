@@ -22,6 +22,14 @@ def no_gpu_error(why: str) -> UserError:
     return UserError(f"device: cuda was asked for, but {why}; set device=cpu or auto")
 
 
+def too_many_ranks_error(local_rank: int, num_gpus: int) -> UserError:
+    """A rank without a GPU of its own. local_rank: its number on its machine."""
+    return UserError(
+        f"--nproc-per-node: rank {local_rank} of this machine has no GPU, there are {num_gpus}; start fewer "
+        "ranks or set device=cpu"
+    )
+
+
 def no_8_bit_gemm_error(kind: str, fmt: str, where: str) -> UserError:
     """`precision.kind` on a device that cannot multiply so. fmt: of the operands; where: the device."""
     return UserError(

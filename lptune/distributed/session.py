@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lptune import ranks
-from lptune.config import ParallelConfig, UserError, mesh_axes, no_gpu_error
+from lptune.config import ParallelConfig, UserError, mesh_axes, no_gpu_error, too_many_ranks_error
 from lptune.ranks import preemption
 from lptune.trials import check_trials
 
@@ -165,10 +165,7 @@ def session(
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"--nproc-per-node: rank {local_rank} of this machine has no GPU, there are "
-                f"{torch.cuda.device_count()}; start fewer ranks or set device=cpu"
-            )
+            raise too_many_ranks_error(local_rank, torch.cuda.device_count())
         torch.cuda.set_device(local_rank)
         here = torch.device("cuda", local_rank)
     else:

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from lptune.config import UserError
+from lptune.devices import FLOAT8_CAPABILITY
 from lptune.kernels import cublaslt, native
 from lptune.planned import HOPPER, planned, planned_device_type
 from lptune.trials import tries
@@ -105,7 +106,7 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     if backend == "torch" and operation == "block_gemm":
         return cublaslt.has_vector_scales()
     if operation in _FLOAT8_GEMMS:
-        return capability >= (8, 9)  # Ada and Hopper
+        return capability >= FLOAT8_CAPABILITY
     return backend != "triton" or capability >= (8, 0)
 
 

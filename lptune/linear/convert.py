@@ -133,9 +133,14 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     if spec.scaling == "mx" or requested_backend() == "reference":
         # MX is worth trying before the hardware for it is there; the plan says that it is emulated.
         return spec._replace(emulate=True)
+    raise no_8_bit_gemm_error(spec.kind, spec.fmt, _name(device))
+
+
+def _name(device: torch.device) -> str:
     planned_device = planned()
-    where = f"{device.type} here" if planned_device is None else planned_device.name or device.type
-    raise no_8_bit_gemm_error(spec.kind, spec.fmt, where)
+    if planned_device is not None:
+        return planned_device.name or device.type
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} here"
 
 
 def _small_layers(

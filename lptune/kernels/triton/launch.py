@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from lptune.devices import FLOAT8_CAPABILITY
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
 
 __all__ = ["bucket", "capability", "has_tma", "num_processors", "rounds_float8", "tuned"]
@@ -28,7 +29,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def rounds_float8(device: torch.device) -> bool:
     """Whether the hardware converts float32 to float8: since Ada."""
-    return capability(device) >= (8, 9)
+    return capability(device) >= FLOAT8_CAPABILITY
 
 
 def has_tma(device: torch.device) -> bool:
