@@ -121,8 +121,10 @@ def test_an_8_bit_gather_does_not_change_a_bit(run_recipe: Run, tmp_path: Path, 
         done = run_recipe(*keys, "num_steps=4", f"output_dir={tmp_path / gather}", ranks=ranks)
         executed = re.search(r"^collectives: (.*)$", done.stdout, flags=re.MULTILINE)
         assert executed is not None
-        # On one rank FSDP2 exchanges nothing, and says so.
-        assert ("all_gather uint8" in executed[1]) == (gather == "low" and ranks == 2), executed[1]
+        # On one rank FSDP2 exchanges nothing, and the run claims nothing.
+        exchanged = gather == "low" and ranks == 2
+        assert ("all_gather uint8" in executed[1]) == exchanged, executed[1]
+        assert ("14 weights gathered in 8 bits" in done.stdout) == exchanged, done.stdout
         plan = json.loads((tmp_path / gather / "precision_plan.json").read_text(encoding="utf-8"))
         gathers = {layer["all_gather"] for layer in plan["layers"] if layer["reason"] is None}
         assert gathers == {"int8 rows" if gather == "low" else "high"}
