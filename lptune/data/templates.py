@@ -23,6 +23,7 @@ import jinja2.ext
 
 from lptune.config import UserError
 from lptune.data.errors import RowError
+from lptune.data.messages import REASONING_KEYS
 from lptune.data.sandbox import Sandbox, TooMuchWorkError
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
@@ -32,8 +33,6 @@ MAX_SOURCE_CHARS = 256 * 1024
 """Of a template's own text, ten times the longest in use: compiling it takes time and stack, too."""
 
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning in data; templates get it under the first two."""
 
 
 class Rendered(NamedTuple):
@@ -187,7 +186,7 @@ def _environment(today: Date) -> Sandbox:
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What the template sees: no keys without a value, and reasoning under each name that templates read."""
     kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[key] for key in REASONING if key in kept), None)
+    reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 

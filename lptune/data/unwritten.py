@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lptune.data.errors import RowError
-from lptune.data.templates import REASONING, ChatTemplate
+from lptune.data.messages import REASONING_KEYS
+from lptune.data.templates import ChatTemplate
 
 Message = Mapping[str, Any]
 
@@ -82,7 +83,7 @@ def _parts(message: Message) -> Iterator[tuple[str, str, Any]]:
         yield _KINDS.get(str(role), "texts of assistant messages"), "content", _PROBE
     if role != "assistant":
         return
-    key = next((key for key in REASONING if message.get(key) is not None), None)
+    key = next((key for key in REASONING_KEYS if message.get(key) is not None), None)
     if key is not None and isinstance(message[key], str) and message[key].strip():
         yield "reasoning texts", key, _PROBE
     if message.get("tool_calls"):
