@@ -56,6 +56,8 @@ def imports(file: str) -> Iterator[tuple[str, int]]:
 
 
 def part(file: str) -> str:
+    if file == "lptune/__main__.py":
+        return "cli"
     return file.split("/")[1] if file.count("/") > 1 else ""
 
 

@@ -166,7 +166,7 @@ def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: li
 
 
 def test_a_closed_pipe_is_no_traceback(lptune: Lptune, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m lptune.cli.main cat full_finetune | head -1"
+    command = f"{sys.executable} -m lptune cat full_finetune | head -1"
     done = subprocess.run(
         command, shell=True, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
     )
