@@ -15,7 +15,15 @@ from tests.cli.conftest import Finished, clean_environment
 
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["lptune.cli.main", "lptune.checkpoint", "lptune.data", "lptune.models.decoder", "lptune.training"]
+    [
+        "lptune.cli.main",
+        "lptune.checkpoint",
+        "lptune.data",
+        "lptune.distributed",
+        "lptune.linear",
+        "lptune.models.decoder",
+        "lptune.training",
+    ]
 )
 
 
