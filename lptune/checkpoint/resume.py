@@ -15,7 +15,7 @@ from lptune.linear import Plan
 
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
-    "data": " (a digest of the training rows: the source or a key of data.* has changed)",
+    "data": " (a digest of the training rows: a source, its weight or a key of data.* has changed)",
     "config.json": " (a digest of that file in model.path)",
     "tokenizer.json": " (a digest of that file in model.path)",
 }

@@ -1,6 +1,7 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
 from lptune.config.checks import check_model_folder
+from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import DivergedError, UserError, closest, no_8_bit_gemm_error, no_gpu_error
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
@@ -16,11 +17,13 @@ from lptune.config.schema import (
     ParallelConfig,
     ScheduleConfig,
 )
+from lptune.config.sources import SourceConfig, entries, source_names
 from lptune.config.text import MEBI, read_text
 
 __all__ = [
     "MEBI",
     "PRECISION_KINDS",
+    "SUFFIXES",
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",
@@ -32,17 +35,23 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ScheduleConfig",
+    "SourceConfig",
     "UserError",
     "as_written",
     "check_batches",
     "check_model_folder",
+    "check_sources",
     "closest",
+    "data_files",
     "default",
+    "entries",
     "key_paths",
+    "left_out",
     "load_config",
     "mesh_axes",
     "no_8_bit_gemm_error",
     "no_gpu_error",
     "read_text",
+    "source_names",
     "to_yaml",
 ]

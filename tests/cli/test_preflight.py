@@ -40,3 +40,18 @@ def test_a_gpu_that_is_not_there_is_refused_as_by_the_session(tmp_path: Path) ->
         pass
     found = "this machine has no GPU", "torch sees no CUDA device"
     assert str(early.value).replace(found[0], found[1]) == str(late.value)
+
+
+@pytest.mark.parametrize("key", ["data.source", "data.eval_source"])
+def test_every_source_of_a_list_must_be_there(tmp_path: Path, key: str) -> None:
+    (tmp_path / "shards").mkdir()
+    listed = f"[builtin, owner/set, {{source: {tmp_path}/shards, format: text}}, '{tmp_path}/*.csv']"
+    cfg = _config(tmp_path, "device=cpu", f"{key}={listed}")
+    for name, missing in (
+        ("shards/a.jsonl", "shards: is a folder without"),
+        ("b.csv", r"\*.csv: there is no"),
+    ):
+        with pytest.raises(UserError, match=rf"{missing}.* {key}"):
+            preflight.check(cfg, 1)
+        (tmp_path / name).write_text("")
+    preflight.check(cfg, 1)
