@@ -55,8 +55,7 @@ def main(cfg: FinetuneConfig) -> None:
         facts = checkpoint.run_facts(
             cfg, plan, saved, num_steps, train.digest, started_on, tokenizer.chat_template
         )
-        if saved is not None:
-            checkpoint.check_fingerprint(saved, facts)
+        checkpoint.check_fingerprint(saved, facts, world)
         if saved is not None and step >= num_steps:
             checkpoint.check_unchanged(saved, facts, world.print)
             if not cfg.export.enabled or run.is_exported(step, cfg.export):

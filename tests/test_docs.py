@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lptune.cli import catalog
-from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
-from lptune.data import formats, sources
+from lptune.config import PRECISION_KINDS, SUFFIXES, FinetuneConfig, key_paths
+from lptune.data import formats
 from lptune.models.attention import BACKENDS
 from lptune.models.families import FAMILIES
 from lptune.models.presets import PRESETS
@@ -49,7 +49,7 @@ def test_the_table_of_column_names_is_that_of_the_code() -> None:
 
 def test_every_kind_of_file_is_in_the_table_of_sources() -> None:
     named = [name for row in table("data.md", "`data.source`") for name in quoted(row[0])]
-    assert {Path(name).suffix for name in named if not name.isupper()} - {""} >= set(sources.SUFFIXES)
+    assert {Path(name).suffix for name in named if not name.isupper()} - {""} >= set(SUFFIXES)
 
 
 def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> None:

@@ -15,7 +15,7 @@ import lptune
 from lptune.checkpoint.files import read_json, sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import FinetuneConfig, UserError, source_names
 
 Facts = Mapping[str, Any]
 """What state.json says beside the step."""
@@ -28,7 +28,7 @@ class About:
     model: str
     """Absolute path of the imported folder."""
     data: str
-    """Name of the training data's source."""
+    """Names of the training data's sources."""
     precision: str
     """`precision.kind` of its last steps; of all of them: card.py."""
     chat_template: str | None
@@ -45,7 +45,7 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
     """The block `about` of state.json. chat_template: the tokenizer's, as the run sees it."""
     about = About(
         model=str(Path(cfg.model.path).expanduser().absolute()),
-        data=Path(cfg.data.source).name,
+        data=source_names(cfg.data.sources),
         precision=cfg.precision.kind,
         chat_template=chat_template if cfg.data.chat_template else None,
         dtype=cfg.export.dtype,

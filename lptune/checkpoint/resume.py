@@ -1,10 +1,13 @@
 """Resuming: which checkpoint a run goes on from, and whether it may."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.card import run_parts
@@ -15,7 +18,7 @@ from lptune.linear import Plan
 
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
-    "data": " (a digest of the training rows: the source or a key of data.* has changed)",
+    "data": " (a digest of the training rows, which data.* decides and the files that it names)",
     "config.json": " (a digest of that file in model.path)",
     "tokenizer.json": " (a digest of that file in model.path)",
 }
@@ -156,14 +159,32 @@ def started_on(manifest: Manifest | None) -> date:
         raise UserError(f"{path}: started_on: expected a date, found {day!r:.60}") from None
 
 
-def check_fingerprint(manifest: Manifest, facts: Facts) -> None:
-    """Refuses to resume a run whose data, model or seed differ, naming both values."""
-    saved = read_fingerprint(manifest)
-    for key, value in facts["fingerprint"].items():
-        if saved.get(key) != value:
+def check_fingerprint(manifest: Manifest | None, facts: Facts, world: World) -> None:
+    """Refuses a run whose ranks have different data, models or seeds, and one that continues `manifest` with
+    others, naming both values. A collective.
+    """
+    fingerprint = facts["fingerprint"]
+    _check_same_on_all_ranks(fingerprint, world)
+    saved = fingerprint if manifest is None else read_fingerprint(manifest)
+    for key, value in fingerprint.items():
+        if manifest is not None and saved.get(key) != value:
             raise UserError(
                 f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
                 f"{_MEANING.get(key, '')}; restore it, or start anew in another output_dir"
+            )
+
+
+def _check_same_on_all_ranks(fingerprint: Facts, world: World) -> None:
+    """Each machine reads its own files, and each has its own command."""
+    hashes = [hashlib.sha256(repr(value).encode()).digest() for value in fingerprint.values()]
+    numbers = torch.tensor([int.from_bytes(digest[:7], "little") for digest in hashes], device=world.device)
+    extremes = torch.stack([numbers, -numbers])
+    world.max_(extremes)
+    for key, largest, smallest in zip(fingerprint, *extremes.tolist(), strict=True):
+        if largest != -smallest:
+            raise UserError(
+                f"{key}: is not the same on all ranks{_MEANING.get(key, '')}; give all machines the same "
+                "files and the same command"
             )
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from lptune.config import (
     FinetuneConfig,
-    UserError,
     check_batches,
     check_model_folder,
-    closest,
+    check_sources,
     mesh_axes,
     no_8_bit_gemm_error,
     no_gpu_error,
@@ -22,7 +21,6 @@ from lptune.config import (
 )
 from lptune.devices import FLOAT8_CAPABILITY, known_device
 
-_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
@@ -39,21 +37,8 @@ def check(cfg: FinetuneConfig, num_machines: int | None, num_local_ranks: int | 
     _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # what cannot be looked at, the library says
         check_model_folder(Path(cfg.model.path).expanduser())
-        _check_files(cfg)
-
-
-def _check_files(cfg: FinetuneConfig) -> None:
-    for key, source in (("data.source", cfg.data.source), ("data.eval_source", cfg.data.eval_source)):
-        one_file = isinstance(source, str) and is_file_name(source) and not set("*?[") & set(source)
-        path = Path(str(source)).expanduser() if one_file else None
-        if path is not None and not path.exists() and not path.is_symlink() and path.parent.is_dir():
-            hint = closest(path.name, [entry.name for entry in path.parent.iterdir()])
-            raise UserError(f"{source}: no such file{hint}; set {key} to a file, a hub id or builtin")
-
-
-def is_file_name(source: str) -> bool:
-    """Whether a `data.source` means a file: a hub id and `builtin` do not."""
-    return source.endswith(_DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~"))
+        check_sources("data.source", cfg.data.sources)
+        check_sources("data.eval_source", cfg.data.eval_sources)
 
 
 def _check_device(cfg: FinetuneConfig, num_local_ranks: int) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from lptune.cli import catalog, preflight, recipe
-from lptune.config import UserError, key_paths, load_config
+from lptune.cli import catalog, recipe
+from lptune.config import UserError, data_files, entries, key_paths, load_config
 
 
 @click.command()
@@ -40,17 +40,25 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
     cfg = load_config(cls, path, overrides)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
     for key in key_paths(cls):
-        value = _value(cfg, key)
-        if isinstance(value, str) and _is_path(key, value) and not Path(value).expanduser().exists():
-            click.echo(f"note: {key}: {value} does not exist here yet")
+        for name in _missing(key, _value(cfg, key)):
+            click.echo(f"note: {key}: {name} does not exist here yet")
 
 
-def _is_path(key: str, value: str) -> bool:
-    """Does the value of `key` name a file or folder that a run will read? A hub id and `builtin` do not."""
+def _missing(key: str, value: Any) -> list[str]:
+    """What the value of `key` names of files and folders that a run will read, and that are not here."""
     leaf = key.rpartition(".")[2]
-    if leaf.endswith("source"):
-        return preflight.is_file_name(value)
-    return leaf == "path" or (leaf == "resume" and value not in ("auto", "none"))
+    if leaf.endswith("source") and isinstance(value, str | tuple):  # a hub id and `builtin` are no files
+        return [entry.source for entry in entries(value) if not _is_here(entry.source)]
+    is_path = leaf == "path" or (leaf == "resume" and value not in ("auto", "none"))
+    return [value] if is_path and isinstance(value, str) and not Path(value).expanduser().exists() else []
+
+
+def _is_here(source: str) -> bool:
+    try:
+        data_files(source)
+    except UserError:
+        return Path(source).expanduser().exists()
+    return True
 
 
 def _value(cfg: Any, key: str) -> Any:

@@ -1,6 +1,7 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
 from lptune.config.checks import check_model_folder
+from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
     DivergedError,
     UserError,
@@ -23,11 +24,13 @@ from lptune.config.schema import (
     ParallelConfig,
     ScheduleConfig,
 )
+from lptune.config.sources import SourceConfig, entries, source_names
 from lptune.config.text import MEBI, read_text
 
 __all__ = [
     "MEBI",
     "PRECISION_KINDS",
+    "SUFFIXES",
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",
@@ -39,18 +42,24 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ScheduleConfig",
+    "SourceConfig",
     "UserError",
     "as_written",
     "check_batches",
     "check_model_folder",
+    "check_sources",
     "closest",
+    "data_files",
     "default",
+    "entries",
     "key_paths",
+    "left_out",
     "load_config",
     "mesh_axes",
     "no_8_bit_gemm_error",
     "no_gpu_error",
     "too_many_ranks_error",
     "read_text",
+    "source_names",
     "to_yaml",
 ]

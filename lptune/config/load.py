@@ -115,19 +115,27 @@ def default(cls: type, key: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, (list, tuple)):
+        return value
+    # An entry of a list shows what is set in it: None is the default of its keys.
+    entries = [
+        {key: leaf for key, leaf in item.items() if leaf is not None} if isinstance(item, dict) else item
+        for item in value
+    ]
+    return [_plain(item) for item in entries]
 
 
-def _interpolations(cls: type, values: DictConfig) -> dict[str, str]:
+def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
+    """The `${…}` as written, of a list all of it; nothing where the environment takes no part."""
     raw = OmegaConf.to_container(values, resolve=False)
     if "oc.env" not in str(raw):
         return {}
-    found = {}
+    found: dict[str, Any] = {}
     for key in key_paths(cls):
         value: Any = raw
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, str) and "${" in value:
+        if not isinstance(value, dict) and "${" in str(value):
             found[key] = value
     return found
 
@@ -174,7 +182,7 @@ def _parse_override(cls: type, override: str) -> DictConfig:
             names = [name.strip(" '\"") for name in text.removeprefix("[").removesuffix("]").split(",")]
             values = OmegaConf.create()
             OmegaConf.update(values, key, [name for name in names if name])
-        elif _is_text(hint) and not text.startswith(("'", '"')) and text not in ("null", "~"):
+        elif _is_text(hint) and not _is_yaml(hint, text):
             # A template or a path is taken as it stands: `{% for … %}` and `Q: {question}` are no YAML.
             values = OmegaConf.create()
             OmegaConf.update(values, key, text)
@@ -217,6 +225,18 @@ def _hint(cls: type, key: str) -> Any:
 
 def _is_text(hint: Any) -> bool:
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
+
+
+def _is_yaml(hint: Any, text: str) -> bool:
+    """Whether an argument of a key that takes text is something else: quoted, nothing, or a list."""
+    is_list = text.startswith("[") and text.endswith("]") and _list_of(hint) is not None
+    return is_list or text.startswith(("'", '"')) or text in ("null", "~")
+
+
+def _list_of(hint: Any) -> Any:
+    """What the items of a list are that the annotation allows beside other values; None: it allows none."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
+    return next((typing.get_args(one)[0] for one in options if typing.get_origin(one) is tuple), None)
 
 
 def _check_keys(cls: type, values: DictConfig, where: str) -> None:
@@ -277,14 +297,35 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
     if hint is str:
         value = SWITCHES.get(name, {}).get(str(value).lower(), value)
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
-    base = typing.get_args(hint)[0] if optional else hint
+    base = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
     if value is None and optional:
         return None
+    item_hint = _list_of(hint)
+    if item_hint is not None and isinstance(value, list):
+        return tuple(_entry(f"{name}[{i}]", item_hint, item) for i, item in enumerate(value))
     try:
         return _parse(base, value)
     except (ValueError, OverflowError):
         found = "nothing" if value is None else repr(value)
-        raise UserError(f"{name}: must be {_ARTICLES[base]}, found {_short(found, quote=False)}") from None
+        what = _ARTICLES[base] + (" or a list" if item_hint is not None else "")
+        raise UserError(f"{name}: must be {what}, found {_short(found, quote=False)}") from None
+
+
+def _entry(name: str, hint: Any, value: Any) -> Any:
+    """An item of a list: text, or a mapping with the keys of the dataclass that the annotation allows."""
+    cls = next((option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)), None)
+    if cls is None or not isinstance(value, dict):
+        return _convert(name, str, value)
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
+    for key in map(str, value):
+        if key not in known:
+            hint = closest(key, known) or f"; known: {', '.join(known)}"
+            raise UserError(f"{name}: unknown key {key!r}{hint}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in value:
+            raise UserError(f"{name}: needs the key {field.name!r}, found {_short(repr(value), quote=False)}")
+    return _build(typing.cast(type, cls), value, f"{name}.")
 
 
 def _parse(base: type, value: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
+from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class ModelConfig:
 class DataConfig:
     """Rows to train on: where they are, how they are read, how they become fixed-length token rows."""
 
-    source: str
-    """A .json, .jsonl, .csv, .txt or .parquet file, a hub dataset id, or `builtin`."""
+    source: str | tuple[str | SourceConfig, ...]
+    """A .json, .jsonl, .csv, .txt or .parquet file, a folder of such files, a glob, a hub dataset id, or
+    `builtin`; or a list of these, in which `{source: …, weight: 2}` gives a source its weight in an epoch and
+    keys of its own (split, format, …_column, prompt_template, system_prompt)."""
     split: str = "train"
     """Split of a hub dataset."""
     format: str = "auto"
@@ -64,11 +67,11 @@ class DataConfig:
     on_bad_row: str = "error"
     """error | skip (and count) a row that cannot be read."""
     max_rows: int | None = None
-    """Read at most so many source rows."""
+    """Read at most so many rows of each source."""
     eval_fraction: float = 0.0
-    """Share of the documents held out; a prompt never stands on both sides."""
-    eval_source: str | None = None
-    """A source to evaluate on instead of a held-out share."""
+    """Share of the documents held out, before weights; a prompt never stands on both sides."""
+    eval_source: str | tuple[str | SourceConfig, ...] | None = None
+    """Sources to evaluate on instead of a held-out share, each once."""
     eval_split: str | None = None
     """Split of eval_source when that is a hub dataset; `split` when not given."""
     cache: str = "auto"
@@ -76,11 +79,11 @@ class DataConfig:
     $XDG_CACHE_HOME (~/.cache). `none`: each rank tokenizes for itself, in memory."""
 
     def __post_init__(self) -> None:
-        check_path("data.source", self.source)
+        check_source("data.source", self.source)
         if self.eval_source is not None:
-            check_path("data.eval_source", self.eval_source)
+            check_source("data.eval_source", self.eval_source)
         check_path("data.cache", self.cache)
-        one_of("data.format", self.format, ("auto", "pairs", "chat", "text"))
+        one_of("data.format", self.format, FORMATS)
         one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
         at_least("data.seq_len", self.seq_len, 2)
         if self.max_rows is not None:
@@ -94,6 +97,16 @@ class DataConfig:
                 "data.eval_fraction and data.eval_source exclude each other; set one of them "
                 "(data.eval_fraction=0 switches the first off)"
             )
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """`source` as a list."""
+        return entries(self.source)
+
+    @property
+    def eval_sources(self) -> tuple[SourceConfig, ...]:
+        """`eval_source` as a list, empty where it is not set."""
+        return entries(self.eval_source)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ entry of another version of lptune is never taken for its own.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from datetime import date, time
 from decimal import Decimal
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import jinja2
 import tokenizers
 
-from lptune.config import DataConfig
+from lptune.config import DataConfig, data_files
 from lptune.data.cache import FORMAT
 from lptune.data.errors import BadRows
 from lptune.data.sources import read_rows
@@ -35,31 +36,36 @@ class Content(NamedTuple):
     """What a source holds."""
 
     digest: str
-    stat: tuple[int, ...]
-    """Of its file, to notice that it was changed meanwhile; empty where there is none."""
+    stat: tuple[tuple[int, int, int], ...]
+    """Of its files, to notice that one was changed meanwhile; empty where there are none."""
 
 
-def content_of(source: str, split: str, cfg: DataConfig) -> Content | None:
-    """The content of a source: of a file its bytes, else and with `max_rows` its rows.
+def content_of(source: str, cfg: DataConfig) -> Content | None:
+    """The content of a source: of files their bytes and names, else and with `max_rows` its rows.
+
+    cfg: the config of this source alone.
 
     None of what is not worth an entry: `builtin`, a source below MIN_BYTES, a file that cannot be opened,
     rows with values such as images that neither JSON nor `_encoded` writes down.
     """
     if source == "builtin":
         return None
-    stat = file_stat(source)
-    if stat and stat[1] < MIN_BYTES:
+    files = data_files(source)
+    stat = files_stat(files)
+    if files is not None and sum(size for _, size, _ in stat) < MIN_BYTES:
         return None
-    path = Path(source).expanduser()
     sha = hashlib.sha256()
-    if path.is_file() and cfg.max_rows is None:
+    if files is not None and cfg.max_rows is None:
         try:
-            with path.open("rb") as file:
-                return Content(hashlib.file_digest(file, "sha256").hexdigest(), stat)
+            for path in files:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    sha.update(f"{digest} {path}\0".encode(errors="surrogateescape"))
         except OSError:
             return None
+        return Content(sha.hexdigest(), stat)
     num_bytes = 0
-    for row in read_rows(source, BadRows(cfg.on_bad_row), split=split, max_rows=cfg.max_rows):
+    for row in read_rows(source, BadRows(cfg.on_bad_row), split=cfg.split, max_rows=cfg.max_rows):
         try:
             data = json.dumps([row.place, row.values], default=_encoded).encode() + b"\0"
         except (TypeError, ValueError, RecursionError):
@@ -84,26 +90,22 @@ def _encoded(value: Any) -> dict[str, str]:
     return {f"\0{type(value).__name__}": text}
 
 
-def file_stat(source: str) -> tuple[int, ...]:
-    """Inode, size and time of change of a file; nothing where there is none."""
-    path = Path(source).expanduser()
-    if not path.is_file():
-        return ()
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]:
+    """Inode, size and time of change of each file of a source; nothing where it has none."""
+    stats = [path.stat() for path in files or []]
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-def cache_key(content: Content, source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer) -> str:
-    """32 hexadecimal digits."""
+def cache_key(content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool) -> str:
+    """32 hexadecimal digits. cfg: the config of this source alone."""
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
     parts = {
         "format": FORMAT,
         "code": _code(),
         "versions": [tokenizers.__version__, jinja2.__version__],
         "content": content.digest,
-        # The report and the places of bad rows name the source.
-        "settings": settings | {"source": source, "split": split},
-        "is_training": source == cfg.source,  # what an evaluation source may lack
+        "settings": settings,  # with the source's name: the report and the places of bad rows say it
+        "is_training": is_training,  # what an evaluation source may lack
         "tokenizer": _tokenizer(tokenizer),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

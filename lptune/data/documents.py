@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import Format
+from lptune.data.joined import Joined
 from lptune.data.layout import Layout, Written
 from lptune.data.sources import Row
 from lptune.data.tokenizer import Tokenizer
@@ -41,8 +42,9 @@ _UNKNOWN: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 class Documents:
     """Tokenized documents of at most seq_len tokens each, with at least one target each."""
 
-    tokens_T: npt.NDArray[np.int32]
-    is_target_T: npt.NDArray[np.bool_]
+    tokens_T: npt.NDArray[np.int32] | Joined
+    """Of several sources: their arrays, joined."""
+    is_target_T: npt.NDArray[np.bool_] | Joined
     """Never set at a document's first token: nothing precedes it to predict it from."""
     offsets_N1: npt.NDArray[np.int64]
     """Document i is tokens_T[offsets_N1[i]:offsets_N1[i + 1]]."""
@@ -63,6 +65,7 @@ class Documents:
         if self.num_targets_N is _UNKNOWN:
             counts = np.zeros(0, dtype=np.int64)
             if len(self.starts_N):
+                assert isinstance(self.is_target_T, np.ndarray)  # of several sources the counts are given
                 counts = np.add.reduceat(self.is_target_T, self.starts_N, dtype=np.int64)
             object.__setattr__(self, "num_targets_N", counts)
 
@@ -87,14 +90,17 @@ class Documents:
         """
         return Documents(
             tokens_T=self.tokens_T, is_target_T=self.is_target_T,
-            offsets_N1=_offsets(self.lengths[numbers]), starts_N=self.starts_N[numbers],
+            offsets_N1=offsets_of(self.lengths[numbers]), starts_N=self.starts_N[numbers],
             answers_N2=self.answers_N2[numbers], prompt_keys_N=self.prompt_keys_N[numbers],
             num_targets_N=self.num_targets_N[numbers],
         )  # fmt: skip
 
-    def end_to_end(self, array_T: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    def end_to_end(self, array_T: npt.NDArray[Any] | Joined) -> Iterator[npt.NDArray[Any]]:
         """`array_T` (tokens_T or is_target_T) of these documents one after the other, in pieces."""
-        if self.starts_N.base is self.offsets_N1 or np.array_equal(self.starts_N, self.offsets_N1[:-1]):
+        in_order = self.starts_N.base is self.offsets_N1 or np.array_equal(
+            self.starts_N, self.offsets_N1[:-1]
+        )
+        if in_order and isinstance(array_T, np.ndarray):
             yield array_T[: self.offsets_N1[-1]]
             return
         ends = np.arange(PIECE_TOKENS, int(self.offsets_N1[-1]) + PIECE_TOKENS, PIECE_TOKENS)
@@ -105,7 +111,8 @@ class Documents:
             yield array_T[shifts + np.arange(offsets[0], offsets[-1])]
 
 
-def _offsets(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def offsets_of(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where documents of these lengths begin that stand end to end, and where the last one ends."""
     offsets_N1: npt.NDArray[np.int64] = np.r_[0, np.cumsum(lengths_N)].astype(np.int64)
     return offsets_N1
 
@@ -115,7 +122,9 @@ def concatenated(parts: Sequence[Documents]) -> Documents:
     return Documents(
         tokens_T=np.concatenate([np.zeros(0, dtype=np.int32), *(part.tokens_T for part in parts)]),
         is_target_T=np.concatenate([np.zeros(0, dtype=np.bool_), *(part.is_target_T for part in parts)]),
-        offsets_N1=_offsets(np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])),
+        offsets_N1=offsets_of(
+            np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])
+        ),
         answers_N2=np.concatenate([np.zeros((0, 2), dtype=np.int32), *(part.answers_N2 for part in parts)]),
         prompt_keys_N=np.concatenate([np.zeros(0, dtype=np.uint64), *(part.prompt_keys_N for part in parts)]),
     )
@@ -287,7 +296,7 @@ class _Builder:
         documents = Documents(
             tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
             is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
-            offsets_N1=_offsets(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
+            offsets_N1=offsets_of(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
             answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
             prompt_keys_N=np.array(self._keys, dtype=np.uint64),
         )

@@ -42,6 +42,7 @@ class Layout:
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, fmt: Format) -> None:
         self.tokenizer = tokenizer
+        self.source = cfg.source
         self.system_prompt = cfg.system_prompt
         self.train_on_prompt = cfg.train_on_prompt
         self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
@@ -61,7 +62,7 @@ class Layout:
             )
         if cfg.system_prompt is not None and (self.finder is None or self.is_text):
             why = (
-                "raw text has none"
+                f"{cfg.source} is raw text, which has none"
                 if self.is_text
                 else f"{tokenizer.folder} has none; set data.chat_template"
             )
@@ -155,7 +156,8 @@ class Layout:
         """UserError for a `data.system_prompt` that no conversation shows. Evaluation may have its own."""
         if is_training and self.system_prompt is not None and not self.num_system_prompts:
             raise UserError(
-                "data.system_prompt: every row has a system message of its own; drop data.system_prompt"
+                f"data.system_prompt: every row of {self.source} has a system message of its own; drop "
+                "data.system_prompt"
             )
         if self.num_system_prompts and self.num_unwritten_system_prompts == self.num_system_prompts:
             raise UserError(

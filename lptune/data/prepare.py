@@ -1,23 +1,26 @@
-"""From `data.source` to rows: read, recognise, write down, tokenize, hold out, pack; and say what was
+"""From `data.source` to rows: read, recognise, write down, tokenize, hold out, weigh, pack; and say what was
 done.
 """
 
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import DataConfig, UserError
+from lptune.config import DataConfig, SourceConfig, UserError, check_sources, data_files, left_out
 from lptune.data.cache import Facts, cached, in_memory
-from lptune.data.cache_key import Content, cache_key, content_of, file_stat
+from lptune.data.cache_key import Content, cache_key, content_of, files_stat
 from lptune.data.columns import Unused
 from lptune.data.detect import detect_format
 from lptune.data.documents import Counts, Documents, tokenize
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
+from lptune.data.mixture import joined, weighted
 from lptune.data.order import shuffled
 from lptune.data.packing import one_document_per_row, pack
 from lptune.data.rows import Rows
@@ -25,6 +28,8 @@ from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
+_OF_AN_ENTRY = re.compile(r"data\.(format|\w+_column|prompt_template|system_prompt):")
+"""Errors of keys that a source of a list may have for itself."""
 
 
 class Prepared(NamedTuple):
@@ -46,31 +51,37 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     """Rows for training and, where the config asks for it, for evaluation. A function of its arguments and
     the files; what was tokenized is kept in the folder `cfg.cache` names, and read from there.
 
+    Documents are held out before weights apply: evaluation sees each once, and none of its copies is trained
+    on.
     vocab_size: of the model; a token beyond it is a UserError. `cfg.chat_template` is applied here too.
     """
     if cfg.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(cfg.chat_template)
-    source = _read(cfg.source, cfg.split, cfg, tokenizer, vocab_size)
-    report = source.report
-    train, evaluation = source.documents, None
+    check_sources("data.source", cfg.sources)
+    check_sources("data.eval_source", cfg.eval_sources)
+    read = partial(_read_all, cfg, tokenizer, vocab_size)
+    sources = read("data.source", cfg.sources, cfg.split)
+    report = [line for source in sources for line in source.report]
+    documents, evaluation = joined([source.documents for source in sources]), None
+    numbers = _numbers(sources)
     if cfg.eval_fraction:
-        train, evaluation = _hold_out(cfg, train, source.is_text, seed)
-    elif cfg.eval_source is not None:
-        try:
-            evaluated = _read(cfg.eval_source, cfg.eval_split or cfg.split, cfg, tokenizer, vocab_size)
-        except UserError as error:  # the reader names the key that it usually reads
-            raise UserError(str(error).replace("data.source", "data.eval_source")) from None
-        evaluation = evaluated.documents
-        report += evaluated.report
-        shared = np.isin(evaluation.prompt_keys_N, train.prompt_keys_N).sum()
+        held_out_N = _hold_out(cfg, sources, seed)
+        evaluation = documents.select(np.flatnonzero(held_out_N))
+        numbers = [numbers_N[~held_out_N[numbers_N]] for numbers_N in numbers]
+    elif cfg.eval_sources:
+        evaluated = read("data.eval_source", cfg.eval_sources, cfg.eval_split or cfg.split)
+        evaluation = joined([source.documents for source in evaluated])
+        report += [line for source in evaluated for line in source.report]
+        shared = np.isin(evaluation.prompt_keys_N, documents.prompt_keys_N).sum()
         if shared:
             report.append(
-                f"note: {shared:,} of {evaluation.num_documents:,} documents of {cfg.eval_source} have a "
-                f"prompt of {cfg.source}"
+                f"note: {shared:,} of {evaluation.num_documents:,} documents of {_names(cfg.eval_sources)} "
+                f"have a prompt of {_names(cfg.sources)}"
             )
+    train, shares = _weigh(cfg, documents, numbers, seed)
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
     train_rows = _pack(cfg, train, seed, pad_id)
-    report.append(_describe("training", train_rows))
+    report += [*shares, _describe("training", train_rows)]
     if evaluation is None:
         return Prepared(train_rows, None, report)
     evaluation_rows = _pack(cfg, evaluation, seed, pad_id)
@@ -78,29 +89,102 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     return Prepared(train_rows, evaluation_rows, report)
 
 
-def _read(source: str, split: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> _Source:
-    make = partial(_make, source, split, cfg, tokenizer)
-    content = None if cfg.cache == "none" else content_of(source, split, cfg)
+def _names(sources: Sequence[SourceConfig]) -> str:
+    return ", ".join(entry.source for entry in sources)
+
+
+def _numbers(sources: Sequence[_Source]) -> list[npt.NDArray[np.int64]]:
+    """The numbers that the documents of each source have among all."""
+    bounds = np.cumsum([0, *(source.documents.num_documents for source in sources)])
+    return [np.arange(first, stop) for first, stop in itertools.pairwise(bounds.tolist())]
+
+
+def _weigh(
+    cfg: DataConfig, documents: Documents, numbers: list[npt.NDArray[np.int64]], seed: int
+) -> tuple[Documents, list[str]]:
+    """What is trained on: of `documents` the `numbers` of each source, as often as its weight says; and lines
+    for the report on the share of each.
+    """
+    entries = cfg.sources
+    chosen = [
+        numbers_N if entry.weight == 1 else weighted(numbers_N, entry.weight, seed, i)
+        for i, (entry, numbers_N) in enumerate(zip(entries, numbers, strict=True))
+    ]
+    for i, (entry, before_N, after_N) in enumerate(zip(entries, numbers, chosen, strict=True)):
+        if len(before_N) and not len(after_N):
+            raise UserError(
+                f"data.source[{i}].weight: {entry.weight:g} of the {len(before_N):,} documents of "
+                f"{entry.source} is none; raise it, or leave the source out"
+            )
+    if len(entries) == 1 and len(chosen[0]) == documents.num_documents and entries[0].weight == 1:
+        return documents, []
+    train = documents.select(np.concatenate(chosen))
+    if len(entries) == 1 and entries[0].weight == 1:
+        return train, []
+    num_tokens = [int(documents.lengths[numbers_N].sum()) for numbers_N in chosen]
+    return train, [
+        f"mixture: {len(numbers_N):,} documents, {count:,} tokens ({count / sum(num_tokens):.1%}) of "
+        f"{entry.source}, weight {entry.weight:g}"
+        for entry, numbers_N, count in zip(entries, chosen, num_tokens, strict=True)
+    ]
+
+
+def _read_all(
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    key: str,
+    entries: Sequence[SourceConfig],
+    split: str,
+) -> list[_Source]:
+    """The sources of `key`; split: that of an entry which names none."""
+    sources = []
+    for entry in entries:
+        keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None, "split": split}
+        keys |= {name: value for name, value in asdict(entry).items() if value is not None}
+        del keys["weight"]
+        try:
+            sources.append(
+                _read(replace(cfg, **keys), entry, tokenizer, vocab_size, is_training=key == "data.source")
+            )
+        except UserError as error:
+            message = str(error).replace("data.source", key)  # the reader names the key that it usually reads
+            if len(entries) > 1 and _OF_AN_ENTRY.match(message):
+                message += f" (or set it in those entries of {key} that need it)"
+            raise UserError(message) from None
+    return sources
+
+
+def _read(
+    cfg: DataConfig, entry: SourceConfig, tokenizer: Tokenizer, vocab_size: int, *, is_training: bool
+) -> _Source:
+    """One source. cfg: its own config."""
+    make = partial(_make, entry.source, cfg, tokenizer, is_training)
+    content = None if cfg.cache == "none" else content_of(entry.source, cfg)
     if content is None:
         found = in_memory(partial(make, None))
     else:
-        found = cached(cfg.cache, cache_key(content, source, split, cfg, tokenizer), partial(make, content))
+        key = cache_key(content, cfg, tokenizer, is_training=is_training)
+        found = cached(cfg.cache, key, partial(make, content))
     _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
-    notes = [f"note: {note}" for note in found.notes]
-    return _Source(found.documents, found.facts["is_text"], [*found.facts["report"], *notes])
+    notes = found.notes
+    if others := left_out(entry.source):
+        notes = [f"not read in {entry.source}: {', '.join(others[:5])}{', …' * (len(others) > 5)}", *notes]
+    report = [*found.facts["report"], *(f"note: {note}" for note in notes)]
+    return _Source(found.documents, found.facts["is_text"], report)
 
 
 def _make(
     source: str,
-    split: str,
     cfg: DataConfig,
     tokenizer: Tokenizer,
+    is_training: bool,
     content: Content | None,
     add: Callable[[Documents], None],
 ) -> Facts:
     """Reads and tokenizes `source`, and hands its documents to `add`."""
     bad = BadRows(cfg.on_bad_row)
-    rows = read_rows(source, bad, split=split, max_rows=cfg.max_rows)
+    rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = detect_format(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
@@ -111,9 +195,11 @@ def _make(
         seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
     ):  # fmt: skip
         num_documents += part.num_documents
+        assert isinstance(part.tokens_T, np.ndarray)
         largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
         add(part)
-    if content is not None and content.stat != file_stat(source):
+    files = data_files(source)
+    if content is not None and content.stat != files_stat(files):
         raise UserError(f"{source}: was changed while it was read; run again")
     if not num_documents:
         if bad.count:
@@ -123,8 +209,9 @@ def _make(
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
-    layout.check(is_training=source == cfg.source)
-    lines = [f"{source}: {unused.num_rows:,} rows as {fmt.describe()}, {layout.describe()}"]
+    layout.check(is_training)
+    of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
+    lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
     lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
@@ -169,25 +256,30 @@ def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> No
         )
 
 
-def _hold_out(cfg: DataConfig, documents: Documents, is_text: bool, seed: int) -> tuple[Documents, Documents]:
-    """Documents with equal prompts stay on one side. Which side a prompt falls on depends on the seed and the
-    prompt alone.
+def _hold_out(cfg: DataConfig, sources: Sequence[_Source], seed: int) -> npt.NDArray[np.bool_]:
+    """True where a document is held out. Documents with equal prompts stay on one side, whichever sources
+    they come from. Which side a prompt falls on depends on the seed and the prompt alone.
     """
-    keys_N = documents.prompt_keys_N
-    if is_text and len(np.unique(keys_N)) == 1:
-        keys_N = np.arange(documents.num_documents, dtype=np.uint64)  # one long text: its chunks are held out
+    keys = [source.documents.prompt_keys_N for source in sources]
+    first = 0
+    for i, source in enumerate(sources):
+        others = [keys_N for j, keys_N in enumerate(keys) if j != i]
+        if source.is_text and (keys[i] == keys[i][0]).all() and not any(keys[i][0] in o for o in others):
+            # One long text, and the only copy of it: its chunks are held out.
+            keys[i] = np.arange(first, first + len(keys[i]), dtype=np.uint64)
+        first += len(keys[i])
+    keys_N = np.concatenate(keys)
     held_out_N = split_by_prompt(keys_N, cfg.eval_fraction, seed)
     if held_out_N is None:
         what = (
-            "one document"
-            if documents.num_documents == 1
-            else f"{documents.num_documents:,} documents with one and the same prompt"
+            "one document" if len(keys_N) == 1 else f"{len(keys_N):,} documents with one and the same prompt"
         )
+        verb = "gives" if len(sources) == 1 else "give"
         raise UserError(
-            f"data.eval_fraction: {cfg.source} gives {what}, and each side needs one; set data.eval_source "
-            "or 0"
+            f"data.eval_fraction: {_names(cfg.sources)} {verb} {what}, and each side needs one; set "
+            "data.eval_source or 0"
         )
-    return documents.select(np.flatnonzero(~held_out_N)), documents.select(np.flatnonzero(held_out_N))
+    return held_out_N
 
 
 def split_by_prompt(

@@ -6,6 +6,7 @@
 .txt    the whole file is one text
 .parquet and hub ids need the extra `data`
 builtin the instruction set that lptune makes itself
+A folder or a glob is one source: the rows of its files, one file after the other.
 
 Text is UTF-8; a byte order mark is dropped and CRLF read as a line feed. Lines and rows are counted from 1.
 Files are read as far as their rows are asked for.
@@ -13,20 +14,17 @@ Files are read as far as their rows are asked for.
 
 import csv
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.config import UserError, closest
+from lptune.config import UserError, data_files
 from lptune.data.errors import BadRows, RowError
 from lptune.data.text_files import JsonText, lines, read_text
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
 _NEEDS_EXTRA = "pip install 'lptune[data]'"
 
 
@@ -41,7 +39,7 @@ class Row(NamedTuple):
 def read_rows(
     source: str, bad: BadRows, *, split: str = "train", max_rows: int | None = None
 ) -> Iterator[Row]:
-    """The rows of `source` (a file, a hub id or `builtin`), at most `max_rows`.
+    """The rows of `source` (a file, a folder, a glob, a hub id or `builtin`), at most `max_rows`.
 
     A row that cannot be read goes to `bad`. UserError for a source that is missing, empty or no data at all.
     """
@@ -59,17 +57,14 @@ def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
         from lptune.data.builtin import DEFAULT_NUM_ROWS, builtin_rows
 
         return (Row(f"builtin row {i}", dict(row)) for i, row in enumerate(builtin_rows(DEFAULT_NUM_ROWS), 1))
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
-        inside = f"one of its files: {', '.join(files[:5])}" if files else f"a file ({', '.join(SUFFIXES)})"
-        raise UserError(f"{source}: is a folder; data.source must name {inside}")
-    if not path.exists():
-        if _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not path.parent.exists():
-            return _read_hub(source, split)
-        raise UserError(_missing(source, path))
-    if not path.is_file():
-        raise UserError(f"{source}: is no ordinary file; set data.source to one")
+    files = data_files(source)
+    if files is None:
+        return _read_hub(source, split)
+    is_one = files == [Path(source).expanduser()]
+    return chain.from_iterable(_read_file(source if is_one else str(file), file, bad) for file in files)
+
+
+def _read_file(name: str, path: Path, bad: BadRows) -> Iterator[Row]:
     readers = {
         ".json": _read_json,
         ".jsonl": _read_jsonl,
@@ -77,23 +72,7 @@ def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
         ".txt": _read_txt,
         ".parquet": _read_parquet,
     }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(
-            f"{source}: unknown kind of file {path.suffix!r}; data.source reads {', '.join(SUFFIXES)} and "
-            "hub ids"
-        )
-    return reader(source, path, bad)
-
-
-def _missing(source: str, path: Path) -> str:
-    if path.is_symlink():
-        return f"{source}: is a link to nowhere; set data.source to a file"
-    if not path.parent.is_dir():
-        return f"{source}: no such file, nor a folder {path.parent}; set data.source to a file or a hub id"
-    names = [entry.name for entry in path.parent.iterdir()]
-    hint = closest(path.name, names if path.parent != Path() else [*names, "builtin"])
-    return f"{source}: no such file{hint}; set data.source to a file, a hub id or builtin"
+    return readers[path.suffix.lower()](name, path, bad)
 
 
 def _read_txt(source: str, path: Path, bad: BadRows) -> Iterator[Row]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lptune import checkpoint, distributed
 from lptune.checkpoint.resume import run_facts
@@ -173,3 +174,33 @@ def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp
         run.is_exported(4, ExportConfig(dtype="float32"))
     (tmp_path / "export.json").write_text("[4]")
     assert not run.is_exported(4, ExportConfig())
+
+
+def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them() -> None:
+    class Two(distributed.World):
+        """One of two ranks; `sent` is what the other one gives."""
+
+        def max_(self, values: torch.Tensor) -> None:
+            mine = values.clone()
+            values.copy_(torch.maximum(values, sent[1 - self.rank].to(values.dtype)))
+            sent[self.rank] = mine
+
+    def refusal(rank: int, other: dict[str, Any]) -> str:
+        for number, facts in ((1 - rank, other), (rank, same)):  # the second call has what the first sent
+            world = Two(number, 2, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
+            try:
+                checkpoint.check_fingerprint(None, {"fingerprint": facts}, world)
+                message = ""
+            except UserError as error:
+                message = str(error)
+        return message
+
+    same = {"seed": 1, "data": "d" * 16}
+    for rank in range(2):
+        sent = {0: torch.full((2, 2), -(2**62)), 1: torch.full((2, 2), -(2**62))}
+        assert refusal(rank, same) == ""
+        assert refusal(rank, same | {"seed": 2}).startswith("seed: is not the same on all ranks; give all")
+        assert refusal(rank, same | {"data": "e" * 16}) == (
+            "data: is not the same on all ranks (a digest of the training rows, which data.* decides and the "
+            "files that it names); give all machines the same files and the same command"
+        )

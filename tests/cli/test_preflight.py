@@ -88,3 +88,18 @@ def test_more_ranks_than_gpus_are_refused_as_by_the_session(
     with pytest.raises(UserError) as late, distributed.session("cuda"):
         pass
     assert str(early.value) == str(late.value)
+
+
+@pytest.mark.parametrize("key", ["data.source", "data.eval_source"])
+def test_every_source_of_a_list_must_be_there(tmp_path: Path, key: str) -> None:
+    (tmp_path / "shards").mkdir()
+    listed = f"[builtin, owner/set, {{source: {tmp_path}/shards, format: text}}, '{tmp_path}/*.csv']"
+    cfg = _config(tmp_path, "device=cpu", f"{key}={listed}")
+    for name, missing in (
+        ("shards/a.jsonl", "shards: is a folder without"),
+        ("b.csv", r"\*.csv: there is no"),
+    ):
+        with pytest.raises(UserError, match=rf"{missing}.* {key}"):
+            preflight.check(cfg, 1, 1)
+        (tmp_path / name).write_text("")
+    preflight.check(cfg, 1, 1)

@@ -603,9 +603,39 @@ def missing_eval_source(job: Job) -> None:
     job.data(eval_source="held_out.jsonl")
 
 
-@case("is a folder; data.source must name one of its files: rows.jsonl", on=(GENERATED,))
-def folder_for_a_source(job: Job) -> None:
-    job.data(source=str(job.folder))
+@case("checkpoint/empty: is a folder without a file that data.source reads (.json, ", on=(GENERATED,))
+def folder_without_data_for_a_source(job: Job) -> None:
+    (job.checkpoint / "empty").mkdir()
+    job.data(source="checkpoint/empty")
+
+
+@case("shards/*.jsonl: there is no such file, and none that it matches", "data.source", on=(GENERATED,))
+def glob_that_matches_nothing(job: Job) -> None:
+    job.data(source="shards/*.jsonl")
+
+
+@case("rows.jsnl: no such file", "did you mean 'rows.jsonl'?", "set data.source", on=(GENERATED,))
+def misspelt_source_in_a_list(job: Job) -> None:
+    job.data(source=["rows.jsonl", "rows.jsnl"])
+
+
+@case("data.source: rows.jsonl is read twice, by rows.jsonl and *.jsonl", "weight: 2", on=(GENERATED,))
+def file_in_two_sources(job: Job) -> None:
+    job.data(source=["rows.jsonl", "*.jsonl"])
+
+
+@case("job.yaml: data.source[1].weight: must be greater than 0", "found 0", on=(CONFIG,))
+def weight_of_nothing(job: Job) -> None:
+    job.data(source=["rows.jsonl", {"source": "more.jsonl", "weight": 0}])
+
+
+@case("shards/b.jsonl line 1: has no column 'response'", "its columns: text", on=(GENERATED,))
+def files_of_a_folder_that_differ(job: Job) -> None:
+    shards = job.folder / "shards"
+    shards.mkdir()
+    (shards / "a.jsonl").write_bytes(job.rows.read_bytes())
+    (shards / "b.jsonl").write_text('{"text": "no pair"}\n')
+    job.data(source="shards")
 
 
 @case("rows.pipe.jsonl: is no ordinary file", "data.source", on=(GENERATED,))

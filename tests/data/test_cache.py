@@ -320,7 +320,7 @@ def test_values_that_are_not_json_are_in_the_key_or_their_source_is_not_cached(
 ) -> None:
     def digest(value: Any) -> str | None:
         monkeypatch.setattr(cache_key, "read_rows", lambda *_, **__: [Row("row 1", {"x": value})])
-        content = cache_key.content_of("a/b", "train", DataConfig(source="a/b"))
+        content = cache_key.content_of("a/b", DataConfig(source="a/b"))
         return content.digest if content else None
 
     assert (digest(value) is not None) == is_cached

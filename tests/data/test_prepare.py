@@ -45,7 +45,7 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def run(source: str, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
+def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
     return prepare(
         DataConfig(source=source, **{"seq_len": 256, "cache": "none", **keys}),
         tokenizer,
@@ -253,7 +253,7 @@ def test_what_does_not_go_together_is_one_line(
     cases: list[tuple[Any, Tokenizer, dict, str]] = [
         (say, bare, {}, "has no chat template, and the data are chats; set data.chat_template"),
         (PAIRS[0], bare, {"system_prompt": "x"}, "data.system_prompt: is written by a chat template"),
-        ({"text": "t"}, chat, {"system_prompt": "x"}, "data.system_prompt: .* raw text has none"),
+        ({"text": "t"}, chat, {"system_prompt": "x"}, "data.system_prompt: .* is raw text, which has none"),
         (
             PAIRS[0],
             chat,

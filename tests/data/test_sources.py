@@ -172,11 +172,21 @@ def test_a_missing_file_names_the_closest_one_in_its_folder(
         read("builtn")
 
 
-def test_a_folder_lists_the_files_in_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is a folder; data.source must name a file"):
+def test_the_rows_of_a_folder_and_a_glob_follow_each_other_and_name_their_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a folder without a file that data.source reads"):
         read(tmp_path)
-    write(tmp_path, "b.csv", "")
-    with pytest.raises(UserError, match=r"is a folder; data.source must name one of its files: b.csv"):
+    write(tmp_path, "b.csv", "a\n1\n2\n")
+    write(tmp_path, "c.json", '[{"a": 5}]')
+    write(tmp_path, "a.jsonl", '{"a": 0}\n')
+    expected = [("a.jsonl line 1", 0), ("b.csv line 2", "1"), ("b.csv line 3", "2"), ("c.json row 1", 5)]
+    for source in (tmp_path, tmp_path / "[abc].*"):
+        rows, _ = read(source)
+        assert [(row.place, row.values["a"]) for row in rows] == [
+            (f"{tmp_path}/{place}", value) for place, value in expected
+        ]
+        assert len(read(source, max_rows=2)[0]) == 2
+    write(tmp_path, "b.csv", "a,b\n1\n")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/b.csv line 2: has 1 fields, the header has 2"):
         read(tmp_path)
 
 

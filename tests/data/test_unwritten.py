@@ -75,7 +75,7 @@ def test_a_system_prompt_that_is_never_written_is_an_error(
     plain, own = CONVERSATIONS["one turn"], CONVERSATIONS["system"]
     for folder, rows, message in (
         (silent, [plain, own], "the chat template never writes it"),
-        (chatml, [own], "every row has a system message of its own"),
+        (chatml, [own], "every row of .* has a system message of its own"),
     ):
         with pytest.raises(UserError, match=f"data.system_prompt: {message}"):
             run(folder, tmp_path, rows, system_prompt="Be brief.")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lptune import checkpoint, data, models
+from lptune import checkpoint, data, distributed, models
 from lptune.checkpoint.files import save_tensors, write_json
 from lptune.checkpoint.manifest import Shard, _seal, describe_file, write_manifest
 from lptune.config import DataConfig, FinetuneConfig, UserError, load_config
@@ -388,7 +388,8 @@ def read_state(folder: Path) -> None:
     """What a run reads of a checkpoint before it builds anything."""
     manifest = checkpoint.verify(folder)
     checkpoint.started_on(manifest)
-    checkpoint.check_fingerprint(manifest, {"fingerprint": {}})
+    alone = distributed.World(0, 1, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
+    checkpoint.check_fingerprint(manifest, {"fingerprint": {}}, alone)
 
 
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

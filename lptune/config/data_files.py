@@ -1,0 +1,130 @@
+"""Which files a source names: one file, the files of a folder, or what a glob matches.
+
+The launcher asks before torch is imported, the reader when it reads: the same answer in the same words.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lptune.config.errors import UserError, closest
+from lptune.config.sources import SourceConfig
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+_GLOB = re.compile(r"[*?\[]")
+
+
+def data_files(source: str) -> list[Path] | None:
+    """The files of `source`, in the order in which they are read; None: it is `builtin` or a hub id.
+
+    A folder gives the files in it of the known kinds, by name; folders in it and hidden files are left out. A
+    path that exists is never read as a glob. UserError (one line) where there is no file, or one of an
+    unknown kind.
+    """
+    if source == "builtin":
+        return None
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            files = _in_folder(source, path)
+        elif path.exists() or path.is_symlink():
+            files = [path]
+        elif _GLOB.search(source):
+            files = _matches(source, path)
+        elif _HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES and not path.parent.exists():
+            return None
+        else:
+            raise UserError(_missing(source, path))
+        for file in files:
+            _check_kind(source if file is path else str(file), file)
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
+    return files
+
+
+def left_out(source: str) -> list[str]:
+    """What a folder holds beside the files that are read, hidden files aside: `README.md`, `old/`."""
+    path = Path(source).expanduser()
+    if not path.is_dir() or source == "builtin":
+        return []
+    names = (f"{entry.name}/" if entry.is_dir() else entry.name for entry in path.iterdir())
+    return sorted(name for name in names if not name.startswith(".") and not _is_known(name))
+
+
+def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
+    """The files of all sources are there, and none of them is read twice in the same way.
+
+    key: data.source or data.eval_source, for the message of the UserError (one line).
+    """
+    seen: dict[tuple[str, SourceConfig], str] = {}
+    for entry in sources:
+        try:
+            files = data_files(entry.source)
+        except UserError as error:
+            raise UserError(str(error).replace("data.source", key)) from None
+        reading = replace(entry, source="", weight=1.0)
+        for name in [entry.source] if files is None else map(str, files):
+            place = (name if files is None else os.path.realpath(name), reading)
+            if place in seen:
+                where = (
+                    "" if seen[place] == name == entry.source else f", by {seen[place]} and {entry.source}"
+                )
+                raise UserError(
+                    f"{key}: {name} is read twice{where}; take it out of one of them (to go over a source "
+                    "twice give it weight: 2)"
+                )
+            seen[place] = entry.source
+
+
+def _in_folder(source: str, folder: Path) -> list[Path]:
+    files = sorted(entry for entry in folder.iterdir() if _is_read(entry) and not entry.is_dir())
+    if not files:
+        below = next((file for file in sorted(folder.glob("*/*")) if _is_read(file)), None)
+        hint = f"; its folders hold some: data.source={source.rstrip('/')}/*/*{below.suffix}" if below else ""
+        raise UserError(
+            f"{source}: is a folder without a file that data.source reads ({', '.join(SUFFIXES)}){hint}"
+        )
+    return files
+
+
+def _matches(source: str, path: Path) -> list[Path]:
+    found = {Path(name) for name in glob.glob(str(path), recursive=True)}  # `**` finds some more than once
+    files = sorted(file for file in found if not file.is_dir())
+    if not files:
+        raise UserError(f"{source}: there is no such file, and none that it matches; check data.source")
+    return files
+
+
+def _is_known(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES
+
+
+def _is_read(entry: Path) -> bool:
+    return _is_known(entry.name) and not entry.name.startswith(".")
+
+
+def _check_kind(name: str, file: Path) -> None:
+    if not file.is_file():
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{name}: is a link to nowhere; set data.source to a file")
+        raise UserError(f"{name}: is no ordinary file; set data.source to one")
+    if not _is_known(file.name):
+        raise UserError(
+            f"{name}: unknown kind of file {file.suffix!r}; data.source reads {', '.join(SUFFIXES)}, folders "
+            "of them and hub ids"
+        )
+
+
+def _missing(source: str, path: Path) -> str:
+    pieces = [piece.strip() for piece in source.split(",")]
+    if len(pieces) > 1 and any(Path(piece).expanduser().exists() for piece in pieces if piece):
+        return f"{source}: no such file; a list stands in brackets: data.source='[{source}]'"
+    if not path.parent.is_dir():
+        return f"{source}: no such file, nor a folder {path.parent}; set data.source to a file or a hub id"
+    names = [entry.name for entry in path.parent.iterdir()]
+    hint = closest(path.name, names if path.parent != Path() else [*names, "builtin"])
+    return f"{source}: no such file{hint}; set data.source to a file, a folder, a hub id or builtin"

@@ -1,0 +1,74 @@
+"""`data.source` as a list: one entry per source, with its weight and with what differs for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lptune.config.checks import check_path, one_of, positive
+from lptune.config.errors import UserError
+
+FORMATS = ("auto", "pairs", "chat", "text")
+MAX_WEIGHT = 1000
+"""A copy of a document takes 48 bytes on every rank: a slip of the pen must not take all memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source. A key other than `source` and `weight` is the key of that name in `data`, for this source
+    alone; None: as in `data`.
+    """
+
+    source: str
+    """A file, a folder, a glob, a hub dataset id, or `builtin`."""
+    weight: float = 1.0
+    """How many times an epoch goes over the documents of this source: 2 is each of them twice, 0.5 a random
+    half of them, which the seed decides once for all epochs, 2.5 each of them twice and half of them once
+    more."""
+    split: str | None = None
+    format: str | None = None
+    prompt_column: str | None = None
+    input_column: str | None = None
+    response_column: str | None = None
+    messages_column: str | None = None
+    text_column: str | None = None
+    system_column: str | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+
+
+Source = str | tuple[str | SourceConfig, ...]
+"""What `data.source` may be."""
+
+
+def entries(source: Source | None) -> tuple[SourceConfig, ...]:
+    """The entries of a list; of a string the only one; none of None."""
+    listed = () if source is None else (source,) if isinstance(source, str) else source
+    return tuple(SourceConfig(source=item) if isinstance(item, str) else item for item in listed)
+
+
+def check_source(key: str, source: Source) -> None:
+    """Values that could be those of `key`, data.source or data.eval_source."""
+    if not source and not isinstance(source, str):
+        raise UserError(f"{key}: is an empty list; put a source into it")
+    for number, entry in enumerate(entries(source)):
+        name = key if isinstance(source, str) else f"{key}[{number}]"
+        check_path(name, entry.source)
+        positive(f"{name}.weight", entry.weight)
+        if entry.weight > MAX_WEIGHT:
+            raise UserError(f"{name}.weight: must be at most {MAX_WEIGHT}, found {entry.weight}")
+        if entry.weight != 1 and key == "data.eval_source":
+            raise UserError(f"{name}.weight: evaluation sees each document once; leave the weight out")
+        if entry.format is not None:
+            one_of(f"{name}.format", entry.format, FORMATS)
+
+
+def source_names(sources: Sequence[SourceConfig]) -> str:
+    """Their names without folders, for a model card: `a.jsonl (weight 2), shards/*.jsonl`."""
+    return ", ".join(_name(entry) for entry in sources)
+
+
+def _name(entry: SourceConfig) -> str:
+    path = Path(entry.source)
+    is_glob = any(mark in path.name for mark in "*?[")  # of a glob the last name alone says little
+    name = "/".join(path.parts[-2:]) if is_glob else path.name or entry.source
+    return name if entry.weight == 1 else f"{name} (weight {entry.weight:g})"
