@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
-from lptune.kernels import expect_gather, forget_amaxes, forget_gather, layer_handle
+from lptune.kernels import expect_gather, forget_amaxes, forget_gather, handle_of_part, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
@@ -42,10 +42,6 @@ class LowPrecisionLinear(nn.Linear):
 
     number: int
     """The same name for whoever is not compiled, nor can read a tensor's values (a dry run)."""
-    part: int = 0
-    """Which of the parts that tensor parallelism cut the output features into; rounds by random bits of its
-    own.
-    """
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
@@ -98,7 +94,7 @@ class LowPrecisionLinear(nn.Linear):
         if not isinstance(self.weight, DTensor):
             return self.forward_part(x)
         assert isinstance(x, Tensor)
-        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply)
+        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply_part)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:
@@ -114,13 +110,21 @@ class LowPrecisionLinear(nn.Linear):
             quantized_x = (rest[0], rest[1])
         else:
             x = _autocast(x)
-        return self._multiply(x, local_part(self.weight), quantized_x)
+        return self._multiply(x, local_part(self.weight), self.handle, quantized_x)
+
+    def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
+        handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle
+        return self._multiply(x, weight_NK, handle)
 
     def _multiply(
-        self, x: Tensor, weight_NK: Tensor, quantized_x: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        weight_NK: Tensor,
+        handle: Tensor,
+        quantized_x: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, weight_NK, self.handle, self.spec, quantized_x)
+        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:

@@ -189,3 +189,50 @@ def test_parts_that_cannot_be_multiplied_are_one_line(ranks: Ranks) -> None:
     for uneven, stored in ranks.run(_refused, 2):
         assert "2 ranks leave 24 x 32 of a layer of 48 x 32" in uneven
         assert "int8_weight_only does not allow c10d.scatter_.default on its weights" in stored
+
+
+def _stochastic_gradients(rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """Both ranks have the same numbers, so that only their random bits can make a difference."""
+    found = {}
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        assert world.tensor_mesh is not None
+        styles = {
+            "column": ColwiseParallel(),
+            "row": RowwiseParallel(),
+            "column again": ColwiseParallel(),
+            "column, ours": distributed.ColumnParallel(),
+            "tokens": SequenceParallel(),
+        }
+        for name, style in styles.items():
+            torch.manual_seed(0)
+            layer = nn.Linear(32, 32, bias=False)
+            half = layer.weight.detach()[:16, :16]
+            layer.weight.data.copy_(half.repeat(2, 2))
+            model, g = nn.Sequential(layer), torch.randn(8, 16)
+            plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol", stochastic_rounding=True))
+            rounding = linear.StochasticRounding(model, plan, seed=0)  # before or after: both are right
+            parallelize_module(model, world.tensor_mesh, {"0": style})
+            rounding.start(0, 0)
+            x = torch.randn(8, 16)
+            if name == "tokens":  # each rank has other tokens, which are equal here
+                out = model(DTensor.from_local(x.repeat(1, 2)[None], world.tensor_mesh, [Shard(1)]))
+                out.to_local().backward(g.repeat(1, 2)[None])
+            else:
+                out = model(x if name == "row" else x.repeat(1, 2))
+                out.backward(g.repeat(1, out.shape[1] // 16))
+            grad = layer.weight.grad
+            assert isinstance(grad, DTensor)
+            found[name] = grad.to_local()
+    return found
+
+
+def test_stochastic_rounding_has_bits_of_its_own_for_each_part_and_the_same_for_what_ranks_share(
+    ranks: Ranks,
+) -> None:
+    first, second = ranks.run(_stochastic_gradients, 2)
+    for name in ("column", "tokens"):
+        assert not torch.equal(first[name], second[name]), name
+    assert torch.equal(first["row"], second["row"])
+    for found in (first, second):
+        assert torch.equal(found["column"], found["column again"])
+        assert torch.equal(found["column"], found["column, ours"])
