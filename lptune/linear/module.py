@@ -94,6 +94,11 @@ class LowPrecisionLinear(nn.Linear):
         if not isinstance(self.weight, DTensor):
             return self.forward_part(x)
         assert isinstance(x, Tensor)
+        if self.spec.token_gather == "low":
+            raise UserError(
+                "precision.tp_all_gather: torch's styles gather activations in compute dtype; take those of "
+                "lptune.distributed (docs/distributed.md), or set it to auto"
+            )
         out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply_part)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
