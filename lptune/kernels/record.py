@@ -64,7 +64,7 @@ def expect_gather(number: int) -> None:
 
 
 def forget_gather(number: int) -> None:
-    """When a layer is released."""
+    """When a layer is released, or gone."""
     _gathered_bytes.pop(number, None)
 
 

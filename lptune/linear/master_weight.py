@@ -164,6 +164,13 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
 
+def renumber(weight: Tensor, number: int) -> None:
+    """A MasterWeight, or a DTensor of one, becomes the weight of layer `number`."""
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    assert isinstance(local, MasterWeight)
+    local.number = number
+
+
 def is_master(tensor: Tensor) -> bool:
     """Whether `tensor` is a MasterWeight, or a DTensor of one."""
     return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, MasterWeight)

@@ -81,4 +81,10 @@ def test_a_copy_of_a_layer_has_parts_of_its_own(kind: str) -> None:
         assert other.requires_grad
         assert torch.equal(other, weight)
         assert other.data_ptr() != weight.data_ptr()
+        assert len({model[0].number, model[1].number, copied[0].number, copied[1].number}) == 4
+        assert getattr(other, "number", copied[0].number) == copied[0].number
+        assert copied[0].handle.tolist()[0] == copied[0].number
+    shared = copy.copy(model[0])
+    assert shared.weight is weight
+    assert shared.number == model[0].number
     assert torch.equal(copy.deepcopy(weight).grad, weight.grad)
