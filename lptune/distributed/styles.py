@@ -38,6 +38,7 @@ from lptune.distributed.activations import (
     sum_tokens,
 )
 from lptune.distributed.shards import row_runs
+from lptune.kernels import PART
 from lptune.linear import LinearSpec, LowPrecisionLinear, RowTensor, check_part, local_part
 from lptune.models import RMSNorm
 
@@ -80,7 +81,7 @@ class ColumnParallel(_Style):
             module.fused_rows = self.fused_rows
         _check_sizes(module, group)
         if isinstance(module, LowPrecisionLinear):
-            module.part = group.rank
+            module.handle[PART] = group.rank
             low: Any = module
             low.__class__ = _of_parts(low.__class__)
         else:

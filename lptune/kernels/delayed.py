@@ -45,7 +45,7 @@ def set_layer_amaxes(number: int, amaxes: LayerAmaxes) -> None:
 
 
 def forget_amaxes(number: int) -> None:
-    """When a layer is released: numbers are unique, but memory is not endless."""
+    """When a layer is released, or gone: numbers are unique, but memory is not endless."""
     _layers.pop(number, None)
 
 
@@ -71,7 +71,8 @@ def _quantize_delayed(
         raise RuntimeError(
             "float8_delayed needs the amax histories of linear.DelayedScaling: make "
             "scaling = linear.DelayedScaling(plan, device) after convert() and run the forward and backward "
-            "passes of each optimizer step within `with scaling.step():`"
+            "passes of each optimizer step within `with scaling.step():` (a copy of a converted model has "
+            "none: unconvert() and convert() it)"
         )
     if amaxes is not None:
         # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).

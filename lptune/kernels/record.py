@@ -3,8 +3,8 @@
 The count comes from inside the kernels. A layer is known there by its *handle*, a small int64 CPU tensor: a
 Python integer would be burnt into the compiled graph and force one compilation per layer, while a tensor is
 an input, so that one graph serves all blocks and each call still says whose it is. What else differs from
-call to call and must not be compiled in travels the same way: the random key of the step and the number of
-the micro-batch, for stochastic rounding.
+call to call and must not be compiled in travels the same way: the random key of the step, the number of
+the micro-batch and the part of the gradient that a rank has, for stochastic rounding.
 
 An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
 planned by the compiler) and is counted apart: forward's own count is then exact, whatever is recomputed.
@@ -30,12 +30,17 @@ _active: list[Executed] = []
 
 
 # What stands where in a handle.
-NUMBER, KEY, MICRO_BATCH = range(3)
+NUMBER, KEY, MICRO_BATCH, PART = range(4)
 
 
 def layer_handle(number: int) -> Tensor:
     """The tensor that names layer `number` inside a kernel; -1 stands for no layer. Its key is 0: not set."""
-    return torch.tensor([number, 0, 0], dtype=torch.int64, device="cpu")
+    return torch.tensor([number, 0, 0, 0], dtype=torch.int64, device="cpu")
+
+
+def handle_of_part(layer: Tensor, part: int) -> Tensor:
+    """`layer` as a new handle, on a rank whose gradient is part number `part` of the layer's."""
+    return torch.cat([layer[:PART], layer.new_full((1,), part)])
 
 
 @contextmanager
@@ -59,7 +64,7 @@ def expect_gather(number: int) -> None:
 
 
 def forget_gather(number: int) -> None:
-    """When a layer is released."""
+    """When a layer is released, or gone."""
     _gathered_bytes.pop(number, None)
 
 

@@ -3,8 +3,9 @@ weights that are stored in INT8, whose updates otherwise are lost.
 
 The random bits are a function of (seed, step, layer's name, index of the element among the layer's gradients
 of the step's global batch) and of nothing else (lptune/numerics/rounding.py): not of the rank, the order of
-micro-batches or a resume. A layer that is called several times in a pass, as a head in chunks, draws the same
-bits in each call.
+micro-batches or a resume. Where tensor parallelism cuts a gradient, the index is that in the part, and each
+part has bits of its own; ranks that have the same gradient round it alike. A layer that is called several
+times in a pass, as a head in chunks, draws the same bits in each call.
 The key that stands for the first three travels in the layer's handle (record.py), so that a new step is no
 new graph.
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend
-from lptune.kernels.record import KEY, MICRO_BATCH
+from lptune.kernels.record import KEY, MICRO_BATCH, PART
 from lptune.numerics import FORMATS, QuantizedColumns, QuantizedRows, QuantizedTensor
 
 # What shares a scale, for find_scale: rows, columns, the tensor.
@@ -77,6 +78,8 @@ def _quantize_stochastic(
             "stochastic rounding has no random key: call linear.StochasticRounding.start(step, micro_batch) "
             "before each forward and backward"
         )
+    if part := int(layer[PART]):
+        key = numerics.random_key(key, part, "part")
     x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
     first = micro_batch * x.numel()
     scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)

@@ -42,10 +42,11 @@ def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
         )
 
 
-def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> DTensor:
+def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor, int], Tensor]) -> DTensor:
     """`x @ weight.T` as a DTensor (..., N), differentiable; see the table above.
 
-    x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K) -> (..., N), of a rank's parts.
+    x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K), p -> (..., N), of a rank's parts; p
+    is the number of the part that its output is, equal on ranks that have the same gradient of it.
     Raises UserError for a plain x, or another mesh, and for parts that an 8-bit GEMM cannot take.
     """
     mesh = weight.device_mesh
@@ -62,7 +63,11 @@ def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tenso
         x = x.redistribute(placements=x_at)
     part_NK = weight.to_local(grad_placements=w_grad_at)
     check_part(part_NK, weight.shape, mesh.size())
-    out = multiply(x.to_local(grad_placements=x_grad_at), part_NK)
+    part = 0
+    for axis, here in enumerate(mesh.get_coordinate() or ()):
+        if out_at[axis].is_shard():
+            part = part * mesh.size(axis) + here
+    out = multiply(x.to_local(grad_placements=x_grad_at), part_NK, part)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     # Given, since parts need not be equal.
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lptune.config import UserError
 from lptune.kernels import note_gather, quantize_by_amax, quantize_rows
 from lptune.linear.row_tensor import (
     CUTTING,
@@ -102,6 +103,14 @@ class MasterWeight(GatheredByRows):
         plain_args, plain_kwargs = tree_map_only(MasterWeight, live, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "MasterWeight":
+        """The rows have the dtype that is shown."""
+        return self.rebuilt([function(self.rows_NK).to(dtype or self.dtype)], dtype)
+
+    def of_plain(self, value: Tensor) -> "MasterWeight":
+        """`value` itself is the rows."""
+        return self.rebuilt([value.detach()], value.dtype)
+
     def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
         """Made now, from the rows as they are, rounded to the compute dtype first."""
         spec, rows_NK = self.spec, self.rows_NK.to(self.compute_dtype)
@@ -120,8 +129,12 @@ class MasterWeight(GatheredByRows):
         return Shard(rows_NK, first, self.full_rows, self.spec.weight_block, self.compute_dtype)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
-        """A GatheredWeight; counted."""
-        assert dtype == self.compute_dtype, (dtype, self.compute_dtype)
+        """A GatheredWeight; counted. Raises UserError where FSDP's dtype is not that of the rows."""
+        if dtype != self.compute_dtype:
+            raise UserError(
+                f"gather_in_8_bits() was called with compute_dtype={self.compute_dtype}, and fully_shard's "
+                f"mixed-precision policy has param_dtype {dtype}; they must be the same"
+            )
         note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
         return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, block=self.spec.weight_block)
 
@@ -149,6 +162,13 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
     local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)
     master = as_sharded(whole, local)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
+
+
+def renumber(weight: Tensor, number: int) -> None:
+    """A MasterWeight, or a DTensor of one, becomes the weight of layer `number`."""
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    assert isinstance(local, MasterWeight)
+    local.number = number
 
 
 def is_master(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """`nn.Linear` with a spec. Parameters, names and state dict are those of the layer it replaces."""
 
 import itertools
-from typing import Any
+import weakref
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
-from lptune.kernels import expect_gather, forget_amaxes, forget_gather, layer_handle
+from lptune.kernels import NUMBER, expect_gather, forget_amaxes, forget_gather, handle_of_part, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
-from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows
+from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.spec import LinearSpec
 from lptune.linear.weight_amax import forget_amax_source, weight_changed
 
@@ -42,10 +43,6 @@ class LowPrecisionLinear(nn.Linear):
 
     number: int
     """The same name for whoever is not compiled, nor can read a tensor's values (a dry run)."""
-    part: int = 0
-    """Which of the parts that tensor parallelism cut the output features into; rounds by random bits of its
-    own.
-    """
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
@@ -59,9 +56,29 @@ class LowPrecisionLinear(nn.Linear):
             redirect(linear)
         linear.__class__ = Int8WeightLinear if spec.scaling == "weight_only" else LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
-        linear.spec, linear.number, linear.handle = spec, number, layer_handle(number)
+        linear.spec, linear.handle = spec, layer_handle(number)
+        linear._take(number)
         linear._adopt_weight()
         return number
+
+    def _take(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, _forget, number).atexit = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (deepcopy, pickle) is another layer to the kernels: what is kept by number is not shared."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._take(next(_numbers))
+        self.handle[NUMBER] = self.number
+        if is_master(self.weight):
+            renumber(self.weight, self.number)
+            expect_gather(self.number)
+
+    def __copy__(self) -> Self:
+        """Shares its weight, and with it its number."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def _adopt_weight(self) -> None:
         """For kinds whose parameter is not the plain one."""
@@ -73,8 +90,7 @@ class LowPrecisionLinear(nn.Linear):
         if is_master(self.weight):
             plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, plain)
-        for forget in (forget_amaxes, forget_amax_source, forget_gather):
-            forget(self.number)
+        _forget(self.number)
         del self.spec, self.number, self.handle
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -98,7 +114,12 @@ class LowPrecisionLinear(nn.Linear):
         if not isinstance(self.weight, DTensor):
             return self.forward_part(x)
         assert isinstance(x, Tensor)
-        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply)
+        if self.spec.token_gather == "low":
+            raise UserError(
+                "precision.tp_all_gather: torch's styles gather activations in compute dtype; take those of "
+                "lptune.distributed (docs/distributed.md), or set it to auto"
+            )
+        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply_part)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:
@@ -114,19 +135,32 @@ class LowPrecisionLinear(nn.Linear):
             quantized_x = (rest[0], rest[1])
         else:
             x = _autocast(x)
-        return self._multiply(x, local_part(self.weight), quantized_x)
+        return self._multiply(x, local_part(self.weight), self.handle, quantized_x)
+
+    def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
+        handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle
+        return self._multiply(x, weight_NK, handle)
 
     def _multiply(
-        self, x: Tensor, weight_NK: Tensor, quantized_x: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        weight_NK: Tensor,
+        handle: Tensor,
+        quantized_x: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, weight_NK, self.handle, self.spec, quantized_x)
+        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:
         """The spec beside the sizes."""
         s = self.spec
         return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
+
+
+def _forget(number: int) -> None:
+    for forget in (forget_amaxes, forget_amax_source, forget_gather):
+        forget(number)
 
 
 def _autocast(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ cover rows of several ranks. They are agreed upon before (weight_amax.py) and no
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -76,6 +77,40 @@ class RowTensor(torch.Tensor):
         """The tensors it is kept in."""
         return tuple(getattr(self, name) for name in self.PARTS)
 
+    def data_ptr(self) -> int:
+        """Of the first part. torch says 0 for all of such; accelerate tells parameters apart by it."""
+        return self.parts()[0].data_ptr()
+
+    # torch's own copies and pickles tell such a class by an address of 0.
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _restored, (type(self), vars(self), self.dtype, tuple(self.shape), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            restored, state = self.__reduce_ex__(2)
+            memo[id(self)] = copied = restored(*copy.deepcopy(state, memo))
+            copied.grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Tensor:
+        """As any tensor's. Assigned, it replaces the parts; torch would replace only the dtype it shows."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise RuntimeError(f"a weight of shape {tuple(self.shape)} got .data of {tuple(value.shape)}")
+        new = value if type(value) is type(self) else self.of_plain(value)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        for name in self.PARTS:
+            setattr(self, name, getattr(new, name))
+
+    def of_plain(self, value: Tensor) -> Self:
+        """A tensor of this kind that stands for `value`, a plain tensor of floats."""
+        how = "load it by copy_(), train it by an optimizer of lptune.training.build_optimizer"
+        raise RuntimeError(f"the .data of {self} would have to be rounded to 8 bits; {how}")
+
     def rebuilt(
         self, parts: Sequence[Tensor], dtype: torch.dtype | None = None, size: Sequence[int] | None = None
     ) -> Self:
@@ -123,6 +158,15 @@ class RowTensor(torch.Tensor):
     @abstractmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All other operators."""
+
+
+def _restored(
+    cls: type[RowTensor], attributes: dict[str, Any], dtype: torch.dtype, size: Any, requires_grad: bool
+) -> RowTensor:
+    first = attributes[cls.PARTS[0]]
+    tensor: RowTensor = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=first.device)
+    vars(tensor).update(attributes)
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 class Quantized(NamedTuple):

@@ -28,8 +28,7 @@ class StochasticRounding:
             module = model.get_submodule(layer.name)
             assert isinstance(module, LowPrecisionLinear)
             if module.spec.stochastic:
-                part = f"/{module.part}" if module.part else ""
-                self._handles[layer.name + part] = module.handle
+                self._handles[layer.name] = module.handle
 
     def start(self, step: int, micro_batch: int) -> None:
         """Before the forward and backward pass of one micro-batch, numbered within the global batch."""

@@ -20,7 +20,7 @@ the same in each pass is checked.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
     verified = Verified()
     with record_gemms() as executed:
         yield verified
+    plan = _numbered(model, plan)
     trained = _trained(model, plan, executed)
     faults: list[str] = []
     low_flops = all_flops = 0.0
@@ -232,6 +233,17 @@ def _not_as_planned(faults: list[str], when: str = "") -> PrecisionNotAppliedErr
     shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
     seen = f" ({when})" if when else ""
     return PrecisionNotAppliedError(f"the step did not run as planned{seen}: {shown}")
+
+
+def _numbered(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with the numbers of the layers of `model`, which may be a copy of the one it was made for."""
+    layers = (
+        layer
+        if layer.number is None
+        else replace(layer, number=getattr(model.get_submodule(layer.name), "number", layer.number))
+        for layer in plan.layers
+    )
+    return replace(plan, layers=tuple(layers))
 
 
 def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:

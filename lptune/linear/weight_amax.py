@@ -52,7 +52,7 @@ def set_amax_source(number: int, source: AmaxSource) -> None:
 
 
 def forget_amax_source(number: int) -> None:
-    """When a layer is released."""
+    """When a layer is released, or gone."""
     _sources.pop(number, None)
 
 

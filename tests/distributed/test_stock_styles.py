@@ -20,9 +20,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear
 from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig, UserError
+from lptune.linear.row_tensor import HEADER_BYTES
 from tests.ranks import Ranks
 
 HIDDEN, INNER, ROWS, TOKENS = 64, 160, 2, 32
@@ -189,3 +191,138 @@ def test_parts_that_cannot_be_multiplied_are_one_line(ranks: Ranks) -> None:
     for uneven, stored in ranks.run(_refused, 2):
         assert "2 ranks leave 24 x 32 of a layer of 48 x 32" in uneven
         assert "int8_weight_only does not allow c10d.scatter_.default on its weights" in stored
+
+
+class _Block(nn.Module):
+    """x + mlp(norm(x)): the input of `mlp` is what tensor parallelism gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(HIDDEN), nn.Sequential()
+        self.mlp.up, self.mlp.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class _Gathers(TorchDispatchMode):
+    """Bytes of each gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.found.append(result.numel() * result.element_size())
+        return result
+
+
+FOLDED = {"kind": "int8_rowcol", "grad_weight": "folded"}
+GATHERED_IN_8_BITS: dict[str, dict[str, Any]] = {"row": FOLDED, "tensor": {"kind": "int8_tensorwise"}}
+
+
+def _with_our_styles(rank: int, num_ranks: int) -> dict[str, dict[str, Tensor]]:
+    """Two steps of a plan of a user's own, by torch's parallelize_module."""
+    found = {}
+    plan: dict[str, Any] = {
+        "*.norm": distributed.Replicated(),
+        "*.mlp.up": distributed.ColumnParallel(),
+        "*.mlp.down": distributed.RowParallel(),
+        "*.mlp": distributed.GatheredInput(),
+    }
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        assert world.tensor_mesh is not None
+        for shared, keys in GATHERED_IN_8_BITS.items():
+            for gather in ("low", "high"):
+                torch.manual_seed(0)
+                model = nn.Sequential(_Block(), _Block())
+                linear.convert(model, PrecisionConfig(tp_all_gather=gather, **keys))
+                parallelize_module(model, world.tensor_mesh, plan)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                losses = []
+                for _ in range(2):
+                    x = torch.randn(ROWS, TOKENS, HIDDEN).chunk(num_ranks, dim=1)[rank]
+                    with _Gathers() as gathers:
+                        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.detach())
+                weights = {name: each.to_local() for name, each in model.named_parameters()}  # type: ignore[attr-defined]
+                found[f"{shared} {gather}"] = {
+                    "losses": torch.stack(losses),
+                    "gathers": torch.tensor(gathers.found),
+                    **{name: weight.detach() for name, weight in weights.items()},
+                }
+    return found
+
+
+def test_our_styles_in_a_users_plan_gather_in_8_bits_and_change_no_bit(ranks: Ranks) -> None:
+    for found in ranks.run(_with_our_styles, 2):
+        for shared in GATHERED_IN_8_BITS:
+            low, high = found[f"{shared} low"], found[f"{shared} high"]
+            header = HEADER_BYTES if shared == "row" else 0
+            assert low.pop("gathers").tolist() == [ROWS * TOKENS * (HIDDEN + header)] * 2
+            assert high.pop("gathers").tolist() == [ROWS * TOKENS * HIDDEN * 4] * 2
+            for name, tensor in high.items():
+                assert torch.equal(low[name], tensor), (shared, name)
+
+
+def test_an_8_bit_gather_that_torchs_styles_do_not_make_is_one_line() -> None:
+    with distributed.session("cpu"):
+        layer = nn.Linear(32, 32, bias=False)
+        linear.convert(layer, PrecisionConfig(tp_all_gather="low", **FOLDED))  # type: ignore[arg-type]
+        parallelize_module(layer, _mesh(), ColwiseParallel())
+        with pytest.raises(UserError, match=r"tp_all_gather: torch's styles gather .* in compute dtype"):
+            layer(torch.ones(4, 32))
+
+
+def _stochastic_gradients(rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """Both ranks have the same numbers, so that only their random bits can make a difference."""
+    found = {}
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        assert world.tensor_mesh is not None
+        styles = {
+            "column": ColwiseParallel(),
+            "row": RowwiseParallel(),
+            "column again": ColwiseParallel(),
+            "column, ours": distributed.ColumnParallel(),
+            "tokens": SequenceParallel(),
+        }
+        for name, style in styles.items():
+            torch.manual_seed(0)
+            layer = nn.Linear(32, 32, bias=False)
+            half = layer.weight.detach()[:16, :16]
+            layer.weight.data.copy_(half.repeat(2, 2))
+            model, g = nn.Sequential(layer), torch.randn(8, 16)
+            plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol", stochastic_rounding=True))
+            rounding = linear.StochasticRounding(model, plan, seed=0)  # before or after: both are right
+            parallelize_module(model, world.tensor_mesh, {"0": style})
+            rounding.start(0, 0)
+            x = torch.randn(8, 16)
+            if name == "tokens":  # each rank has other tokens, which are equal here
+                out = model(DTensor.from_local(x.repeat(1, 2)[None], world.tensor_mesh, [Shard(1)]))
+                out.to_local().backward(g.repeat(1, 2)[None])
+            else:
+                out = model(x if name == "row" else x.repeat(1, 2))
+                out.backward(g.repeat(1, out.shape[1] // 16))
+            grad = layer.weight.grad
+            assert isinstance(grad, DTensor)
+            found[name] = grad.to_local()
+    return found
+
+
+def test_stochastic_rounding_has_bits_of_its_own_for_each_part_and_the_same_for_what_ranks_share(
+    ranks: Ranks,
+) -> None:
+    first, second = ranks.run(_stochastic_gradients, 2)
+    for name in ("column", "tokens"):
+        assert not torch.equal(first[name], second[name]), name
+    assert torch.equal(first["row"], second["row"])
+    for found in (first, second):
+        assert torch.equal(found["column"], found["column again"])
+        assert torch.equal(found["column"], found["column, ours"])

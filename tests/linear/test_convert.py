@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -210,9 +211,22 @@ def _wrapped_twice(layer: nn.Linear) -> None:
     _wrapped_in_a_partial(layer)
 
 
+def _asking_the_class(layer: nn.Linear) -> None:
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+def _bound_and_asking_the_class(layer: nn.Linear) -> None:
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.__class__.forward(self, x)
+
+    layer.forward = types.MethodType(forward, layer)
+
+
 @pytest.mark.parametrize(
     ("wrap", "factor"),
     [
+        (_asking_the_class, 2),
+        (_bound_and_asking_the_class, 2),
         (_wrapped_in_a_closure, 2),
         (_wrapped_by_accelerate, 1),
         (_wrapped_in_a_partial, 2),

@@ -1,6 +1,9 @@
 """Delayed scaling: which amaxes decide a scale, and that the history survives what it has to."""
 
+import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -43,6 +46,33 @@ def test_without_histories_it_refuses() -> None:
     model, _ = _model(DELAYED)
     with pytest.raises(RuntimeError, match=r"needs the amax histories of linear\.DelayedScaling"):
         model(_batch()[0])
+
+
+def test_a_copy_has_no_part_in_the_histories_of_the_original() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    copied = copy.deepcopy(model)
+    with scaling.step():
+        with pytest.raises(RuntimeError, match="a copy of a converted model has none"):
+            copied(_batch()[0])
+        assert linear.unconvert(copied) == 1
+        _gradients(model, *_batch())
+
+
+def test_a_model_that_is_gone_leaves_no_histories_behind() -> None:
+    from lptune.kernels.delayed import _layers
+    from lptune.linear.weight_amax import _sources
+
+    model, plan = _model(DELAYED)
+    scaling = weakref.ref(linear.DelayedScaling(plan, CPU))
+    (layer,) = plan.converted
+    assert layer.number in _layers
+    assert layer.number in _sources
+    del model
+    gc.collect()
+    assert layer.number not in _layers
+    assert layer.number not in _sources
+    assert scaling() is None
 
 
 def test_a_backward_outside_of_a_step_is_refused_and_an_evaluation_is_not() -> None:

@@ -79,6 +79,54 @@ def test_a_transformers_model_trains_in_int8_in_transformers_trainer(
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about defaults of TRL
+def test_a_model_trains_in_int8_in_trls_sft_trainer(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, 256)}}, unk_token="<eos>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    losses = {}
+    for kind in ("none", "int8_rowcol"):
+        torch.manual_seed(0)
+        preset = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+        plan = linear.convert(model, kind)
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=5,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        rows = torch.randint(1, 256, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
+        callback = _callback(model, plan)
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
+        trainer.train()
+        assert callback.first_step.verified.num_gemms == 2 * 3 * len(plan.converted)
+        losses[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses["none"][-1] < 0.9 * losses["none"][0]
+    assert losses["int8_rowcol"] == pytest.approx(losses["none"], rel=0.02)
+    assert losses["int8_rowcol"] != losses["none"]
+
+
 def _broken_model() -> tuple[Any, linear.Plan]:
     """A converted model of which one layer falls back to compute dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM

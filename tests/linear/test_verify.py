@@ -1,6 +1,7 @@
 """A fall-back to compute dtype cannot go unnoticed: it is planted in one GEMM of one layer, and named."""
 
 import contextlib
+import copy
 import dataclasses
 
 import pytest
@@ -401,3 +402,14 @@ def test_a_number_of_passes_that_does_not_divide_is_no_contradiction() -> None:
         linear.verify_step(model, plan, 2),
     ):
         _step(model, 3)
+
+
+def test_what_a_copy_of_the_model_runs_does_not_hide_a_fall_back_of_the_original() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    copied = copy.deepcopy(model)
+    _bypass(model[2])  # type: ignore[arg-type]
+    with linear.verify_step(copied, plan, 1):  # the plan is the copy's, too
+        _step(copied, 1)
+    with pytest.raises(linear.PrecisionNotAppliedError, match="layer 2: output was to run"):
+        _update(model)
