@@ -3,13 +3,13 @@
 A run imports this before anything else, and listens to signals from here on (lptune/ranks/preemption.py).
 """
 
-import os
 import sys
 
-from lptune.ranks import preemption
+from lptune.cli import import_path
 
-# While Python looks for the module of `python -m lptune.cli.main`, its name is not yet in sys.argv. A worker
-# that a run has spawned gets the same sys.argv, and must go on ignoring signals.
-is_run = sys.argv[1:2] == ["run"] and os.path.basename(sys.argv[0]) in ("-m", "lptune")
-if is_run and "multiprocessing.spawn" not in sys.modules:
-    preemption.listen()
+if import_path.is_program():
+    import_path.leave_out_current_folder()
+    if sys.argv[1:2] == ["run"]:
+        from lptune.ranks import preemption  # not above: it imports more of Python's modules
+
+        preemption.listen()
