@@ -9,7 +9,9 @@ from lptune.cli import import_path
 
 if import_path.is_program():
     import_path.leave_out_current_folder()
-    if sys.argv[1:2] == ["run"]:
-        from lptune.ranks import preemption  # not above: it imports more of Python's modules
+    from lptune.ranks import preemption, streams  # not above: they import more of Python's modules
 
+    _is_run = sys.argv[1:2] == ["run"]
+    if _is_run:
         preemption.listen()
+    streams.guard(ends_command=not _is_run)
