@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from lptune.ranks import preemption
 from tests.tiny_recipe import environment
 
 NUMBERS = sorted(preemption.SIGNALS)
+
+
+@pytest.fixture(autouse=True)
+def a_terminal() -> Iterator[None]:
+    """Where the tests run under nohup, their processes would inherit that SIGHUP is ignored."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
 
 
 def start(script: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
@@ -60,6 +69,15 @@ def test_a_group_signal_does_not_reach_the_processes_that_a_run_starts(number: s
     stdout, stderr = process.communicate(timeout=10)
     assert stdout == f"7 {number.name}\n"
     assert f"{number.name}: the work in progress is finished and saved first" in stderr
+
+
+def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process = start(GROUP)
+    os.killpg(process.pid, signal.SIGHUP)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=10)[0] == "7 SIGTERM\n"
 
 
 # In C, as in a collective or a compiler: a Python handler would not run.

@@ -3,13 +3,15 @@
 A run imports this before anything else, and listens to signals from here on (lptune/ranks/preemption.py).
 """
 
-import os
 import sys
 
-from lptune.ranks import preemption
+from lptune.cli import import_path
 
-# While Python looks for the module of `python -m lptune.cli.main`, its name is not yet in sys.argv. A worker
-# that a run has spawned gets the same sys.argv, and must go on ignoring signals.
-is_run = sys.argv[1:2] == ["run"] and os.path.basename(sys.argv[0]) in ("-m", "lptune")
-if is_run and "multiprocessing.spawn" not in sys.modules:
-    preemption.listen()
+if import_path.is_program():
+    import_path.leave_out_current_folder()
+    from lptune.ranks import preemption, streams  # not above: they import more of Python's modules
+
+    _is_run = sys.argv[1:2] == ["run"]
+    if _is_run:
+        preemption.listen()
+    streams.guard(ends_command=not _is_run)

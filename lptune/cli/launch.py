@@ -127,6 +127,7 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     rendezvous = _choose_rendezvous(args, flags)
     signals = _check(args)
     args.signals_to_handle = ""  # handled here
+    _let_ranks_find_lptune()
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
     os.environ[ranks.OUTCOMES], os.environ[ranks.LAUNCHER] = str(folder), str(os.getpid())
     if not _keeps_logs_itself(args):
@@ -155,6 +156,13 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
         watch.stop()
         _tidy(folder, output_dir, code)
     sys.exit(code)
+
+
+def _let_ranks_find_lptune() -> None:
+    """Where it is not installed: `python -m lptune` was called in the folder of its source."""
+    if not any(finder.find_spec("lptune", None) for finder in sys.meta_path):
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def _tidy(folder: Path, output_dir: str | None, code: int) -> None:

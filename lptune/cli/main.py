@@ -30,6 +30,7 @@ from lptune.cli.run import run
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
 from lptune.config import DivergedError, UserError, closest
+from lptune.ranks.streams import OutputLostError
 
 
 @click.group(
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's docstring for the codes."""
     try:
         code = cli.main(args=arguments, prog_name="lptune", standalone_mode=False)
+        sys.stdout.flush()  # what fails at exit, Python prints in its own way
+    except OutputLostError as error:
+        sys.exit(error.exit_code) if error.exit_code == 141 else fail(str(error), error.exit_code)
     except (UserError, DivergedError) as error:
         fail(str(error), error.exit_code)
     except click.UsageError as error:
@@ -60,9 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         fail(error.format_message())
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
-    except BrokenPipeError:  # `lptune ls | head`
-        sys.stderr.close()
-        sys.exit(141)
     except Exception:
         traceback.print_exc()
         sys.exit(1)

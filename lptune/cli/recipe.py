@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lptune.config
+from lptune.cli import import_path
 from lptune.config import UserError
 
 
@@ -35,11 +36,12 @@ def config_class(path: Path) -> type[Any]:
 
 
 def load_main(path: Path) -> Callable[[Any], object]:
-    """Import the recipe at `path` and return its `main`."""
+    """Import the recipe at `path` and return its `main`. Modules beside the file can be imported, too."""
     name = f"lptune_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: is no Python file; a recipe ends in .py")
+    import_path.add(str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
     # What a recipe imports, torch above all, lives to the end. Searching it for garbage again and again, and

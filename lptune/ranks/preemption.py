@@ -1,6 +1,7 @@
 """Preemption: how a run hears that it is to stop, and what becomes of the work since its last checkpoint.
 
-SIGTERM (a scheduler), SIGINT (Ctrl-C) and SIGUSR1 (Slurm, before a time limit) ask a run to stop.
+SIGTERM (a scheduler), SIGINT (Ctrl-C), SIGUSR1 (Slurm, before a time limit) and SIGHUP (a terminal that
+closes) ask a run to stop. A SIGHUP that is ignored (nohup) stays ignored.
 
 Blocked, and waited for. The signals are blocked before anything else happens, and a thread waits for them
 (sigwait). A Python handler would run between two bytecodes of the main thread, so not while that is inside a
@@ -31,7 +32,7 @@ from typing import Any
 
 from lptune.ranks.outcome import OUTCOMES, Outcome, announce, write_outcome
 
-SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 STOPPED = 143
 """Exit code of a run that was asked to stop, by whichever of the signals: run it again and it continues."""
 GRACE_S = 5.0
@@ -50,18 +51,21 @@ class Listener(threading.Thread):
         self.first, self.again = first, again
         self._first_s: float | None = None
         self._closing = False
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # this thread will inherit it
+        # Blocked, an ignored signal would be waited for like any other.
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._signals = SIGNALS - {signal.SIGHUP} if is_ignored else SIGNALS
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # this thread will inherit it
         # Threads that a program had before do not block, and the kernel may choose one of them.
         self._handlers: dict[signal.Signals, Any] = {
             number: signal.signal(number, lambda number, _: self._take(signal.Signals(number)))
-            for number in SIGNALS
+            for number in self._signals
         }
         self.start()
 
     def run(self) -> None:
         """Waits for signals until `close`."""
         while True:
-            number = signal.sigwait(SIGNALS)
+            number = signal.sigwait(self._signals)
             if self._closing:
                 return
             self._take(signal.Signals(number))
@@ -73,7 +77,7 @@ class Listener(threading.Thread):
         signal.pthread_kill(self.ident, signal.SIGUSR1)
         self.join()
         # A repetition that is still pending was meant for us; unblocked, it would end the program.
-        while pending := SIGNALS.intersection(signal.sigpending()):
+        while pending := self._signals.intersection(signal.sigpending()):
             signal.sigwait(pending)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, clean_environment
+from tests.cli.conftest import ROOT, Finished, clean_environment
 
 
 def test_loading_a_recipe_imports_neither_the_compiler_nor_triton() -> None:
@@ -60,6 +60,71 @@ def main(cfg):
     done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == (1 if when.endswith("error") else 0), done.stderr
     assert done.stdout == "freed\n"
+
+
+TALKS = """
+import sys
+from pathlib import Path
+from lptune.config import FinetuneConfig
+
+def main(cfg: FinetuneConfig) -> None:
+    for step in range(3):
+        print("step …", step, flush=True)
+    file = open("saved", "w")
+    print("fd", file.fileno() > 2, file=sys.stderr, flush=True)
+    sys.exit(143)
+"""
+
+
+def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Finished:
+    shell = {"no reader": 'sleep 0.2; "$@"; echo $? >code', "full": '"$@" >/dev/full; echo $? >code'}
+    shell |= {"closed": '"$@" >&-; echo $? >code', "ascii": '"$@"; echo $? >code'}
+    command = ["bash", "-c", shell[where], "-", sys.executable, "-m", "lptune.cli.main", *arguments]
+    environment = clean_environment() | variables
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    if where == "no reader":
+        process.stdout.close()
+        process.stdout = None
+    stdout, stderr = process.communicate(timeout=60)
+    code = int((cwd / "code").read_text(encoding="utf-8"))
+    return subprocess.CompletedProcess(command, code, stdout or "", stderr)
+
+
+@pytest.mark.parametrize(
+    ("where", "note"),
+    [
+        ("no reader", "note: stdout cannot be written (Broken pipe); the run goes on without it\n"),
+        ("full", "note: stdout cannot be written (No space left on device); the run goes on without it\n"),
+        ("closed", ""),
+        ("ascii", ""),
+    ],
+)
+def test_a_print_that_fails_ends_no_run(where: str, note: str, tmp_path: Path) -> None:
+    (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
+    arguments = ("run", "talks.py", "--config", "quickstart")
+    done = _with_output(where, *arguments, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (143, f"{note}fd True\n")
+    assert (tmp_path / "saved").exists()
+    if where == "ascii":
+        assert done.stdout.startswith("step \\u2026 0\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "stderr"),
+    [
+        ("no reader", 141, ""),
+        ("full", 2, "error: stdout: cannot be written: No space left on device\n"),
+        ("closed", 0, ""),
+    ],
+)
+def test_a_command_that_cannot_print_ends_with_at_most_one_line(
+    where: str, code: int, stderr: str, tmp_path: Path
+) -> None:
+    done = _with_output(where, "ls", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (code, stderr)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.tiny_recipe import environment, make_checkpoint, write_config
 
 PHASES = ("start-up", "compile", "step", "evaluation", "save")
 TARGETS = ((1, "launcher"), (1, "all"), (2, "launcher"), (2, "all"), (2, "rank 0"), (2, "rank 1"))
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _MARK = "TEST_OF_PREEMPTION"  # in the environment of every process of a launch
 _START_S = {1: 2.5, 2: 5.0}  # of a launch to its first step, about, on two idle cores
 _OVERRIDES = {
@@ -270,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-signals", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it, as they should
     rng = random.Random(options.seed)
     results = []
     with tempfile.TemporaryDirectory() as folder:

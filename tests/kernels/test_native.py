@@ -1,6 +1,7 @@
 """Where the C++ cannot be built the bits stay the same, and a warning says what is missing."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,73 @@ def test_a_compiler_that_fails(
     _assert_quantizes()
 
 
-def test_a_file_in_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, built once for the tests below, and a compiler that copies it and counts."""
+    folder = tmp_path_factory.mktemp("image")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        compiler = native._compiler()
+        if compiler is None:
+            pytest.skip("needs a C++ compiler")
+        (folder / "native.so").write_bytes(native._image(compiler))
+    (folder / "a compiler").write_text(
+        f"echo >>{folder}/built; while [ $1 != -o ]; do shift; done; cp {folder}/native.so $2"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "what", ["cut", "empty", "changed", "a link", "a FIFO", "writable", "another user's"]
+)
+def test_a_kept_library_that_is_damaged_or_not_of_this_user_is_built_anew(
+    what: str, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", f"sh '{image}/a compiler'")  # of two words, and one of them in quotes
+    (image / "built").unlink(missing_ok=True)
+    assert native.available()
+    (kept,) = (tmp_path / "lptune").iterdir()
+    whole = kept.read_bytes()
+    others = {"empty": b"", "cut": whole[:9000], "changed": whole.replace(b"lptune", b"LPTUNE", 1)}
+    kept.unlink()
+    if what == "a link":
+        (tmp_path / "elsewhere").write_bytes(whole)
+        kept.symlink_to(tmp_path / "elsewhere")
+    elif what == "a FIFO":
+        os.mkfifo(kept)
+    else:
+        kept.write_bytes(others.get(what, whole))
+        kept.chmod(0o666 if what == "writable" else 0o600)
+    if what == "another user's":
+        if os.geteuid() == 0:
+            os.chown(kept, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for _ in range(2):
+        native._library.cache_clear()
+        assert native.available()
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("CXX", f"sh '{image}/a compiler'")
+    assert kept.name in caplog.text
+    assert len((image / "built").read_text()) == 2  # at first, and once again
+    assert kept.read_bytes() == whole
+    assert kept.stat().st_mode & 0o777 == 0o600
+    _assert_quantizes()
+
+
+def test_half_a_quote_in_the_compilers_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "g++ '-O")
+    assert not native.available()
+    assert "could not be built" in caplog.text
+
+
+def test_a_file_in_the_place_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, image: Path
+) -> None:
+    monkeypatch.setenv("CXX", f"sh '{image}/a compiler'")
     (tmp_path / "lptune").write_text("in the way")
-    assert choose_backend("quantize", "cpu") == "reference"
+    assert native.available()
     _assert_quantizes()

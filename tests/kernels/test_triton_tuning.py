@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +83,24 @@ def test_a_damaged_file_costs_a_measurement_and_is_replaced(tmp_path: Path, cont
     path.write_bytes(content)
     assert Tuner(path, clock).choose("k", (SLOW, FAST), clock.run) == FAST
     assert json.loads(path.read_text())["k"] == list(FAST)
+
+
+@pytest.mark.parametrize("what", ["a link", "a FIFO", "writable"])
+def test_a_file_that_is_not_of_this_user_alone_costs_a_measurement_and_is_replaced(
+    what: str, tmp_path: Path
+) -> None:
+    path, clock = tmp_path / "c.json", Clock()
+    (tmp_path / "slow.json").write_text(json.dumps({"k": list(SLOW)}))
+    (tmp_path / "slow.json").chmod(0o666)
+    if what == "a link":
+        path.symlink_to("slow.json")
+    elif what == "a FIFO":
+        os.mkfifo(path)
+    else:
+        (tmp_path / "slow.json").rename(path)
+    assert Tuner(path, clock).choose("k", (SLOW, FAST), clock.run) == FAST
+    assert stat.S_ISREG(path.lstat().st_mode)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(

@@ -1,7 +1,7 @@
 """lptune's own C++ for CPUs: the INT8 quantizers and the GEMM's epilogue (quantize.cpp).
 
-Compiled on first use by the machine's C++ compiler for the machine's processor, kept under
-`$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`), called through ctypes on raw pointers: no build step at
+Compiled on first use by the machine's C++ compiler for the machine's processor, kept in the folder of
+`lptune.kernels.cache`, called through ctypes on raw pointers: no build step at
 installation, no torch headers, two seconds once. Where there is no compiler, torch's own operations do the
 same work, slower and with the same bits.
 """
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,11 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lptune.kernels import cache
+
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("quantize.cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
+_NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _Result = tuple[Tensor, Tensor]
 
@@ -164,35 +168,69 @@ def _call(
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        logger.warning(
-            "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
-        )
-        return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        compiler = _compiler()
+        if compiler is None:
+            logger.warning(
+                "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
+            )
+            return None
+        return _load(_image(compiler))
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    """Path of the library built from this source, by this compiler, for this processor."""
+def _compiler() -> list[str] | None:
+    """The command: CXX may hold several words, `ccache g++`. Raises ValueError for a quote left open."""
+    found = shutil.which("g++") or shutil.which("clang++")
+    return shlex.split(os.environ.get("CXX", "")) or ([found] if found else None)
+
+
+def _image(compiler: list[str]) -> bytes:
+    """The library built from this source, by this compiler, for this processor.
+
+    On disk its SHA-256 follows it: a file that was cut short ends a process by SIGBUS where it is loaded.
+    """
     identity = hashlib.sha256(_SOURCE.read_bytes())
     identity.update(repr((compiler, _FLAGS, _processor())).encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lptune"
-    library = cache / f"native-{identity.hexdigest()[:24]}.so"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        # Ranks start together: each builds its own file, and the last rename wins with the same content.
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            built = Path(folder) / library.name
-            command = [compiler, *_FLAGS, *_LINK, str(_SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            built.replace(library)
-    return library
+    path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
+    try:
+        kept = cache.read(path)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        kept = None
+    if kept is not None:
+        image, digest = kept[:-_NUM_DIGEST_BYTES], kept[-_NUM_DIGEST_BYTES:]
+        if image and hashlib.sha256(image).digest() == digest:
+            return image
+        logger.warning("%s is damaged and made anew", path)
+    with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
+        built = Path(folder, "native.so")
+        command = [*compiler, *_FLAGS, *_LINK, str(_SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        image = built.read_bytes()
+    try:
+        # Ranks start together: each builds its own, and the last rename wins with the same content.
+        cache.write(path, image + hashlib.sha256(image).digest())
+    except OSError as error:
+        logger.warning("lptune's CPU kernels cannot be kept, each start compiles them again: %s", error)
+    return image
+
+
+def _load(image: bytes) -> ctypes.CDLL:
+    """From a copy in memory: what was checked is what runs, and no change of a file reaches it."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
+            path = Path(folder, "native.so")
+            path.write_bytes(image)
+            return ctypes.CDLL(str(path))
+    # Never closed: glibc takes a second library of the same name, and so of the same number, for this one.
+    with os.fdopen(os.memfd_create("lptune-native"), "wb", closefd=False) as file:
+        file.write(image)
+        file.flush()
+        return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
 
 
 def _processor() -> str:

@@ -4,8 +4,8 @@ The choice is keyed by what a shape looks like, not by the shape: the number of 
 batch, and a key that held it would measure again each time. `bucket` rounds it up to a power of two; the
 sizes of the weight are exact.
 
-Choices are kept in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`), in one JSON file per device, Triton version
-and version of the kernels' source. A file that cannot be read or written costs a measurement, never a run.
+Choices are kept in the folder of `lptune.kernels.cache`, in one JSON file per device, Triton version and
+version of the kernels' source. A file that cannot be read or written costs a measurement, never a run.
 
 A choice changes time and nothing else: every configuration of a kernel adds in the same order (gemm.py), so
 ranks that chose differently, or a resumed run that measured again, still get the same bits.
@@ -17,11 +17,11 @@ import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +82,9 @@ class Tuner:
         if not self._can_write:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             # Other ranks have measured too: what they wrote is kept, and the file is replaced as a whole.
             merged = _read(self._path) | self._choices
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, suffix=".json", delete=False, encoding="utf-8"
-            ) as file:
-                json.dump(dict(sorted(merged.items())), file, indent=0)
-            Path(file.name).replace(self._path)
+            cache.write(self._path, json.dumps(dict(sorted(merged.items())), indent=0).encode())
         except OSError as error:
             self._can_write = False
             logger.warning("tuned kernel choices cannot be kept, the next run measures again: %s", error)
@@ -106,15 +101,15 @@ def cache_path(device_name: str, triton_version: str) -> Path:
     for file in sorted(Path(__file__).parent.glob("*.py")):
         source.update(file.read_bytes())
     device = "".join(c if c.isalnum() else "-" for c in device_name)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lptune"
-    return folder / f"triton-{device}-{triton_version}-{source.hexdigest()[:16]}.json"
+    return cache.folder() / f"triton-{device}-{triton_version}-{source.hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, list[int]]:
     try:
-        choices = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        content = cache.read(path)
+        if content is None:
+            return {}
+        choices = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read, kernels are measured again: %s", path, error)
         return {}

@@ -1,0 +1,70 @@
+"""What kernels keep between runs: small files in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`).
+
+A file there is run, or decides what runs, so it must be this user's: a regular file, no link, of this user or
+of root, which no other user can write. Anything else counts as missing, with a warning, and is made anew.
+"""
+
+import logging
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 64 * 1024**2
+
+
+def folder() -> Path:
+    """Where the files are. XDG_CACHE_HOME counts if it is absolute, as its specification says."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(home):
+        return Path(home, "lptune")
+    try:
+        return Path.home() / ".cache" / "lptune"
+    except RuntimeError:  # a user without an entry in the password database
+        return Path(tempfile.gettempdir(), f"lptune-{os.geteuid()}")
+
+
+def read(path: Path) -> bytes | None:
+    """The content of a file of this user; None where there is none, or another's (with a warning).
+
+    Raises OSError for one that cannot be read.
+    """
+    try:
+        # Not blocking: a FIFO would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if problem := _problem(os.fstat(descriptor)):
+            logger.warning("%s is not used: %s", path, problem)
+            return None
+        return file.read(MAX_BYTES)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replaces the file at `path` as a whole, on disk before it has its name. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _problem(found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user (uid {found.st_uid})"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users can write it (mode {stat.S_IMODE(found.st_mode):o})"
+    return "" if found.st_size < MAX_BYTES else f"it has {found.st_size:,} bytes"

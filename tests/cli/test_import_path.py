@@ -1,0 +1,49 @@
+"""Where a run's modules come from: the same on one rank and on two, by either module name of the command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import launch
+from tests.cli.conftest import clean_environment
+
+RECIPE = """
+import os, subprocess, sys
+import beside_the_recipe, click, copy, random
+from lptune.config import FinetuneConfig
+from lptune.ranks import preemption
+
+def main(cfg: FinetuneConfig) -> None:
+    files = {os.path.dirname(module.__file__) for module in (click, copy, random)}
+    child = subprocess.run([sys.executable, "-c", "import random"], capture_output=True, text=True)
+    print(beside_the_recipe.VALUE, os.getcwd() in files, child.stdout, preemption._listener is not None)
+"""
+
+
+@pytest.mark.parametrize(("module", "flags"), [("lptune", []), ("lptune.cli.main", ["--nproc-per-node=2"])])
+def test_modules_come_from_beside_the_recipe_and_never_from_the_current_directory(
+    module: str, flags: list[str], tmp_path: Path
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "recipes"
+    here.mkdir()
+    beside.mkdir()
+    for name in ("click", "copy", "random"):
+        for folder in (here, beside):  # beside the recipe: found only where no other is
+            (folder / f"{name}.py").write_text("print('planted')\n", encoding="utf-8")
+    (beside / "beside_the_recipe.py").write_text("VALUE = 7\n", encoding="utf-8")
+    (beside / "mine.py").write_text(RECIPE, encoding="utf-8")
+    command = [sys.executable, "-m", module, "run", *flags, "../recipes/mine.py", "--config", "quickstart"]
+    done = subprocess.run(command, cwd=here, env=clean_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "7 False  True\n"), done.stderr
+
+
+def test_ranks_find_an_lptune_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(Path(launch.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", "/others")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    launch._let_ranks_find_lptune()
+    assert os.environ["PYTHONPATH"] == f"{root}{os.pathsep}/others"
