@@ -121,7 +121,8 @@ def _check_kind(name: str, file: Path) -> None:
 
 def _missing(source: str, path: Path) -> str:
     pieces = [piece.strip() for piece in source.split(",")]
-    if len(pieces) > 1 and any(Path(piece).expanduser().exists() for piece in pieces if piece):
+    is_list = len(pieces) > 1 and any(Path(piece).expanduser().exists() for piece in pieces if piece)
+    if is_list or (source.startswith("{") and source.endswith("}")):
         return f"{source}: no such file; a list stands in brackets: data.source='[{source}]'"
     if not path.parent.is_dir():
         return f"{source}: no such file, nor a folder {path.parent}; set data.source to a file or a hub id"

@@ -161,6 +161,7 @@ def test_builtin_and_hub_ids_are_no_files(folder: Path) -> None:
         ("shard/x.jsonl", r"^shard/x.jsonl: no such file, nor a folder shard"),
         (".", r"^.: is a folder without a file that .*; its folders hold some: data.source=./\*/\*.csv"),
         ("shards/b.jsonl,x.csv", r"a list stands in brackets: data.source='\[shards/b.jsonl,x.csv\]'"),
+        ("{source: a, weight: 2}", r"a list stands in brackets: data.source='\[{source: a, weight: 2}\]'"),
         ("shards/c.jsonl", r"no such file \(did you mean 'b.jsonl'\?\)"),
     ],
 )  # fmt: skip
