@@ -161,7 +161,9 @@ def test_commands_write_nothing_to_stderr_but_the_line_of_an_error(tmp_path: Pat
         command = [python, "-m", "lptune.cli.main", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (arguments, done.stderr)
-        assert done.stderr == "", arguments
+        # torch's word on a machine with nvcc and no GPU; right, and not about us.
+        lines = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+        assert not lines, arguments
         assert done.stdout, arguments
     for arguments in (
         ["run", "full_finetune", *job, "compile=block", "output_dir=compiled", "seed=3"],
