@@ -214,8 +214,10 @@ class Summed(NamedTuple):
     magnitude: Tensor
     """The same sum of absolute values."""
 
-    def excess(self, actual: Tensor) -> float:
+    def excess(self, actual: Tensor, rounding: float = 0.0) -> float:
         """How far `actual` is from the sum, over what summation in float32 can make of it; at most 1.
+
+        rounding: what else each micro-batch's gradient may be off by, relative.
 
         Each micro-batch's own gradient has the same bits on any rank: the same operands, of which its place
         decides every scale and random bit, and a factor (ranks over targets) that differs by a power of two.
@@ -223,7 +225,7 @@ class Summed(NamedTuple):
         magnitudes, u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
         """
         unit = (NUM_MICRO_BATCHES - 1) * 2.0**-24
-        off, bound = (actual.double() - self.exact).abs(), self.magnitude * unit / (1 - unit)
+        off, bound = (actual.double() - self.exact).abs(), self.magnitude * (unit / (1 - unit) + rounding)
         # Where all terms are zero the sum must be.
         return float(torch.where(off == 0, 0.0, off / bound).max())
 
