@@ -28,6 +28,8 @@ from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 from lptune.data.tokenizer_classes import CLASSES, TokenizerClass, loading_class, refusal, untrim_offsets
 
 _MAX_JSON_CHARS = 256 * MEBI
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+"""Of a file that data.chat_template may name."""
 """The tokenizer.json of a vocabulary of 262,144 has 33 MB."""
 
 
@@ -124,7 +126,7 @@ class Tokenizer:
         return rendered.text
 
     def with_chat_template(self, chat_template: str) -> "Tokenizer":
-        """The same tokenizer with `data.chat_template`: jinja text, the path of a file, or `none`."""
+        """The same tokenizer with `data.chat_template`: jinja text, the path of a .jinja file, or `none`."""
         sources = _given_template(chat_template)
         template = None
         if sources:
@@ -372,6 +374,14 @@ def _given_template(value: str) -> dict[str, str]:
     except OSError:  # longer than a file name can be
         exists = False
     if exists:
+        # The template is exported, and so published, and a config may come from a stranger: of the user's
+        # files it can name those alone that say they are templates.
+        for file in (path, path.resolve()):
+            if file.suffix not in TEMPLATE_SUFFIXES:
+                raise UserError(
+                    f"data.chat_template: {file}: is exported with the model, so its name must end in "
+                    f"{', '.join(TEMPLATE_SUFFIXES)}; rename the file"
+                )
         return {"default": _read_text(path, "utf-8-sig")}
     if looks_like_path:
         files = path.parent.iterdir() if path.parent.is_dir() else ()

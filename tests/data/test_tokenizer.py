@@ -236,6 +236,21 @@ def test_a_byte_order_mark_is_written_where_transformers_writes_it(
     assert own.chat_template == "{{ messages[0].content }}"
 
 
+@pytest.mark.parametrize("name", ["id_rsa", "notes.txt", "link.jinja"])
+def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
+    name: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    secret = tmp_path / ("target" if name == "link.jinja" else name)
+    secret.write_text("s3cret")
+    if name == "link.jinja":
+        (tmp_path / name).symlink_to(secret)
+    with pytest.raises(
+        UserError, match=r"is exported with the model, so its name must end in \.jinja"
+    ) as raised:
+        load_tokenizer(tokenizer_folder(), str(tmp_path / name))
+    assert "s3cret" not in str(raised.value)
+
+
 def test_the_eos_token_falls_back_on_generation_and_model_config(
     tokenizer_folder: Callable[..., Path],
 ) -> None:
