@@ -25,7 +25,7 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, read_text
+from lptune.config.text import MEBI, printable, read_text
 
 __all__ = [
     "MEBI",
@@ -59,6 +59,7 @@ __all__ = [
     "no_8_bit_gemm_error",
     "no_gpu_error",
     "too_many_ranks_error",
+    "printable",
     "read_text",
     "source_names",
     "to_yaml",
