@@ -1,6 +1,6 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
-from lptune.config.checks import check_model_folder
+from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
     DivergedError,
@@ -47,6 +47,7 @@ __all__ = [
     "as_written",
     "check_batches",
     "check_model_folder",
+    "check_path",
     "check_sources",
     "closest",
     "data_files",
