@@ -5,7 +5,7 @@ fingerprint   digests by which an imported model is recognised (and what else a 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,7 +15,7 @@ import lptune
 from lptune.checkpoint.files import read_json, sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import FinetuneConfig, UserError, source_names
+from lptune.config import FinetuneConfig, SourceConfig, UserError, as_written, source_names
 
 Facts = Mapping[str, Any]
 """What state.json says beside the step."""
@@ -45,7 +45,7 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
     """The block `about` of state.json. chat_template: the tokenizer's, as the run sees it."""
     about = About(
         model=str(Path(cfg.model.path).expanduser().absolute()),
-        data=source_names(cfg.data.sources),
+        data=source_names(_sources_as_written(cfg)),
         precision=cfg.precision.kind,
         chat_template=chat_template if cfg.data.chat_template else None,
         dtype=cfg.export.dtype,
@@ -54,6 +54,15 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
         torch=str(torch.__version__),
     )
     return asdict(about)
+
+
+def _sources_as_written(cfg: FinetuneConfig) -> tuple[SourceConfig, ...]:
+    """As the config names them: no value of the environment goes into a model card."""
+    written = as_written(cfg)["data"]["source"]
+    if isinstance(written, str):
+        return (SourceConfig(source=written),)
+    names = [item if isinstance(item, str) else str(item["source"]) for item in written]
+    return tuple(replace(entry, source=name) for entry, name in zip(cfg.data.sources, names, strict=True))
 
 
 def read_state(manifest: Manifest) -> Facts:

@@ -14,4 +14,7 @@ if import_path.is_program():
     _is_run = sys.argv[1:2] == ["run"]
     if _is_run:
         preemption.listen()
-    streams.guard(ends_command=not _is_run)
+    from lptune.config import printable  # takes a while: the signals come first
+
+    # A recipe may print colours; what the other commands print is text, some of it of strangers' files.
+    streams.guard(ends_command=not _is_run, escape=str if _is_run else printable)

@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 
 import lptune
-from lptune.config import UserError, closest
+from lptune.config import UserError, check_path, closest
 
 _PACKAGE = Path(lptune.__file__).parent
 
@@ -57,6 +57,7 @@ def summary(recipe: Path) -> str:
 def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:
     if name in known:
         return known[name]
+    check_path(kind, name)
     path = Path(name).expanduser()
     if path.is_file():
         return path

@@ -18,6 +18,7 @@ alone had received it, and torchrun only sees that they end. One that comes late
 everything at once.
 """
 
+import copy
 import ctypes
 import logging
 import os
@@ -53,14 +54,26 @@ def stay_on_loopback() -> None:
 
 
 def is_rank() -> bool:
-    """Was this process started by torchrun (or by a cluster that sets the same variables)?"""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Was this process started by torchrun (or by a cluster that sets the same variables)?
+
+    Raises UserError for variables that are no launcher's.
+    """
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        return False
+    if not all(re.fullmatch(r"\d{1,9}", value) for value in given.values()) or len(given) < 2:
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"run: {found} in the environment: a launcher sets both RANK and WORLD_SIZE, to numbers; unset "
+            "what is left of one"
+        )
+    return True
 
 
 def as_rank(body: Callable[[], object]) -> None:
     """Run `body` as one rank of several; exit with its code, its outcome written down."""
     _die_with_launcher()
-    if ranks.OUTCOMES in os.environ:
+    if os.path.isdir(os.environ.get(ranks.OUTCOMES, "")):
         ranks.redirect_output()
         ranks.announce()
     error: BaseException | None = None
@@ -92,7 +105,7 @@ def _die_with_launcher() -> None:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     # The launcher may have died before that line.
-    if ranks.LAUNCHER in os.environ and os.getppid() != int(os.environ[ranks.LAUNCHER]):
+    if os.environ.get(ranks.LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os._exit(1)
 
 
@@ -271,9 +284,11 @@ def _check(args: "argparse.Namespace") -> list[signal.Signals]:
             raise UserError(f"run: --signals-to-handle: no such signal: {name}")
         signals.append(number)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
+    looked_at = copy.copy(args)
+    looked_at.log_dir = args.log_dir or os.devnull  # without one it makes a temporary folder, and leaves it
     try:
-        torch.distributed.run.config_from_args(args)
-    except (ValueError, AssertionError, RuntimeError) as error:
+        torch.distributed.run.config_from_args(looked_at)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise UserError(f"run: torchrun: {error}") from None
     return signals
 

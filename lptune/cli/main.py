@@ -10,6 +10,7 @@ A recipe's own code (143 stopped by a signal) arrives as SystemExit and passes t
 Commands import torch inside their function, so that `--help` and `validate` answer at once.
 """
 
+import errno
 import re
 import sys
 import traceback
@@ -64,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         fail(error.format_message())
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            traceback.print_exc()
+            sys.exit(1)
+        fail(f"{error.filename or ''!s:.60}…: is longer than a name can be; give a shorter one")
     except Exception:
         traceback.print_exc()
         sys.exit(1)

@@ -41,6 +41,10 @@ def run(
         raise UserError("run: no recipe given; `lptune ls` shows what there is")
     if config_name is None:
         raise UserError("run: --config is required; `lptune ls` shows what there is")
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError("run: the current directory was removed; go to one that is there") from None
     counts = {"--nnodes": nnodes, "--nproc-per-node": nproc_per_node}
     for name, value in counts.items():
         _check_count(name, value)

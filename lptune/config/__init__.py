@@ -1,6 +1,6 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
-from lptune.config.checks import check_model_folder
+from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
     DivergedError,
@@ -25,7 +25,7 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, read_text
+from lptune.config.text import MEBI, printable, read_text
 
 __all__ = [
     "MEBI",
@@ -47,6 +47,7 @@ __all__ = [
     "as_written",
     "check_batches",
     "check_model_folder",
+    "check_path",
     "check_sources",
     "closest",
     "data_files",
@@ -59,6 +60,7 @@ __all__ = [
     "no_8_bit_gemm_error",
     "no_gpu_error",
     "too_many_ranks_error",
+    "printable",
     "read_text",
     "source_names",
     "to_yaml",

@@ -7,6 +7,8 @@ prints its message and exits with its `exit_code`; a traceback always means a bu
 import difflib
 from collections.abc import Iterable
 
+from lptune.config.text import printable
+
 
 class UserError(ValueError):
     """Bad input. The message is one line: where, what was found, what to do."""
@@ -14,7 +16,7 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(printable(" ".join(message.split())))
 
 
 def no_gpu_error(why: str) -> UserError:
@@ -44,7 +46,7 @@ class DivergedError(RuntimeError):
     exit_code = 3
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(printable(" ".join(message.split())))
 
 
 def closest(word: str, choices: Iterable[str]) -> str:

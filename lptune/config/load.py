@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lptune.config.elsewhere import SWITCHES, key_here
+from lptune.config.environment import check_interpolations, masked, reads_environment
 from lptune.config.errors import UserError, closest
 from lptune.config.text import read_text
 
@@ -43,18 +44,23 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     _check_keys(cls, values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
-    if str(OmegaConf.to_container(values, resolve=False)).count("${") > _MAX_INTERPOLATIONS:
+    raw = typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=False))
+    if str(raw).count("${") > _MAX_INTERPOLATIONS:
         raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
+    try:
+        check_interpolations(raw, {key.rpartition(".")[0] for key in key_paths(cls)})
+    except UserError as error:
+        raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
     _fill_in_defaults(cls, values)
     try:
         resolved = OmegaConf.to_container(values, resolve=True)
     except OmegaConfBaseException as error:
-        message = f"{error.full_key}: {_first_line(error)}"
+        message = masked(f"{error.full_key}: {_first_line(error)}", raw)
         raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
     try:
         cfg = _build(cls, typing.cast("dict[str, Any]", resolved), "")
     except UserError as error:
-        raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
+        raise UserError(f"{_blame(str(error), path, overrides)}: {masked(str(error), raw)}") from None
     object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
     return cfg
 
@@ -128,7 +134,7 @@ def _plain(value: Any) -> Any:
 def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
     """The `${…}` as written, of a list all of it; nothing where the environment takes no part."""
     raw = OmegaConf.to_container(values, resolve=False)
-    if "oc.env" not in str(raw):
+    if not reads_environment(raw):
         return {}
     found: dict[str, Any] = {}
     for key in key_paths(cls):

@@ -10,6 +10,16 @@ from pathlib import Path
 MEBI = 1024**2
 
 
+def printable(text: str) -> str:
+    """`text` with escapes (`\\x1b`) for what a terminal obeys, hides or reorders; line ends and tabs stay.
+
+    What is printed of files goes through here: a column's name can hold a sequence that rewrites the screen.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def read_text(path: Path, max_chars: int, encoding: str = "utf-8") -> str:
     """The text of the file at `path`.
 

@@ -11,9 +11,7 @@ Characters map to tokens through `encode_batch`'s encodings. Their offsets inclu
 import dataclasses
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from lptune.config import MEBI, UserError, closest, read_text
+from lptune.data import rust
 from lptune.data.alphabet import Alphabet, alphabet_of
 from lptune.data.special_tokens import NAMED, SpecialTokens, special_tokens
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
@@ -29,6 +28,8 @@ from lptune.data.tokenizer_classes import CLASSES, TokenizerClass, loading_class
 
 _MAX_JSON_CHARS = 256 * MEBI
 """The tokenizer.json of a vocabulary of 262,144 has 33 MB."""
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+"""Of a file that data.chat_template may name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; with `add_special` also what the tokenizer puts around every text."""
         self._refuse_infilling([text])
-        with _rust_errors(self.folder):
+        with rust.errors_of(self.folder):
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
         return ids
 
@@ -88,7 +89,7 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self._refuse_infilling(texts)
         encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
-        with _rust_errors(self.folder):  # of a token for the unknown that the vocabulary lacks
+        with rust.errors_of(self.folder):  # of a token for the unknown that the vocabulary lacks
             encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
         return encodings
 
@@ -124,7 +125,7 @@ class Tokenizer:
         return rendered.text
 
     def with_chat_template(self, chat_template: str) -> "Tokenizer":
-        """The same tokenizer with `data.chat_template`: jinja text, the path of a file, or `none`."""
+        """The same tokenizer with `data.chat_template`: jinja text, the path of a .jinja file, or `none`."""
         sources = _given_template(chat_template)
         template = None
         if sources:
@@ -171,8 +172,9 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     untrim_offsets(spec.get("post_processor"))
     untrim_offsets(spec.get("pre_tokenizer"))
     spec["truncation"] = spec["padding"] = None
+    rust.check_growth(spec, folder)
     special = tokens.texts
-    with _rust_errors(folder):
+    with rust.errors_of(folder):
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
         tokens.register(backend, kind.resets_flags)
         if kind.writes_bos:
@@ -183,7 +185,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     if eos_id is None:
         eos_id = _configured_eos(folder, model_config)
     pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
-    with _rust_errors(folder):
+    with rust.errors_of(folder):
         prefix, suffix = _surroundings(backend)
         continuation = _continuation(backend, special)
     special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -200,23 +202,6 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         return tokenizer
     template = ChatTemplate(sources, special, tokenizer.special_texts, where=where, date=date)
     return dataclasses.replace(tokenizer, template=template)
-
-
-@contextmanager
-def _rust_errors(folder: Path) -> Iterator[None]:
-    """What `tokenizers` makes of a tokenizer.json that it cannot use, as a UserError."""
-    try:
-        yield
-    except BaseException as error:
-        # The Rust side raises bare Exception, or panics: a BaseException whose class cannot be imported.
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        # The place it names is in our own rendering of the file.
-        reason = re.sub(r" at line \d+ column \d+$", "", str(error))
-        raise UserError(
-            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can use: {reason}; copy it "
-            "again from the checkpoint"
-        ) from None
 
 
 def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
@@ -372,6 +357,14 @@ def _given_template(value: str) -> dict[str, str]:
     except OSError:  # longer than a file name can be
         exists = False
     if exists:
+        # The template is exported, and so published, and a config may come from a stranger: of the user's
+        # files it can name those alone that say they are templates.
+        for file in (path, path.resolve()):
+            if file.suffix not in TEMPLATE_SUFFIXES:
+                raise UserError(
+                    f"data.chat_template: {file}: is exported with the model, so its name must end in "
+                    f"{', '.join(TEMPLATE_SUFFIXES)}; rename the file"
+                )
         return {"default": _read_text(path, "utf-8-sig")}
     if looks_like_path:
         files = path.parent.iterdir() if path.parent.is_dir() else ()

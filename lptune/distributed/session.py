@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lptune import ranks
-from lptune.config import ParallelConfig, UserError, mesh_axes, no_gpu_error, too_many_ranks_error
+from lptune.config import (
+    ParallelConfig,
+    UserError,
+    mesh_axes,
+    no_gpu_error,
+    printable,
+    too_many_ranks_error,
+)
 from lptune.ranks import preemption
 from lptune.trials import check_trials
 
@@ -133,9 +140,9 @@ class World:
         random.seed(int(words[3]))
 
     def print(self, text: str) -> None:
-        """Prints on the main rank only."""
+        """Prints on the main rank only, with escapes for control characters."""
         if self.is_main:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
 
 @contextmanager

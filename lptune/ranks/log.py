@@ -20,7 +20,7 @@ LOGS = "LPTUNE_LOGS"  # folder of logs before the run's own exists; unset: the s
 def redirect_output() -> None:
     """Sends stdout and stderr of this rank to its log, unless it is rank 0 or has no log."""
     folder, rank = os.environ.get(LOGS), os.environ["RANK"]
-    if folder is None or rank == "0":
+    if folder is None or rank == "0" or not os.path.isdir(folder):  # not there: another launch's
         return
     path = Path(folder, f"rank-{rank}.log")
     now = time.strftime("%Y-%m-%d %H:%M:%S")

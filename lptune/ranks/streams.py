@@ -13,6 +13,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 
@@ -25,30 +26,42 @@ class OutputLostError(OSError):
         return 141 if isinstance(self.__cause__, BrokenPipeError) else 2
 
 
-def guard(ends_command: bool) -> None:
+def guard(ends_command: bool, escape: Callable[[str], str] = str) -> None:
     """Puts sys.stdout and sys.stderr on streams that can fail, and that write any text in any encoding.
 
-    ends_command: the first write to stdout that fails raises OutputLostError.
+    ends_command: the first write to stdout that fails raises OutputLostError. escape: what to make of each
+    text for stdout.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-    sys.stdout = _stream(sys.stdout, _Output(1, "stdout", ends_command))
-    sys.stderr = _stream(sys.stderr, _Output(2, "stderr", ends_command))
+    sys.stdout = _stream(sys.stdout, _Output(1, "stdout", ends_command), escape)
+    sys.stderr = _stream(sys.stderr, _Output(2, "stderr", ends_command), str)
 
 
-def _stream(before: TextIO | None, output: "_Output") -> TextIO:
+def _stream(before: TextIO | None, output: "_Output", escape: Callable[[str], str]) -> TextIO:
     # Python makes a stream like this one: without a buffer of bytes where nothing is to be held back (-u).
     unbuffered = getattr(before, "write_through", False)
-    return io.TextIOWrapper(
+    stream = _Text(
         output if unbuffered else io.BufferedWriter(output),
         encoding=getattr(before, "encoding", "utf-8"),
         errors="backslashreplace",
         line_buffering=getattr(before, "line_buffering", True),
         write_through=unbuffered,
     )
+    stream.escape = escape
+    return stream
+
+
+class _Text(io.TextIOWrapper):
+    escape: Callable[[str], str]
+
+    def write(self, text: str, /) -> int:
+        # Of bytes the TypeError is the right one: click finds out with them which kind of stream this is.
+        super().write(self.escape(text) if isinstance(text, str) else text)
+        return len(text)
 
 
 class _Output(io.FileIO):

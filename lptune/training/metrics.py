@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.config import LoggingConfig, UserError
+from lptune.config import LoggingConfig, UserError, printable
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -87,6 +87,7 @@ class MetricsWriter:
 
     def say(self, text: str) -> None:
         """Prints a line, above the bar where there is one."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self._enabled:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lptune.cli import launch
 from tests.cli.conftest import Command, Lptune, clean_environment
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
@@ -313,3 +314,55 @@ def test_a_recipe_may_bring_its_own_config_class(command: Command, toy: list[str
     (tmp_path / "toy.yaml").write_text("width: 4\n")
     assert command("run", *toy) == (0, "4\n", "")
     assert "unknown key 'widht' (did you mean 'width'?)" in command("run", *toy, "widht=5")[2]
+
+
+LONG = "x" * 300
+RUN = ("run", "r.py", "--config", "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "line"),
+    [
+        (RUN, {"RANK": "0"}, "run: RANK=0 in the environment"),
+        (RUN, {"WORLD_SIZE": "2"}, "run: WORLD_SIZE=2 in the environment"),
+        (RUN, {"RANK": "a", "WORLD_SIZE": "2"}, "run: RANK=a, WORLD_SIZE=2 in the environment"),
+        (
+            ("run", LONG, "--config", "quickstart"),
+            {},
+            "recipe: is no path: a name in it is longer than 255 bytes",
+        ),
+        (("run", "r.py", "--config", f"a/{LONG}/b"), {}, "config: is no path: a name in it is longer"),
+        (("cat", "~nobody-here/a"), {}, "recipe or config: ~nobody-here/a: there is no such user's home"),
+        (("cp", "quickstart", LONG), {}, f"{LONG[:60]}…: is longer than a name can be"),
+        (("verify", LONG), {}, f"{LONG[:60]}…: is longer than a name can be"),
+        (("new-checkpoint", "llama3_2/tiny", LONG), {}, f"{LONG[:60]}…: is longer than a name can be"),
+    ],
+)
+def test_leftovers_of_launchers_and_impossible_names_are_one_line(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
+    line: str,
+) -> None:
+    (tmp_path / "r.py").write_text("def main(cfg: FinetuneConfig): pass\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, stderr = command(*arguments)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith(f"error: {line}")
+
+
+def test_a_removed_current_directory_is_one_line(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, stderr = command("run", "full_finetune", "--config", "quickstart")
+    assert (code, stderr.count("\n")) == (2, 1)
+
+
+def test_looking_at_torchruns_flags_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launch._check(launch._parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))
+    assert list(tmp_path.iterdir()) == []

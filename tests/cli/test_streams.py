@@ -112,6 +112,18 @@ def test_a_print_that_fails_ends_no_run(where: str, note: str, tmp_path: Path) -
         assert done.stdout.startswith("step \\u2026 0\n")
 
 
+def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text("# \u202egnp\x9b2J\n", encoding="utf-8")
+    missing = "error: run: --config is required; `lptune ls` shows what there is\n"
+    for arguments, code, stdout, stderr in (
+        (["cat", "odd.yaml"], 0, "# \\u202egnp\\x9b2J\n", ""),
+        (["run", "full_finetune"], 2, "", missing),
+    ):
+        command = [sys.executable, "-m", "lptune.cli.main", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
+
+
 @pytest.mark.parametrize(
     ("where", "code", "stderr"),
     [

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config, to_yaml
 from lptune.config.elsewhere import KEYS, SWITCHES, VALUES
@@ -228,6 +229,78 @@ def test_values_of_the_environment_are_used_but_not_written(
     assert (cfg.output_dir, cfg.logging.wandb_project, cfg.seed) == ("runs/s3cret", "runs/s3cret", 7)
     assert "s3cret" not in to_yaml(cfg)
     assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("text", "blamed"),
+    [
+        ("seed: 1\noutput_dir: r-${oc.${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
+        ("output_dir: r-${${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
+        ("output_dir: r-${oc.env:${data.prompt_column}}", "output_dir"),
+        ("output_dir: r-${oc.env:LPTUNE_TEST_${seed}}", "output_dir"),
+        (
+            "data: {text_column: '\\${oc.', split: 'env:LPTUNE_TEST_SECRET}'}\noutput_dir: '${oc.decode:${data.text_column}${data.split}}'",
+            "output_dir",
+        ),
+        ("data: {system_prompt: 'say ${oc.env:LPTUNE_TEST_SECRET}'}", "data.system_prompt"),
+        (
+            "data: {chat_template: '{{ 1 }}${output_dir}'}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'",
+            "data.chat",
+        ),
+        (
+            "data: {source: [{source: a.jsonl, system_prompt: '${oc.env:LPTUNE_TEST_SECRET}'}]}",
+            "data.source.system_prompt",
+        ),
+        ("data: {prompt_template: '${oc.decode:${oc.env:LPTUNE_TEST_SECRET}}'}", "data.prompt_template"),
+        ("precision: ${parallel}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'", "precision"),
+        (
+            "seed: ${oc.env:LPTUNE_TEST_SECRET}",
+            "seed: must be an integer, found '${oc.env:LPTUNE_TEST_SECRET}'",
+        ),
+        (
+            "precision: {kind: '${oc.env:LPTUNE_TEST_SECRET}'}",
+            "precision.kind: '${oc.env:LPTUNE_TEST_SECRET}' is not",
+        ),
+    ],
+)
+def test_the_environment_is_read_by_name_alone_and_never_into_a_text_that_is_kept(
+    text: str, blamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    arguments = ["data.prompt_column=env"] if "prompt_column" in text else []
+    with pytest.raises(UserError) as raised:
+        load(
+            tmp_path,
+            OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text))),
+            *arguments,
+        )
+    assert blamed in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_a_list_that_the_environment_decides_is_kept_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    cfg = load(tmp_path, BASE + "precision: {skip: ['*.o_proj', '${oc.env:LPTUNE_TEST_SECRET}']}\n")
+    assert cfg.precision.skip == ("*.o_proj", "s3cret")
+    assert "s3cret" not in to_yaml(cfg)
+    assert load(tmp_path, to_yaml(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output_dir: 'r-${precision.kind}-${seed}'",
+        "output_dir: 'r-${oc.env:LPTUNE_TEST_NOT_SET,${seed}}'",
+        "optimizer: {lr: '${oc.decode:${oc.env:LPTUNE_TEST_NOT_SET,1e-3}}'}",
+        "output_dir: 'r-${ oc.env:LPTUNE_TEST_SECRET }'",
+        "data: {prompt_template: 'costs \\${5 or so}'}",
+    ],
+)
+def test_what_a_config_may_interpolate(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    load(tmp_path, OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text))))
 
 
 def leaves(cls: type, prefix: str = "") -> dict[str, typing.Any]:

@@ -1,6 +1,8 @@
 """Ids equal AutoTokenizer's on every real tokenizer; what is wrong with a folder is one line."""
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
+from tokenizers import Regex, pre_tokenizers
 
 from lptune.config import UserError
-from lptune.data import Tokenizer, load_tokenizer
+from lptune.data import Tokenizer, load_tokenizer, rust
 from lptune.data.tokenizer_classes import CLASSES, refusal
 from tests.data import fuzz_tokenizers
 
@@ -236,6 +239,21 @@ def test_a_byte_order_mark_is_written_where_transformers_writes_it(
     assert own.chat_template == "{{ messages[0].content }}"
 
 
+@pytest.mark.parametrize("name", ["id_rsa", "notes.txt", "link.jinja"])
+def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
+    name: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    secret = tmp_path / ("target" if name == "link.jinja" else name)
+    secret.write_text("s3cret")
+    if name == "link.jinja":
+        (tmp_path / name).symlink_to(secret)
+    with pytest.raises(
+        UserError, match=r"is exported with the model, so its name must end in \.jinja"
+    ) as raised:
+        load_tokenizer(tokenizer_folder(), str(tmp_path / name))
+    assert "s3cret" not in str(raised.value)
+
+
 def test_the_eos_token_falls_back_on_generation_and_model_config(
     tokenizer_folder: Callable[..., Path],
 ) -> None:
@@ -374,3 +392,34 @@ def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[
     assert alphabet.unknown("a b<|im_end|>\nü") == [1, 13, 14]
     for name in ("qwen2", "gpt2", "llama2"):
         assert asset_tokenizer(f"tokenizers/{name}").alphabet is None
+
+
+def test_a_panic_is_one_line_and_its_own_lines_are_held_back(
+    tokenizer_folder: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder())
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match="retry-limit-in-match over"):
+            encode("a" * 40 + "c")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_else_native_code_prints_meanwhile_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with rust.held_back():
+        os.write(2, b"from C\n")
+        print("from Python", file=sys.stderr)
+    assert sorted(capfd.readouterr().err.splitlines()) == ["from C", "from Python"]
+
+
+def test_replacements_that_multiply_a_text_are_refused(tokenizer_folder: Callable[..., Path]) -> None:
+    folder = tokenizer_folder()
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    spec["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [grow, {"type": "Sequence", "normalizers": [grow]}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(UserError, match="normalizer: its replacements make 100 characters of one"):
+        load_tokenizer(folder)

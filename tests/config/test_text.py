@@ -1,0 +1,19 @@
+"""What is printed of a stranger's file is shown by a terminal, never obeyed."""
+
+import pytest
+
+from lptune.config import DivergedError, UserError, printable
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J \x9b31m a\rb \u202egnp.exe \u200b \x7f \udcff"
+
+
+def test_errors_and_texts_hold_no_control_characters() -> None:
+    for text in (str(UserError(ESCAPES)), str(DivergedError(ESCAPES)), printable(ESCAPES)):
+        assert text.isprintable()
+        assert r"\x1b]0;title\x07" in text
+    assert r"\u202e" in printable(ESCAPES)
+
+
+@pytest.mark.parametrize("text", ["", "a plain line", "tab\tand\nline", "é 漢字 🎉 Ġ ▁"])
+def test_text_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
