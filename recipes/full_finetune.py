@@ -23,7 +23,7 @@ def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
         distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
-        checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
+        checkpoint.open_run_folder(cfg, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
         training.check_logging(cfg.logging)

@@ -3,12 +3,13 @@
 A reader (or a run that resumes after a kill) therefore sees a thing whole or not at all.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, UserError, read_text
+from lptune.config import MEBI, UserError, kind_of, open_regular, read_text
 
 
 @contextmanager
@@ -66,10 +67,13 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` durably; `path` holds the old content or the new, never a part."""
+    """Writes `text` durably; `path` holds the old content or the new, never a part. No link is followed."""
     partial = path.with_name(f".tmp-{path.name}")
     with _named(partial):
-        partial.write_text(text, encoding="utf-8")
+        with suppress(FileNotFoundError):  # a kill's leftover, or what somebody put there
+            partial.unlink()
+        with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+            file.write(text)
     fsync_path(partial)
     partial.replace(path)
     fsync_path(path.parent)
@@ -115,7 +119,8 @@ def sha256(path: Path) -> str:
 
 def publish_folder(partial: Path, final: Path) -> None:
     """Makes the finished folder `partial` appear as `final`, which must not exist."""
-    assert not final.exists(), final
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     fsync_path(partial)
     partial.rename(final)
     fsync_path(final.parent)
@@ -140,13 +145,21 @@ def free_bytes(folder: Path) -> int:
 def set_aside(folder: Path) -> Path:
     """Renames a folder out of the way, as `old-NAME-1`, -2, …; returns its new path. Nothing is deleted."""
     number = 1
-    while (target := folder.with_name(f"old-{folder.name}-{number}")).exists():
+    while os.path.lexists(target := folder.with_name(f"old-{folder.name}-{number}")):
         number += 1
     return folder.rename(target)
 
 
+def remove_leftover(path: Path) -> None:
+    """Removes what an interrupted write left at `path`, if anything. A link goes, not its target."""
+    if kind_of(path) == "a folder":
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def fresh_folder(path: Path) -> Path:
-    """An empty folder at `path`; what an interrupted write left there is removed."""
-    shutil.rmtree(path, ignore_errors=True)
+    """An empty folder at `path`, what an interrupted write left there is removed."""
+    remove_leftover(path)
     path.mkdir(parents=True)
     return path
