@@ -72,7 +72,7 @@ def main(cfg: FinetuneConfig) -> None:
         scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
-            checkpoint.load_hf(model, source)
+            checkpoint.load_hf(model, source, world)
         else:
             checkpoint.load_state(saved, model, optimizer, scaling.state())
         skipped = checkpoint.skipped_steps(saved)

@@ -4,9 +4,13 @@ A reader (or a run that resumes after a kill) therefore sees a thing whole or no
 """
 
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -159,7 +163,57 @@ def remove_leftover(path: Path) -> None:
 
 
 def fresh_folder(path: Path) -> Path:
-    """An empty folder at `path`, what an interrupted write left there is removed."""
+    """An empty folder at `path`, whose parent exists; what an interrupted write left there is removed."""
     remove_leftover(path)
-    path.mkdir(parents=True)
+    path.mkdir()
     return path
+
+
+class Scratch:
+    """A new folder beside `final`, in which `final` is written before it is published by a rename.
+
+    Its name is `.tmp-NAME-` and a random number, so that several processes may write the same `final`: the
+    first rename wins. A locked file in it tells the folder of a live process from what a kill left, which the
+    next writer removes. Folders without that file are not touched, whatever they are called.
+    """
+
+    MARK = ".lptune-scratch"
+
+    def __init__(self, final: Path, number: int | None = None) -> None:
+        """number: of a folder that another process has made; None: make one."""
+        self._lock: int | None = None
+        if number is not None:
+            self.number = number
+        else:
+            self.number = secrets.randbits(48)
+            self._remove_leftovers(final)
+        self.path = final.with_name(f".tmp-{final.name}-{self.number:012x}")
+        if number is None:
+            self.path.mkdir()
+            unlocked = self.path / f"{self.MARK}-new"
+            self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlocked.rename(self.path / self.MARK)
+
+    def unmark(self) -> None:
+        """Before the folder is published: from now on it looks like anybody's."""
+        (self.path / self.MARK).unlink()
+
+    def remove(self) -> None:
+        """Removes the folder, unless it was published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_leftovers(self, final: Path) -> None:
+        for path in final.parent.glob(f".tmp-{glob.escape(final.name)}-*"):
+            if re.fullmatch("[0-9a-f]{12}", path.name[-12:]) and kind_of(path) == "a folder":
+                with suppress(OSError, UserError):
+                    lock = open_regular(path / self.MARK, os.O_RDWR)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path)
+                    finally:
+                        os.close(lock)
