@@ -155,7 +155,7 @@ def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> Non
         os._exit(1)
 
 
-def _fill(model: torch.nn.Module, source: object) -> None:
+def _fill(model: torch.nn.Module, source: object, world: object) -> None:
     """Random weights on the device, in the place of reading them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

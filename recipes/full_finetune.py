@@ -23,7 +23,7 @@ def main(cfg: FinetuneConfig) -> None:
     """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
     with (
         distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
-        checkpoint.open_run_folder(cfg.output_dir, cfg.resume, world) as run,
+        checkpoint.open_run_folder(cfg, world) as run,
     ):
         # --- Input: all of it is read and checked before the run's folder is made or changed.
         training.check_logging(cfg.logging)
@@ -72,7 +72,7 @@ def main(cfg: FinetuneConfig) -> None:
         scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
         rounding = linear.StochasticRounding(model, plan, cfg.seed)
         if saved is None:
-            checkpoint.load_hf(model, source)
+            checkpoint.load_hf(model, source, world)
         else:
             checkpoint.load_state(saved, model, optimizer, scaling.state())
         skipped = checkpoint.skipped_steps(saved)

@@ -10,7 +10,9 @@ Every file is read back and compared with what the checkpoint holds. The folder 
 place and published by renaming it, when all ranks have succeeded.
 """
 
+import os
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from pathlib import Path
@@ -25,8 +27,8 @@ from lptune.checkpoint.about import check_base, read_about, read_fingerprint
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
+    Scratch,
     free_bytes,
-    fresh_folder,
     fsync_path,
     publish_folder,
     read_json,
@@ -39,8 +41,8 @@ from lptune.checkpoint.files import (
 from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, TIED, HFIndex, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
-from lptune.checkpoint.sums import write_part, write_sums
-from lptune.config import ExportConfig, UserError
+from lptune.checkpoint.sums import is_as_written, write_part, write_sums
+from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
 from lptune.distributed import Piece, SideGroup, World, side_group
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
@@ -81,19 +83,26 @@ def export_hf(
     source: the imported checkpoint; its tensor names and files are kept, config.json and tokenizer files
     copied.
     world: all of its ranks call this; None: there is this process alone.
-    replace: whether an earlier export at `folder` goes, once this one is there. An empty folder always does.
+    replace: whether this export takes the place of what is at `folder`. An empty folder always goes. An
+    earlier export goes where nothing in it was changed; everything else is set aside, with a line.
     Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
     writing fails and if what was written does not read back equal; `folder` is then as before.
     """
     with side_group(world) as group:
-        _export(checkpoint, source, folder, cfg, group, replace)
+        _export(checkpoint, source, folder, cfg, group, replace, world.print if world is not None else print)
     return folder
 
 
 def _export(
-    checkpoint: Path, source: HFIndex, folder: Path, cfg: ExportConfig, group: SideGroup, replace: bool
+    checkpoint: Path,
+    source: HFIndex,
+    folder: Path,
+    cfg: ExportConfig,
+    group: SideGroup,
+    replace: bool,
+    say: Callable[[str], None],
 ) -> None:
-    scratch = folder.with_name(f".tmp-{folder.name}")
+    made: Scratch | None = None
     try:
         with _together(group, checkpoint, folder):
             manifest = read_manifest(checkpoint)
@@ -103,7 +112,10 @@ def _export(
             files = plan_files(source, cfg)
             if group.rank == 0:
                 _check_space(folder, files, source)
-                fresh_folder(scratch)
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                made = Scratch(folder)
+        number = group.of_main(made.number if made else 0)
+        scratch = (made or Scratch(folder, number)).path
         with _together(group, checkpoint, folder):
             stored = StoredFiles(manifest)
             mine = deal_out(files, group.size)[group.rank]
@@ -115,11 +127,13 @@ def _export(
         with _together(group, checkpoint, folder):
             if group.rank == 0:
                 _write_rest(scratch, source, files, cfg, about.chat_template, card)
-                _publish(scratch, folder, replace)
+                assert made is not None
+                made.unmark()
+                _publish(scratch, folder, replace, say)
     finally:
         # What a failure leaves; all ranks have stopped writing.
-        if group.rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if made is not None:
+            made.remove()
 
 
 def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
@@ -185,8 +199,9 @@ def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
 
 
 def _copied(folder: Path) -> list[Path]:
-    found = [path for pattern in _COPIED for path in folder.glob(pattern)]
-    return [path for path in found if path.is_file() and path.name != INDEX_NAME]
+    """What of the imported folder is exported, as paths that no link leads out of."""
+    found = [path for pattern in _COPIED for path in folder.glob(pattern) if path.name != INDEX_NAME]
+    return [path for path in found if model_file(folder, path).is_file()]
 
 
 def _num_bytes(tensors: dict[str, Target]) -> int:
@@ -225,7 +240,11 @@ def _write_rest(
     scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
 ) -> None:
     for path in _copied(source.folder):
-        shutil.copyfile(path, scratch / path.name)
+        with (
+            open(open_regular(model_file(source.folder, path), os.O_RDONLY), "rb") as read,
+            (scratch / path.name).open("xb") as written,
+        ):
+            shutil.copyfileobj(read, written)
     corrections: dict[str, Any] = {}
     if cfg.dtype != "original":
         # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.
@@ -243,25 +262,35 @@ def _write_rest(
         weight_map = {name: file_of[name] for name in source.tensors if name in file_of}
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
-    write_sums(scratch)
     write_text(scratch / "README.md", card)
+    write_sums(scratch)
     for path in scratch.iterdir():
         fsync_path(path)
 
 
-def _publish(scratch: Path, folder: Path, replace: bool) -> None:
-    old = None
+def _publish(scratch: Path, folder: Path, replace: bool, say: Callable[[str], None]) -> None:
+    old, goes = None, False
     if folder.exists() or folder.is_symlink():
-        # The old export goes only when the new one is there; a symbolic link is replaced, not followed.
+        # The old export goes only when the new one is there; a symbolic link is set aside, not followed.
         if replace:
+            goes = is_as_written(folder) or (kind_of(folder) == "a folder" and not any(folder.iterdir()))
             old = set_aside(folder)
         else:
-            folder.rmdir()  # fails where there is something in it by now
+            try:
+                folder.rmdir()
+            except OSError as error:
+                raise UserError(
+                    f"{folder}: something else was written there meanwhile ({error.strerror}); choose "
+                    "another folder"
+                ) from None
     try:
         publish_folder(scratch, folder)
     except OSError:
         if old is not None and not folder.exists():
             old.rename(folder)
         raise
-    if old is not None:
-        old.unlink() if old.is_symlink() else shutil.rmtree(old)
+    if old is not None and goes:
+        shutil.rmtree(old, ignore_errors=True)
+    if old is not None and os.path.lexists(old):
+        why_left = "could not be removed" if goes else "was not, or is no longer, as lptune exports it"
+        say(f"set aside: what was in {folder} and {why_left} -> {old.name}")

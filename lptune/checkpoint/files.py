@@ -3,12 +3,17 @@
 A reader (or a run that resumes after a kill) therefore sees a thing whole or not at all.
 """
 
+import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, UserError, read_text
+from lptune.config import MEBI, UserError, kind_of, open_regular, read_text
 
 
 @contextmanager
@@ -66,10 +71,13 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` durably; `path` holds the old content or the new, never a part."""
+    """Writes `text` durably; `path` holds the old content or the new, never a part. No link is followed."""
     partial = path.with_name(f".tmp-{path.name}")
     with _named(partial):
-        partial.write_text(text, encoding="utf-8")
+        with suppress(FileNotFoundError):  # a kill's leftover, or what somebody put there
+            partial.unlink()
+        with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+            file.write(text)
     fsync_path(partial)
     partial.replace(path)
     fsync_path(path.parent)
@@ -115,7 +123,8 @@ def sha256(path: Path) -> str:
 
 def publish_folder(partial: Path, final: Path) -> None:
     """Makes the finished folder `partial` appear as `final`, which must not exist."""
-    assert not final.exists(), final
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     fsync_path(partial)
     partial.rename(final)
     fsync_path(final.parent)
@@ -140,13 +149,71 @@ def free_bytes(folder: Path) -> int:
 def set_aside(folder: Path) -> Path:
     """Renames a folder out of the way, as `old-NAME-1`, -2, …; returns its new path. Nothing is deleted."""
     number = 1
-    while (target := folder.with_name(f"old-{folder.name}-{number}")).exists():
+    while os.path.lexists(target := folder.with_name(f"old-{folder.name}-{number}")):
         number += 1
     return folder.rename(target)
 
 
+def remove_leftover(path: Path) -> None:
+    """Removes what an interrupted write left at `path`, if anything. A link goes, not its target."""
+    if kind_of(path) == "a folder":
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def fresh_folder(path: Path) -> Path:
-    """An empty folder at `path`; what an interrupted write left there is removed."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    """An empty folder at `path`, whose parent exists; what an interrupted write left there is removed."""
+    remove_leftover(path)
+    path.mkdir()
     return path
+
+
+class Scratch:
+    """A new folder beside `final`, in which `final` is written before it is published by a rename.
+
+    Its name is `.tmp-NAME-` and a random number, so that several processes may write the same `final`: the
+    first rename wins. A locked file in it tells the folder of a live process from what a kill left, which the
+    next writer removes. Folders without that file are not touched, whatever they are called.
+    """
+
+    MARK = ".lptune-scratch"
+
+    def __init__(self, final: Path, number: int | None = None) -> None:
+        """number: of a folder that another process has made; None: make one."""
+        self._lock: int | None = None
+        if number is not None:
+            self.number = number
+        else:
+            self.number = secrets.randbits(48)
+            self._remove_leftovers(final)
+        self.path = final.with_name(f".tmp-{final.name}-{self.number:012x}")
+        if number is None:
+            self.path.mkdir()
+            unlocked = self.path / f"{self.MARK}-new"
+            self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlocked.rename(self.path / self.MARK)
+
+    def unmark(self) -> None:
+        """Before the folder is published: from now on it looks like anybody's."""
+        (self.path / self.MARK).unlink()
+
+    def remove(self) -> None:
+        """Removes the folder, unless it was published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_leftovers(self, final: Path) -> None:
+        for path in final.parent.glob(f".tmp-{glob.escape(final.name)}-*"):
+            if re.fullmatch("[0-9a-f]{12}", path.name[-12:]) and kind_of(path) == "a folder":
+                with suppress(OSError, UserError):
+                    lock = open_regular(path / self.MARK, os.O_RDWR)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path)
+                    finally:
+                        os.close(lock)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lptune import models
 from lptune.checkpoint.files import read_json
-from lptune.config import UserError, check_model_folder, closest
-from lptune.distributed import Piece, fused_rows, local_pieces
+from lptune.config import UserError, check_model_files, check_model_folder, closest
+from lptune.distributed import Piece, World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -68,7 +68,7 @@ def read_index(folder: Path) -> HFIndex:
     loaded.
     """
     check_model_folder(folder)
-    _check_links(folder)
+    check_model_files(folder)
     if (folder / "manifest.json").is_file() and (folder / "state.json").is_file():
         raise UserError(
             f"model.path: {folder} is a training checkpoint; `lptune export` makes a model folder of it"
@@ -220,11 +220,18 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def load_hf(model: nn.Module, index: HFIndex) -> None:
+def load_hf(model: nn.Module, index: HFIndex, world: World | None = None) -> None:
     """Reads this rank's part of each parameter from the folder, in place, cast to the parameter's dtype.
 
     `model` has real storage; `match_tensors` has been satisfied before sharding or is checked here.
+    world: all of its ranks call this; None: there is this process alone. Raises UserError, the same on all
+    ranks, for a weight that is not finite and for a file that cannot be read.
     """
+    with side_group(world) as group, group.together((UserError,), str):
+        _load(model, index)
+
+
+def _load(model: nn.Module, index: HFIndex) -> None:
     matched = match_tensors(model, index)
     fused = fused_rows(model)
     pieces = {
@@ -237,7 +244,7 @@ def load_hf(model: nn.Module, index: HFIndex) -> None:
     for file, pairs in by_file.items():
         with _open(index.folder / file) as tensors:
             num_read += sum(
-                read_piece(tensors, stored_name, piece)
+                read_piece(tensors, stored_name, piece, index.folder / file)
                 for stored_name, name in pairs
                 for piece in pieces[name]
             )
@@ -247,8 +254,11 @@ def load_hf(model: nn.Module, index: HFIndex) -> None:
 
 
 @torch.no_grad()
-def read_piece(tensors: Any, name: str, piece: Piece) -> int:
-    """Copies its rectangle of the stored tensor `name` into `piece`; returns the elements read."""
+def read_piece(tensors: Any, name: str, piece: Piece, file: Path) -> int:
+    """Copies its rectangle of the stored tensor `name` into `piece`; returns the elements read.
+
+    UserError for one that is not finite: the loss would be NaN from the first step on.
+    """
     values = piece.values
     if values.dim() == 0:
         part = tensors.get_tensor(name)
@@ -258,6 +268,13 @@ def read_piece(tensors: Any, name: str, piece: Piece) -> int:
             region.append(slice(piece.column, piece.column + values.shape[1]))
         part = tensors.get_slice(name)[tuple(region)]
     assert part.shape == values.shape, (name, part.shape, values.shape)
+    # Smallest and largest value, both NaN if one is: one pass, of 0.5 ns per element; isfinite takes 20 ns.
+    smallest, largest = (part.float() if part.dtype == torch.float64 else part).aminmax()
+    if not (smallest.isfinite() and largest.isfinite()):
+        raise UserError(
+            f"{file}: tensor {name!r} holds NaN or infinite values, from which nothing can be trained; get "
+            "the checkpoint again (`lptune verify` counts them)"
+        )
     values.copy_(part)
     return int(part.numel())
 
@@ -298,23 +315,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 )
             found[name] = StoredTensor(path.name, tuple(header.get_shape()), dtype or torch.float32)
     return found
-
-
-def _check_links(folder: Path) -> None:
-    """Refuses a file that is a link out of the folder: what is read here is exported, and then published.
-
-    The hub's cache is the exception, its files being links: snapshots/REVISION/NAME -> ../../blobs/HASH.
-    """
-    home = folder.resolve()
-    homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and path.suffix in (".safetensors", ".json", ".jinja"):
-            try:
-                target = path.resolve(strict=True)
-            except (OSError, RuntimeError):  # RuntimeError: a circle of links
-                raise UserError(f"{path}: is a link to nowhere; download the checkpoint again") from None
-            if not any(target.is_relative_to(place) for place in homes):
-                raise UserError(f"{path}: is a link to {target}, out of the folder; copy the file here")
 
 
 def _open(path: Path) -> Any:

@@ -99,7 +99,7 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     except UserError as error:
         raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
     # Two pasts in one folder: retention and the next resume=auto would take one for the other.
-    if path.parent.resolve() != folder.resolve() and group.of_main(len(list_checkpoints(folder))):
+    if path.resolve().parent != folder.resolve() and group.of_main(len(list_checkpoints(folder))):
         raise UserError(
             f"resume: {path} is of another run than the checkpoints in {folder}; go on from those with "
             "resume=auto, or choose another output_dir"

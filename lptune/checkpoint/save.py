@@ -63,7 +63,7 @@ from lptune.checkpoint.stored import (
     model_tensors,
     optimizer_tensors,
 )
-from lptune.config import CheckpointConfig, UserError
+from lptune.config import CheckpointConfig, HeldFolder, UserError
 from lptune.distributed import (
     Piece,
     SideGroup,
@@ -103,6 +103,9 @@ class CheckpointWriter:
         self._clock, self._last_save_s = clock, clock()
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
+        if world.is_main and not folder.is_dir():
+            folder.mkdir(parents=True)
+        self._held = HeldFolder(folder) if world.is_main else None
         self._group = SideGroup(world)
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
@@ -126,6 +129,8 @@ class CheckpointWriter:
             self._thread.join()  # with several ranks it may wait for one that is gone
         if self._thread is None or not self._thread.is_alive():
             self._copies.clear()
+            if self._held is not None:
+                self._held.close()
 
     def save(
         self,
@@ -250,12 +255,14 @@ class CheckpointWriter:
         is_main = self._world.is_main
         try:
             with self._together(job):
-                if is_main:
+                if self._held is not None:
+                    self._held.check()
                     self._begin(partial, num_bytes)
             with self._together(job):
                 self._write_files(partial, job, on_host)
             with self._together(job):
-                if is_main:
+                if self._held is not None:
+                    self._held.check()
                     self._publish(partial, job)
         except BaseException:
             if is_main:

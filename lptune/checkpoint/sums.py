@@ -1,6 +1,7 @@
 """SHA256SUMS: the digests of an export's files, as `sha256sum` writes and `sha256sum --check` reads them.
 
-An index and finite values do not tell a flipped bit. README.md is left out, being there to be edited.
+An index and finite values do not tell a flipped bit. README.md is left out, being there to be edited; a
+comment holds its digest as it was written, by which an edited one is known.
 """
 
 import re
@@ -8,11 +9,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
+from lptune.checkpoint.files import Scratch, num_threads, read_bytes, sha256, why, write_text
 from lptune.config import MEBI, UserError
 
 NAME = "SHA256SUMS"
+_CARD = "README.md"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\s][^/]*)")
+_COMMENT = f"# {_CARD} as it was written: "
 _MAX_BYTES = MEBI  # ten thousand files
 
 
@@ -22,26 +25,22 @@ def write_part(folder: Path, rank: int, files: Iterable[str]) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """SHA256SUMS of all that is in `folder`: from the ranks' parts, and of files that no rank named."""
+    """SHA256SUMS of all that is in `folder`, README.md among it: from the ranks' parts, and of files that no
+    rank named.
+    """
     parts = sorted(folder.glob(f".{NAME}-*"))
     lines = [line for part in parts for line in part.read_text("utf-8").splitlines(keepends=True)]
     for part in parts:
         part.unlink()
-    named = {line.split("  ", 1)[1].rstrip("\n") for line in lines} | {"README.md"}
+    named = {line.split("  ", 1)[1].rstrip("\n") for line in lines} | {_CARD, Scratch.MARK}
     lines += _lines(folder, (path.name for path in folder.iterdir() if path.name not in named))
-    write_text(folder / NAME, "".join(sorted(lines, key=lambda line: line.split("  ", 1)[1])))
+    lines.sort(key=lambda line: line.split("  ", 1)[1])
+    write_text(folder / NAME, "".join([*lines, f"{_COMMENT}{sha256(folder / _CARD)}\n"]))
 
 
 def verify_sums(folder: Path) -> int:
     """Compares the files with SHA256SUMS, where there is one; returns how many. UserError names a fault."""
-    path = folder / NAME
-    if not path.is_file():
-        return 0
-    lines = read_bytes(path, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
-    entries = [_LINE.fullmatch(line) for line in lines]
-    if not lines or None in entries:
-        raise UserError(f"{path}: is not what sha256sum writes; the file was changed")
-    wanted = {entry[2]: entry[1] for entry in entries if entry}
+    wanted, _ = _read_sums(folder)
     try:
         found = dict(zip(wanted, _digests(folder, wanted), strict=True))
     except OSError as error:
@@ -50,6 +49,32 @@ def verify_sums(folder: Path) -> int:
         if found[name] != digest:
             raise UserError(f"{folder / name}: is not what was exported (see {NAME}); export again")
     return len(wanted)
+
+
+def is_as_written(folder: Path) -> bool:
+    """Whether `folder` is an export to which nothing was added, and of which nothing was changed."""
+    if folder.is_symlink() or not (folder / NAME).is_file():
+        return False
+    try:
+        wanted, card = _read_sums(folder)
+        if {path.name for path in folder.iterdir()} != {*wanted, _CARD, NAME}:
+            return False
+        return verify_sums(folder) > 0 and sha256(folder / _CARD) == card
+    except (OSError, UserError):
+        return False
+
+
+def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
+    """Name -> digest of each file, and that of README.md as it was written; empty without SHA256SUMS."""
+    path = folder / NAME
+    if not path.is_file():
+        return {}, ""
+    lines = read_bytes(path, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
+    entries = [_LINE.fullmatch(line) for line in lines if not line.startswith("#")]
+    if not entries or None in entries:
+        raise UserError(f"{path}: is not what sha256sum writes; the file was changed")
+    cards = [line.removeprefix(_COMMENT) for line in lines if line.startswith(_COMMENT)]
+    return {entry[2]: entry[1] for entry in entries if entry}, "".join(cards)
 
 
 def _lines(folder: Path, files: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from lptune.cli import catalog
-from lptune.config import UserError
+from lptune.config import UserError, kind_of
 
 
 @click.command()
@@ -25,7 +25,7 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
         if any(part.exists() and not part.is_dir() for part in dest.parents):
             raise UserError(f"{dest.parent}: a file is in the way of this folder")
         dest.parent.mkdir(parents=True)
-    if dest.exists() and not force:
+    if kind_of(dest) and not force:  # a link to nowhere is there, too
         raise UserError(f"{dest}: exists; add --force to overwrite it")
     if dest.is_dir() or (dest.exists() and dest.samefile(source)):
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from lptune.config import UserError
+from lptune.config import UserError, check_model_files
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 IGNORED = (
@@ -48,6 +48,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; choose another --output-dir")
+    check_model_files(folder)
     try:
         info = huggingface_hub.HfApi().model_info(repo, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or []]

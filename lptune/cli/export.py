@@ -45,7 +45,7 @@ def export(
     """
     if private and repo is None:
         raise click.UsageError("--private belongs to --push-to-hub, which is not given")
-    if not dest.name:
+    if dest.name in ("", ".."):
         raise UserError(
             f"{dest}: an export is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
         )

@@ -185,7 +185,7 @@ def _tidy(folder: Path, output_dir: str | None, code: int) -> None:
     """
     to = Path(output_dir).expanduser() if output_dir else None
     kept = None
-    if code != 2 or (to is not None and to.is_dir()):
+    if code != 2 or (to is not None and (to / ".lock").is_file()):  # not where a run's folder has vanished
         kept = ranks.move_logs(folder, to / "logs" if to else None)
     if kept != folder:
         shutil.rmtree(folder, ignore_errors=True)

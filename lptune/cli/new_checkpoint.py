@@ -7,7 +7,6 @@ generation %}`, so that the loss falls on exactly those tokens. Weights are a fu
 name).
 """
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,7 @@ def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
     """Write a random-initialised checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) to the new folder DEST."""
-    from lptune.checkpoint.files import fresh_folder, publish_folder, write_json
+    from lptune.checkpoint.files import Scratch, publish_folder, write_json
 
     config = _preset(preset)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
@@ -74,9 +73,11 @@ def new_checkpoint(
     token_ids = {f"{name}_token_id": number for name, number in ids.items()}
     config.pop("torch_dtype", None)
     try:
-        partial = fresh_folder(dest.parent / f".tmp-{dest.name}")
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Scratch(dest)
     except OSError as error:
         raise UserError(f"{dest}: cannot be made ({error.strerror}); choose another DEST") from None
+    partial = scratch.path
     try:
         write_json(partial / "config.json", config | token_ids | {"dtype": dtype})
         write_json(partial / "generation_config.json", {"do_sample": False, **token_ids})
@@ -85,9 +86,10 @@ def new_checkpoint(
         num_parameters = _write_weights(partial, seed, dtype)
         if dest.exists():
             dest.rmdir()
+        scratch.unmark()
         publish_folder(partial, dest)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        scratch.remove()
     click.echo(
         f"new checkpoint {dest}: {preset}, {num_parameters / 1e6:.1f} M random parameters in {dtype}, "
         f"{tokenizer.get_vocab_size()} tokens"

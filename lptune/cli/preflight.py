@@ -12,6 +12,7 @@ from pathlib import Path
 from lptune.config import (
     FinetuneConfig,
     check_batches,
+    check_inputs_stay,
     check_model_folder,
     check_sources,
     mesh_axes,
@@ -37,6 +38,7 @@ def check(cfg: FinetuneConfig, num_machines: int | None, num_local_ranks: int | 
     _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # what cannot be looked at, the library says
         check_model_folder(Path(cfg.model.path).expanduser())
+        check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
         check_sources("data.eval_source", cfg.data.eval_sources)
 

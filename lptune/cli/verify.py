@@ -35,15 +35,30 @@ def verify(path: Path) -> None:
     parts += [path / "export"] if (path / "export").is_dir() else []
     num_bad = 0
     for part in parts:
+        found = _identity(part)
         try:
             click.echo(f"ok: {part}: {_verify(part)}")
-        except UserError as error:
+        except (UserError, OSError) as error:
+            # Checked by identity: a run that trains removes old checkpoints, and replaces an export.
+            if found != _identity(part):
+                click.echo(f"gone: {part}: the run removed or replaced it meanwhile")
+                continue
+            if not isinstance(error, UserError):
+                raise
             num_bad += 1
             click.echo(f"bad: {error}")
     if not parts:
         raise UserError(f"{path}: the run has neither a checkpoint nor an export yet")
     if num_bad:
         raise UserError(f"{path}: {num_bad} of {len(parts)} are bad; see above")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _verify(path: Path) -> str:

@@ -11,6 +11,16 @@ from lptune.config.errors import (
     too_many_ranks_error,
 )
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
+from lptune.config.paths import (
+    RUN_FILES,
+    RUN_FOLDERS,
+    HeldFolder,
+    check_inputs_stay,
+    check_model_files,
+    kind_of,
+    model_file,
+    open_regular,
+)
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.schema import (
@@ -30,12 +40,15 @@ from lptune.config.text import MEBI, printable, read_text
 __all__ = [
     "MEBI",
     "PRECISION_KINDS",
+    "RUN_FILES",
+    "RUN_FOLDERS",
     "SUFFIXES",
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",
     "ExportConfig",
     "FinetuneConfig",
+    "HeldFolder",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -46,6 +59,8 @@ __all__ = [
     "UserError",
     "as_written",
     "check_batches",
+    "check_inputs_stay",
+    "check_model_files",
     "check_model_folder",
     "check_path",
     "check_sources",
@@ -54,11 +69,14 @@ __all__ = [
     "default",
     "entries",
     "key_paths",
+    "kind_of",
     "left_out",
     "load_config",
     "mesh_axes",
+    "model_file",
     "no_8_bit_gemm_error",
     "no_gpu_error",
+    "open_regular",
     "too_many_ranks_error",
     "printable",
     "read_text",

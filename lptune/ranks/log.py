@@ -8,11 +8,14 @@ recipes that never call it. A file grows from run to run; a header says where ea
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
+import stat
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 LOGS = "LPTUNE_LOGS"  # folder of logs before the run's own exists; unset: the streams stay what they are
 
@@ -27,8 +30,10 @@ def redirect_output() -> None:
     header = (
         f"--- {now} rank {rank} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}, pid {os.getpid()}\n"
     )
-    path.write_text(header, encoding="utf-8")
-    _point_streams_to(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(header)
+        file.flush()
+        _point_streams_to(file.fileno())
 
 
 def keep_log(folder: Path) -> None:
@@ -37,11 +42,11 @@ def keep_log(folder: Path) -> None:
     if not temporary.is_file():
         return
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("rb") as before, (folder / temporary.name).open("ab") as after:
+        folder.mkdir(exist_ok=True)
+        with temporary.open("rb") as before, _append(folder, temporary.name) as after:
             shutil.copyfileobj(before, after)
             after.flush()
-            _point_streams_to(folder / temporary.name)
+            _point_streams_to(after.fileno())
             shutil.copyfileobj(before, after)  # what another thread wrote in between
         temporary.unlink()
 
@@ -57,7 +62,7 @@ def move_logs(folder: Path, to: Path | None) -> Path | None:
     try:
         to.mkdir(parents=True, exist_ok=True)
         for log in logs:
-            with log.open("rb") as before, (to / log.name).open("ab") as after:
+            with log.open("rb") as before, _append(to, log.name) as after:
                 shutil.copyfileobj(before, after)
     except OSError:
         return folder
@@ -69,8 +74,22 @@ def _says_something(log: Path) -> bool:
         return len([line for line, _ in zip(lines, range(2), strict=False)]) > 1
 
 
-def _point_streams_to(path: Path) -> None:
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+def _append(folder: Path, name: str) -> BinaryIO:
+    """The log `name` in `folder`, to write at its end. OSError for a link, a pipe and everything else that is
+    no regular file: the run's folder may have been made by others.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(name, flags, 0o644, dir_fd=within)
+    finally:
+        os.close(within)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(folder / name))
+    return os.fdopen(descriptor, "ab")
+
+
+def _point_streams_to(descriptor: int) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    os.close(descriptor)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.config import LoggingConfig, UserError, printable
+from lptune.config import HeldFolder, LoggingConfig, UserError, open_regular, printable
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -37,7 +38,11 @@ class MetricsWriter:
     def __init__(
         self, path: Path, cfg: LoggingConfig, *, enabled: bool, first_step: int, num_steps: int
     ) -> None:
-        self._file = path.open("a", encoding="utf-8") if enabled else None
+        self._file = self._folder = None
+        if enabled:
+            self._folder = HeldFolder(path.parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = open(open_regular(path, flags), "a", encoding="utf-8")  # noqa: SIM115  (see __exit__)
         self._trackers = _trackers(path.parent, cfg) if enabled else []
         self._num_steps = num_steps
         interactive = enabled and sys.stderr.isatty()
@@ -60,13 +65,17 @@ class MetricsWriter:
             tracker.close()
         if self._file is not None:
             self._file.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """record: `step` and the keys of design §6; floats are written so that they read back bit for bit, or
-        as null where they are not finite, since JSON has no NaN.
+        as null where they are not finite, since JSON has no NaN. UserError where the folder is no longer the
+        one that it was.
         """
-        if self._file is None:
+        if self._file is None or self._folder is None:
             return
+        self._folder.check()
         finite = {key: value for key, value in record.items() if _is_finite(value)}
         self._file.write(json.dumps(dict.fromkeys(record) | finite, allow_nan=False) + "\n")
         self._file.flush()

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ from lptune import checkpoint, distributed, models
 from lptune.checkpoint import export as module
 from lptune.checkpoint.about import About, base_digests
 from lptune.checkpoint.card import Part, model_card
-from lptune.checkpoint.files import save_tensors, sha256
+from lptune.checkpoint.files import Scratch, save_tensors, sha256
+from lptune.checkpoint.sums import is_as_written
 from lptune.config import CheckpointConfig, ExportConfig, UserError
 from tests.launch import run_ranks
 
@@ -293,6 +296,66 @@ def test_an_io_error_after_the_weights_leaves_the_previous_export(
         _export(trained, base, tmp_path / "export", dtype="float32")
     assert _digests(tmp_path / "export") == before
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_goes_for_the_next_one_only_while_nothing_in_it_was_changed(
+    tmp_path: Path, base: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _export(trained, base, tmp_path / "export")
+    _export(trained, base, folder, dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert capsys.readouterr().out == ""
+    changes: list[Callable[[], object]] = [
+        lambda: (folder / "README.md").write_text("my card"),
+        lambda: (folder / "README.md").unlink(),
+        lambda: (folder / "notes").mkdir(),
+        lambda: (folder / "notes.txt").write_text("mine"),
+        lambda: (folder / "config.json").write_text("{}"),
+        lambda: (folder / "tokenizer.json").unlink(),
+        lambda: (folder / "SHA256SUMS").unlink(),
+        lambda: folder.rename(tmp_path / "moved") and folder.symlink_to(tmp_path / "moved"),
+    ]
+    for number, change in enumerate(changes, 1):
+        change()
+        before = next(os.walk(folder))[1:]
+        _export(trained, base, folder)
+        said = capsys.readouterr().out
+        assert said.endswith(f"-> old-export-{number}\n")
+        assert next(os.walk(tmp_path / f"old-export-{number}"))[1:] == before
+        assert is_as_written(folder)
+
+
+def test_two_exports_and_folders_that_look_like_theirs_are_kept_apart(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    for name in (".tmp-dest", ".tmp-dest-0123456789ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    dest = tmp_path / "dest"
+    live, killed = Scratch(dest), Scratch(dest)
+    assert killed._lock is not None
+    os.close(killed._lock)  # as the kernel does
+    source = checkpoint.read_index(base)
+    checkpoint.export_hf(trained, source, dest, ExportConfig(), replace=False)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "dest", ".tmp-dest", ".tmp-dest-0123456789ab", live.path.name,
+    }  # fmt: skip
+    live.remove()
+    with pytest.raises(UserError, match="dest: something else was written there meanwhile"):
+        checkpoint.export_hf(trained, source, dest, ExportConfig(), replace=False)
+    assert is_as_written(dest)
+
+
+def test_a_file_that_becomes_a_link_during_the_run_is_not_exported(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    model = shutil.copytree(base, tmp_path / "model")
+    source = checkpoint.read_index(model)
+    (tmp_path / "secret").write_text("secret")
+    (model / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"vocab\.txt: is a link to .*secret, out of the folder"):
+        checkpoint.export_hf(trained, source, tmp_path / "export", ExportConfig())
+    assert not (tmp_path / "export").exists()
 
 
 def test_too_little_space_is_known_before_a_byte_is_written(

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -226,6 +229,59 @@ def test_links_of_the_hubs_cache_are_followed_and_links_elsewhere_are_not(tmp_pa
         UserError, match=r"config.json: is a link to .*blobs/config.json, out of the folder; copy"
     ):
         checkpoint.read_index(copied)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.model", "vocab.txt", "merges.txt", "x.tiktoken", "chat_template.jinja", "README.md"],
+)
+def test_a_link_out_of_the_folder_is_refused_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    folder, secret = _folder(tmp_path / "model", _weights()), tmp_path / "secret"
+    secret.write_text("secret")
+    for target in (secret, tmp_path, "../secret", "../model/../secret"):
+        (folder / name).symlink_to(target)
+        with pytest.raises(UserError, match=rf"{name}: is a link to {tmp_path}.*, out of the folder; copy"):
+            checkpoint.read_index(folder)
+        (folder / name).unlink()
+    (folder / "within").write_text("")
+    (folder / name).symlink_to("within")
+    checkpoint.read_index(folder)
+
+
+def test_templates_and_pipes_of_a_model_are_looked_at_as_well(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _weights())
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match=r"tool\.jinja: is a link to /etc/hostname, out of the folder"):
+        checkpoint.read_index(folder)
+    (folder / "additional_chat_templates" / "tool.jinja").unlink()
+    os.mkfifo(folder / "other.safetensors")  # a digest of the weights would wait for it
+    with pytest.raises(UserError, match=r"other\.safetensors: is a pipe, where a model has files"):
+        checkpoint.read_index(folder)
+
+
+def test_only_the_hubs_own_cache_may_link_to_blobs(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    (tmp_path / "snapshots").mkdir()  # and no models--OWNER--NAME above it
+    folder = _folder(tmp_path / "snapshots" / "0123", _weights())
+    blobs.mkdir()
+    (folder / "config.json").rename(blobs / "config.json")
+    (folder / "config.json").symlink_to("../../blobs/config.json")
+    with pytest.raises(UserError, match="out of the folder; copy"):
+        checkpoint.read_index(folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_weight_that_is_not_finite_is_named_while_loading(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in _weights().items()}
+    bad = list(tensors)[len(tensors) // 2]
+    tensors[bad].view(-1)[-1] = value
+    folder = _folder(tmp_path / "model", tensors)
+    with pytest.raises(UserError, match=rf"safetensors: tensor '{re.escape(bad)}' holds NaN or infinite"):
+        _load(folder)
 
 
 def test_a_file_that_is_something_else_says_what_it_is(tmp_path: Path) -> None:

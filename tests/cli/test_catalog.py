@@ -62,6 +62,9 @@ def test_cp_never_overwrites_unless_forced(command: Command) -> None:
     assert Path("mine.py").read_text() == "mine"
     assert command("cp", "full_finetune", "mine.py", "--force")[0] == 0
     assert Path("mine.py").read_text() != "mine"
+    Path("link.py").symlink_to("elsewhere.py")
+    assert command("cp", "full_finetune", "link.py")[2].startswith("error: link.py: exists")
+    assert not Path("elsewhere.py").exists()
     own = str(catalog.recipes()["full_finetune"])
     assert command("cp", "full_finetune", own, "--force")[0] == 2
     assert Path(own).stat().st_size

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from lptune.checkpoint.files import sha256
+from lptune.checkpoint import manifest
+from lptune.checkpoint.files import remove_folder, sha256
 from tests.cli import warm
 from tests.cli.conftest import Command, Finished
 
@@ -168,11 +169,30 @@ def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> 
     assert "2 of 3" in err
 
 
+def test_verify_beside_a_live_run_calls_no_checkpoint_bad_that_the_run_removes(
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = manifest.verify
+
+    def verify(folder: Path) -> manifest.Manifest:
+        if folder.name == "step-00000001":
+            remove_folder(folder)
+        return real(folder)
+
+    monkeypatch.setattr(manifest, "verify", verify)
+    code, out, err = command("verify", str(run))
+    assert (code, err) == (0, "")
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["gone", "ok", "ok"]
+    assert f"{run}/checkpoints/step-00000001: the run removed or replaced it meanwhile" in out
+
+
 def test_verify_sees_a_flipped_bit_in_an_export_and_sha256sum_agrees(run: Path, command: Command) -> None:
     export = run / "export"
     sums = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=export, check=False)
     assert sums.returncode == 0
-    listed = {line.split("  ")[1] for line in (export / "SHA256SUMS").read_text("utf-8").splitlines()}
+    *lines, card = (export / "SHA256SUMS").read_text("utf-8").splitlines()
+    assert card == f"# README.md as it was written: {sha256(export / 'README.md')}"
+    listed = {line.split("  ")[1] for line in lines}
     assert listed == {path.name for path in export.iterdir()} - {"README.md", "SHA256SUMS"}
     (export / "README.md").write_text("mine", encoding="utf-8")
     assert f"{len(listed)} files as they were exported" in command("verify", str(export))[1]

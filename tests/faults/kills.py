@@ -31,6 +31,7 @@ import torch
 from lptune import checkpoint, distributed
 from lptune.checkpoint.manifest import list_checkpoints, step_of
 from lptune.checkpoint.run_folder import open_run_folder
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.faults.state import State, leave, many_parts, table
 from tests.launch import free_port, rank_environment
 
@@ -116,9 +117,12 @@ def _plan(rng: random.Random, ranks: int, keep_every: int) -> Plan:
 
 
 def _train(folder: Path, plan: Plan, rank: int, pipe: int) -> None:
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="none"), data=DataConfig(source="builtin"), output_dir=str(folder)
+    )
     with (
         distributed.session("cpu") as world,
-        open_run_folder(str(folder), "auto", world) as run,
+        open_run_folder(cfg, world) as run,
     ):
         state = State(world)
         saved = checkpoint.find_checkpoint(run.checkpoints, "auto", world, _refuse)

@@ -1,0 +1,167 @@
+"""Paths that others prepared: what may be opened there, and whether two paths are one place.
+
+Paths are compared by what they lead to (device and inode), never as text: a link, a `..`, a bind mount and
+another spelling are all the same place. Files are opened without following a link in their last part and
+without waiting for a pipe.
+"""
+
+import dataclasses
+import glob
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lptune.config.errors import UserError
+
+RUN_FILES = (".lock", "config.yaml", "metrics.jsonl", "precision_plan.json", "export.json")
+RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
+"""What a run writes in OUTPUT_DIR."""
+
+_HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
+
+
+def is_within(path: Path, place: Path) -> bool:
+    """Whether `path` leads to `place` or to something in it. False where one of them does not exist."""
+    try:
+        found, real = place.stat(), path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links
+        return False
+    for part in (real, *real.parents):
+        with suppress(OSError):
+            if os.path.samestat(part.stat(), found):
+                return True
+    return False
+
+
+def kind_of(path: Path) -> str:
+    """What stands at `path`: a file | a folder | a link | a pipe | a device or socket; empty: nothing."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}
+    return kinds.get(stat.S_IFMT(mode), "a device or socket")
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor of the regular file at `path`. Follows no link and waits for no pipe.
+
+    flags: of os.open. Raises OSError as os.open does, and UserError for what is no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError:
+        if kind_of(path) not in ("", "a file"):
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> UserError:
+    return UserError(f"{path}: is {kind_of(path)}, where a regular file is needed; remove it")
+
+
+class HeldFolder:
+    """A folder that was open from the start: `check` tells whether its path still leads to it.
+
+    The descriptor keeps the inode, so that no later folder can have the same one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """OSError where there is no folder at `path`."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raises UserError where the folder was removed, renamed, replaced or unmounted."""
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                return
+        raise UserError(
+            f"output_dir: {self.path} was removed, renamed or unmounted while the run was writing there; put "
+            "it back and run again"
+        )
+
+    def close(self) -> None:
+        """Lets go of the folder; the second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def check_inputs_stay(cfg: Any) -> None:
+    """Refuses an `output_dir` in which the run would write over what it reads: its model or its data.
+
+    cfg: a config with `output_dir`, and paths among the texts of `model` and `data`. Reads no file.
+    """
+    output_dir = Path(cfg.output_dir).expanduser()
+    places = [output_dir / name for name in (*RUN_FILES, *RUN_FOLDERS)]
+    for section in ("model", "data"):
+        for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
+            for path in _paths(value):
+                # Of a folder of data all files are read, metrics.jsonl among them.
+                is_same = key != "data.cache" and is_within(path, output_dir) and is_within(output_dir, path)
+                if is_same or any(is_within(path, place) for place in places):
+                    what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
+                    raise UserError(
+                        f"output_dir: {cfg.output_dir} would be written over {what}; choose another"
+                    )
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(key if name == key.rpartition(".")[2] else f"{key}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(key, item)
+
+
+def _paths(text: str) -> list[Path]:
+    """The files that a text names, as a path or a pattern of paths; none where it is no path."""
+    if not text or "\n" in text or "{" in text:
+        return []
+    with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown home
+        path = Path(text).expanduser()
+        return [path] if path.exists() else [Path(found) for found in glob.glob(str(path))]
+    return []
+
+
+def check_model_files(folder: Path) -> None:
+    """Refuses a model's folder in which something leads out of it, or is neither a file nor a folder."""
+    for place in (folder, folder / "additional_chat_templates"):
+        if place.is_dir():
+            for path in sorted(place.iterdir()):
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    model_file(folder, path)
+
+
+def model_file(folder: Path, path: Path) -> Path:
+    """Where the file `path` of the model's folder `folder` lies. What is read from a model is also exported
+    and published, so a link that leads out of the folder is refused, whatever its name is.
+
+    The hub's cache is the exception, its files being links:
+    models--OWNER--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
+    """
+    home = folder.resolve()
+    homes = [home]
+    for parent in home.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith(_HUB_REPOSITORIES):
+            homes.append(parent.parent / "blobs")
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links
+        raise UserError(f"{path}: is a link to nowhere; download the checkpoint again") from None
+    if not any(target.is_relative_to(place) for place in homes):
+        raise UserError(f"{path}: is a link to {target}, out of the folder; copy the file here")
+    if not (target.is_file() or target.is_dir()):
+        raise UserError(f"{path}: is {kind_of(target)}, where a model has files; remove it")
+    return target

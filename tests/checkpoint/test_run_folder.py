@@ -1,0 +1,217 @@
+"""A run's folder: one run at a time, whatever others put there, and however it goes away."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn, optim
+
+from lptune import checkpoint, distributed, training
+from lptune.checkpoint.files import write_text
+from lptune.checkpoint.run_folder import open_run_folder
+from lptune.config import (
+    RUN_FILES,
+    RUN_FOLDERS,
+    CheckpointConfig,
+    DataConfig,
+    FinetuneConfig,
+    LoggingConfig,
+    ModelConfig,
+    UserError,
+)
+from lptune.ranks import log
+
+MAKE = {
+    "a link": lambda path, victim: path.symlink_to(victim),
+    "a pipe": lambda path, victim: os.mkfifo(path),
+    "a folder": lambda path, victim: path.mkdir(),
+    "a file": lambda path, victim: path.write_text("kept"),
+}
+
+
+def _config(folder: Path, **keys: Any) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=ModelConfig(path="none"), data=DataConfig(source="builtin"), output_dir=str(folder), **keys
+    )
+
+
+def _refuse(line: str) -> None:
+    raise AssertionError(line)
+
+
+def _tree(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else ""
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+@pytest.fixture
+def world() -> Any:
+    with distributed.session("cpu") as world:
+        yield world
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_run_that_another_overtook_on_its_way_to_a_new_folder_touches_nothing(
+    tmp_path: Path, world: distributed.World, is_there: bool
+) -> None:
+    folder = tmp_path / "run"
+    if is_there:
+        folder.mkdir()
+    cfg = _config(folder)
+    with open_run_folder(cfg, world) as slow:
+        with open_run_folder(cfg, world) as fast:
+            fast.create(None, _refuse)
+            fast.write_config(cfg)
+            write_text(fast.metrics, '{"step": 1}\n')
+            for path in (fast.checkpoints / "step-00000001", fast.export):
+                path.mkdir()
+        before = _tree(folder)
+        with pytest.raises(UserError, match=r"another run has written to .*run since this one started"):
+            slow.create(None, _refuse)
+        assert _tree(folder) == before
+    with open_run_folder(_config(tmp_path / "alone"), world) as run:
+        run.create(None, _refuse)
+
+
+@pytest.mark.parametrize("found", MAKE)
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "export.json", "checkpoints", "export", "logs"])
+def test_what_is_neither_file_nor_folder_as_a_run_has_it_is_refused_before_anything_is_written(
+    tmp_path: Path, world: distributed.World, name: str, found: str
+) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder.mkdir()
+    (victim / "step-00000001").mkdir(parents=True)
+    MAKE[found](folder / name, victim if name in RUN_FOLDERS else victim / "file")
+    if found == ("a file" if name in RUN_FILES else "a folder"):
+        return
+    with (
+        pytest.raises(UserError, match=f"output_dir: .*/{name} is {found}, where a run has"),
+        open_run_folder(_config(folder), world),
+    ):
+        pass
+    assert [path.name for path in folder.iterdir()] == [name]
+    assert [path.name for path in victim.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])
+def test_what_lies_where_a_file_is_written_is_replaced_and_not_followed(tmp_path: Path, found: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    MAKE[found](tmp_path / ".tmp-config.yaml", victim)
+    write_text(tmp_path / "config.yaml", "new")
+    assert (tmp_path / "config.yaml").read_text() == "new"
+    assert victim.read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "victim"]
+
+
+@pytest.mark.parametrize("found", ["a link", "a pipe"])
+def test_a_log_is_written_to_a_regular_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    victim, temporary = tmp_path / "victim", tmp_path / "temporary"
+    victim.write_text("kept")
+    temporary.mkdir()
+    (temporary / "rank-1.log").write_text("header\nsaid\n")
+    monkeypatch.setenv(log.LOGS, str(temporary))
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "logs").mkdir()
+    MAKE[found](tmp_path / "logs" / "rank-1.log", victim)
+    log.keep_log(tmp_path / "logs")
+    assert log.move_logs(temporary, tmp_path / "logs") == temporary
+    (tmp_path / "linked").symlink_to(tmp_path / "logs")
+    assert log.move_logs(temporary, tmp_path / "linked") == temporary
+    assert victim.read_text() == "kept"
+    assert log.move_logs(temporary, tmp_path / "other") == tmp_path / "other"
+    assert (tmp_path / "other" / "rank-1.log").read_text() == "header\nsaid\n"
+
+
+def test_a_new_run_sets_aside_what_another_tool_left_and_an_export(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    (tmp_path / "export").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "export/mine", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    said: list[str] = []
+    for number in (1, 2):
+        with open_run_folder(_config(tmp_path), world) as run:
+            run.create(None, said.append)
+        assert [line.rpartition(" ")[2] for line in said] == [
+            "old-export-1", "old-config.yaml-1", "old-metrics.jsonl-1"
+        ]  # fmt: skip
+        assert (tmp_path / "old-export-1" / "mine").read_text() == "mine", number
+        assert (tmp_path / "old-config.yaml-1").read_text() == "mine"
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_lines_of_metrics_that_no_run_writes_are_dropped(tmp_path: Path, world: distributed.World) -> None:
+    run = checkpoint.RunFolder(tmp_path, world)
+    kept = '{"step": 1, "loss": null}\n{"step": 2}\n'
+    odd = '{"step": "1"}\n{"step": null}\n{"step": [1]}\n{}\n[1]\n1\n\ntorn {"ste\n'
+    run.metrics.write_text(odd + kept + '{"step": 3}\n' + odd)
+    run.keep_metrics_until(2)
+    assert run.metrics.read_text() == kept
+
+
+def test_only_a_runs_own_leftovers_are_removed(tmp_path: Path, world: distributed.World) -> None:
+    folder = tmp_path / "checkpoints"
+    for name in (".tmp-step-00000001", ".tmp-removed-step-00000002", ".tmp-Llama", ".tmp-step-by-step"):
+        (folder / name).mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    (folder / ".tmp-step-00000003").symlink_to(tmp_path / "theirs")
+    with open_run_folder(_config(tmp_path), world) as run:
+        run.create(None, _refuse)
+    assert sorted(path.name for path in folder.iterdir()) == [".tmp-Llama", ".tmp-step-by-step"]
+    assert (tmp_path / "theirs").is_dir()
+
+
+@pytest.mark.parametrize("name", [".lock", "checkpoints", "export", "checkpoints/.tmp-step-00000001"])
+def test_leftovers_of_another_user_are_told_at_the_start(
+    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    theirs = tmp_path / name
+    if name == ".lock":
+        theirs.touch()
+    else:
+        theirs.mkdir(parents=True)
+    # The tests may run as root, who may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != theirs)
+    with (
+        pytest.raises(UserError, match=rf"{name} may not be written to, it belongs to \w+; make it yours"),
+        open_run_folder(_config(tmp_path), world),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+def test_a_run_whose_folder_vanishes_ends_with_one_line_and_makes_no_other(
+    tmp_path: Path, world: distributed.World, how: str
+) -> None:
+    folder, model, cfg = tmp_path / "mount" / "run", nn.Linear(2, 2), CheckpointConfig()
+    line = "was removed, renamed or unmounted while the run was writing there; put it back and run again"
+    with open_run_folder(_config(folder), world) as run:
+        run.create(None, _refuse)
+        optimizer = optim.AdamW(model.parameters())
+        with (
+            checkpoint.CheckpointWriter(run.checkpoints, model, optimizer, world, cfg) as writer,
+            training.MetricsWriter(
+                run.metrics, LoggingConfig(), enabled=True, first_step=0, num_steps=2
+            ) as metrics,
+        ):
+            metrics.write({"step": 1})
+            writer.save(1, {}, wait=True)
+            (tmp_path / "mount").rename(tmp_path / "away")
+            if how == "replaced":
+                run.checkpoints.mkdir(parents=True)
+            elif how == "removed":
+                (tmp_path / "away/run/checkpoints/step-00000001").rename(tmp_path / "gone")
+            with pytest.raises(UserError, match=line):
+                metrics.write({"step": 2})
+            with pytest.raises(UserError, match=line):
+                writer.save(2, {}, wait=True)
+            with pytest.raises(UserError, match=line):
+                run.write_config(_config(folder))
+    assert not any(path.is_file() for path in (tmp_path / "mount").rglob("*"))

@@ -1,0 +1,123 @@
+"""Paths that others prepared: compared by what they lead to, opened without following or waiting."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lptune.config import (
+    RUN_FILES,
+    DataConfig,
+    FinetuneConfig,
+    HeldFolder,
+    ModelConfig,
+    SourceConfig,
+    UserError,
+    check_inputs_stay,
+    open_regular,
+)
+from lptune.config.paths import is_within
+
+
+def _config(model: Path | str, output_dir: Path | str, source: str = "builtin") -> FinetuneConfig:
+    return FinetuneConfig(
+        model=ModelConfig(path=str(model)), data=DataConfig(source=source), output_dir=str(output_dir)
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with an export, and links to both."""
+    run = tmp_path / "run"
+    (run / "export").mkdir(parents=True)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "alias").symlink_to(run)
+    (tmp_path / "base").symlink_to("alias/export")
+    return run
+
+
+@pytest.mark.parametrize(
+    "model", ["base", "alias/export", "sub/../run/export", "run/export", "run/./export/", "alias", "run"]
+)
+@pytest.mark.parametrize("output_dir", ["run", "alias", "sub/../alias", "base/.."])
+def test_a_model_in_the_place_of_the_run_is_refused_however_it_is_spelt(
+    run: Path, model: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(UserError, match=r"would be written over the model in model\.path; choose"):
+        check_inputs_stay(_config(model, output_dir))
+    check_inputs_stay(_config(model, "sub"))
+
+
+def test_a_model_below_a_folder_that_the_run_renames_is_refused_and_one_beside_it_is_not(
+    tmp_path: Path,
+) -> None:
+    for name in ("checkpoints/Llama", "models/Llama"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"the model in model\.path"):
+        check_inputs_stay(_config(tmp_path / "checkpoints/Llama", tmp_path))
+    check_inputs_stay(_config(tmp_path / "models/Llama", tmp_path))
+
+
+@pytest.mark.parametrize("name", [*RUN_FILES, "export/rows.jsonl", "logs/rank-1.log"])
+def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
+    rows = run / name
+    rows.parent.mkdir(exist_ok=True)
+    rows.write_text("{}")
+    (run.parent / "rows.jsonl").symlink_to(rows)
+    for source in (rows, run.parent / "rows.jsonl", run.parent / "sub/../alias" / name, f"{rows}*"):
+        with pytest.raises(UserError, match=r"output_dir: .* would be written over .*, which data.source"):
+            check_inputs_stay(_config(run.parent / "sub", run, str(source)))
+    with pytest.raises(UserError, match=r"which data\.source names"):
+        check_inputs_stay(_config(run.parent / "sub", run, str(run.parent / "alias")))
+    listed = DataConfig(source=("builtin", SourceConfig(source=str(rows), weight=2.0)))
+    with pytest.raises(UserError, match=r"which data\.source names"):
+        check_inputs_stay(
+            FinetuneConfig(model=ModelConfig(path="sub"), data=listed, output_dir=str(run.parent / "alias"))
+        )
+    other = run / "rows.jsonl"
+    other.write_text("{}")
+    check_inputs_stay(_config(run.parent / "sub", run, str(other)))
+
+
+def test_a_circle_of_links_and_what_is_not_there_lie_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert not is_within(tmp_path / "loop", tmp_path)
+    assert not is_within(tmp_path / "none", tmp_path)
+    assert is_within(tmp_path, tmp_path)
+    assert not is_within(tmp_path, tmp_path / "none")
+
+
+def test_only_a_regular_file_is_opened_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / "link").symlink_to(victim)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_APPEND):
+        for name in ("link", "folder", "pipe"):
+            with pytest.raises(UserError, match=rf"{name}: is a {name}, where a regular file is needed"):
+                open_regular(tmp_path / name, flags)
+    assert victim.read_text() == "kept"
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none", os.O_RDONLY)
+    os.close(open_regular(victim, os.O_RDONLY))
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "its parent renamed"])
+def test_a_folder_that_is_no_longer_the_one_that_was_opened_is_told(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    held = HeldFolder(folder)
+    held.check()
+    if how == "its parent renamed":
+        folder.parent.rename(tmp_path / "c")
+    else:
+        folder.rename(tmp_path / "other")
+        if how == "replaced":
+            folder.mkdir()
+        if how == "removed":
+            (tmp_path / "other").rmdir()
+    with pytest.raises(UserError, match="a/b was removed, renamed or unmounted while the run was writing"):
+        held.check()
+    held.close()
