@@ -244,7 +244,8 @@ def show_samples(
     """Answers the first `num_samples` held-out prompts greedily, prints some beside the reference and
     counts.
     """
-    samples = [rows.prompt_and_answer(i) for i in range(min(cfg.num_samples, rows.num_documents))]
+    pairs = (rows.prompt_and_answer(i) for i in range(min(cfg.num_samples, rows.num_documents)))
+    samples = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # a long prompt leaves none
     if not samples:
         return
     # A turn may end with a token of its own (<|im_end|>): a special token at a reference's end stops too.

@@ -146,9 +146,10 @@ def _equal_values(index: HFIndex, names: list[str]) -> bool:
     """Whether the stored tensors are one, in float32, as they are loaded. Of other shapes: left to
     `match_tensors`.
     """
-    if len({index.tensors[name].shape for name in names}) != 1 or len(names) < 2:
+    shapes = {tuple(index.tensors[name].shape) for name in names}
+    if len(shapes) != 1 or () in shapes or len(names) < 2:
         return True
-    shape = index.tensors[names[0]].shape
+    (shape,) = shapes
     rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(shape[1:])))
     slices = [_open(index.folder / index.tensors[name].file).get_slice(name) for name in names]
     for start in range(0, shape[0], rows):

@@ -11,10 +11,12 @@ if import_path.is_program():
     import_path.leave_out_current_folder()
     from lptune.ranks import preemption, streams  # not above: they import more of Python's modules
 
-    _is_run = sys.argv[1:2] == ["run"]
+    _command = sys.argv[1:2]
+    _is_run = _command == ["run"]
     if _is_run:
         preemption.listen()
     from lptune.config import printable  # takes a while: the signals come first
 
     # A recipe may print colours; what the other commands print is text, some of it of strangers' files.
-    streams.guard(ends_command=not _is_run, escape=str if _is_run else printable)
+    _works = _is_run or _command in (["export"], ["download"], ["new-checkpoint"], ["cp"])
+    streams.guard(ends_command=not _works, escape=str if _is_run else printable)

@@ -21,14 +21,14 @@ def is_program() -> bool:
 
 
 def leave_out_current_folder() -> None:
-    """Takes away what `python -m` has put first, here and for each Python that this process starts: ranks,
-    compile workers, their resource trackers.
+    """Takes away what Python has put first (`-m`: the current directory; the script `lptune`: its own), here
+    and for each Python that this process starts: ranks, compile workers, their resource trackers.
     """
     try:
-        here = os.getcwd()
-    except OSError:  # it was removed, and Python has put nothing
-        here = ""
-    if not sys.flags.safe_path and sys.path[0] == here:
+        folders = {os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))}
+    except OSError:  # the current directory was removed, and Python has put nothing
+        folders = set()
+    if not sys.flags.safe_path and sys.path[0] in folders:
         del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"
 

@@ -5,6 +5,7 @@
     3    training diverged (DivergedError): one line
     1    a bug of ours: the traceback
     130  Ctrl-C, of any command but `run`
+    141  the reader of a command that does nothing but print has left (`lptune ls | head -1`)
 
 A recipe's own code (143 stopped by a signal) arrives as SystemExit and passes through untouched.
 Commands import torch inside their function, so that `--help` and `validate` answer at once.

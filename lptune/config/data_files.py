@@ -66,7 +66,8 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
             files = data_files(entry.source)
         except UserError as error:
             raise UserError(str(error).replace("data.source", key)) from None
-        reading = replace(entry, source="", weight=1.0)
+        # Splits are of the hub: of files there is one.
+        reading = replace(entry, source="", weight=1.0, split=entry.split if files is None else None)
         for name in [entry.source] if files is None else map(str, files):
             place = (name if files is None else os.path.realpath(name), reading)
             if place in seen:

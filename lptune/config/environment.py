@@ -60,8 +60,12 @@ def reads_environment(raw: Any) -> bool:
 def masked(message: str, raw: Any) -> str:
     """`message` with `${oc.env:NAME}` in the place of the values of the variables that `raw` names."""
     for name in _VARIABLE.findall(str(raw)):
-        if value := os.environ.get(name, ""):
-            message = message.replace(value, f"${{oc.env:{name}}}")
+        value, mask = os.environ.get(name, ""), f"${{oc.env:{name}}}"
+        for written in {value, repr(value)[1:-1]} - {""}:
+            message = message.replace(written, mask)
+            # An error shows the beginning of a long value, and an ellipsis.
+            shown = next((n for n in range(len(written), 2, -1) if f"{written[:n]}…" in message), 0)
+            message = message.replace(f"{written[:shown]}…", f"{mask}…") if shown else message
     return message
 
 

@@ -204,7 +204,7 @@ def _parse_override(cls: type, override: str) -> DictConfig:
 def _fill_in_defaults(cls: type, values: DictConfig) -> None:
     """Writes out the defaults of keys that a `${key}` refers to and that are not set: of one value each."""
     raw = OmegaConf.to_container(values, resolve=False)
-    for key in set(re.findall(r"\$\{([a-z_.]+)\}", str(raw))).intersection(key_paths(cls)):
+    for key in set(re.findall(r"\$\{([a-z0-9_.]+)\}", str(raw))).intersection(key_paths(cls)):
         *sections, leaf = key.split(".")
         value = default(cls, key)
         holder: Any = raw

@@ -104,8 +104,8 @@ class Documents:
             yield array_T[: self.offsets_N1[-1]]
             return
         ends = np.arange(PIECE_TOKENS, int(self.offsets_N1[-1]) + PIECE_TOKENS, PIECE_TOKENS)
-        cuts = np.unique(np.r_[0, np.searchsorted(self.offsets_N1[1:], ends, side="left") + 1])
-        for first, stop in itertools.pairwise(np.minimum(cuts, self.num_documents).tolist()):
+        cuts = np.r_[0, np.searchsorted(self.offsets_N1[1:], ends, side="left") + 1]
+        for first, stop in itertools.pairwise(np.unique(np.minimum(cuts, self.num_documents)).tolist()):
             offsets = self.offsets_N1[first : stop + 1]
             shifts = np.repeat(self.starts_N[first:stop] - offsets[:-1], np.diff(offsets))
             yield array_T[shifts + np.arange(offsets[0], offsets[-1])]

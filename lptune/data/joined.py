@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Joined:
-    """Arrays end to end, read like one array. A slice lies within one of them."""
+    """Arrays end to end, read like one array. A slice must lie within one of them."""
 
     def __init__(self, arrays: "Sequence[npt.NDArray[Any] | Joined]") -> None:
         self.dtype: np.dtype[Any] = arrays[0].dtype
@@ -22,17 +22,17 @@ class Joined:
     def __getitem__(self, places: slice | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """A view of a slice; a copy of what stands at `places`, which are not negative."""
         if isinstance(places, slice):
-            number = self._number(places.start)
+            number = self._index(places.start)
             base = self._bounds[number]
             assert places.start <= places.stop <= self._bounds[number + 1]
             return self._arrays[number][places.start - base : places.stop - base]
         found = np.empty(len(places), dtype=self.dtype)
-        for number in range(self._number(int(places.min())), self._number(int(places.max())) + 1):
+        for number in range(self._index(int(places.min())), self._index(int(places.max())) + 1):
             first, stop = self._bounds[number], self._bounds[number + 1]
             here = (places >= first) & (places < stop)
             found[here] = self._arrays[number][places[here] - first]
         return found
 
-    def _number(self, place: int) -> int:
-        """The array that holds `place`; the last one for its end."""
+    def _index(self, place: int) -> int:
+        """Of the array that holds `place`; of the last one for the end."""
         return min(bisect_right(self._bounds, place), len(self._arrays)) - 1

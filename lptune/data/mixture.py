@@ -1,7 +1,7 @@
 """Several sources as one: their documents one source after the other, each as often as its weight says.
 
-Tokens stay where their source has put them. A mixture is a list of numbers of documents: some 40 bytes for
-each document on every rank, copies counted.
+Tokens stay where their source has put them. What a mixture makes is arrays with one entry for each document
+and each copy of one: some 40 bytes for a document and 48 for a copy, on every rank.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ def joined(sources: Sequence[Documents]) -> Documents:
 def weighted(
     numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int
 ) -> npt.NDArray[np.int64]:
-    """`numbers_N` as many times as `weight` says: all of them for each whole one, and a random share for what
-    is left, in which each stands once.
+    """The documents `numbers_N` as many times as `weight` says. Of 2.3: all of them twice, then three tenths
+    of them, chosen at random, once.
 
-    The share is a function of (how many they are, weight, seed, source). source: which of the sources it is.
+    The choice is a function of (how many they are, weight, seed, source). source: which of the sources it is.
     """
     whole, share = divmod(weight, 1)
     order_N = np.argsort(random_keys(seed, "weight", len(numbers_N), source), kind="stable")

@@ -36,7 +36,7 @@ def guard(ends_command: bool, escape: Callable[[str], str] = str) -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
     sys.stdout = _stream(sys.stdout, _Output(1, "stdout", ends_command), escape)
     sys.stderr = _stream(sys.stderr, _Output(2, "stderr", ends_command), str)
 
@@ -97,7 +97,7 @@ class _Output(io.FileIO):
         other = sys.stderr if self._label == "stdout" else sys.stdout
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: in the middle of a write of its own
             print(
-                f"note: {self._label} cannot be written ({error.strerror}); the run goes on without it",
+                f"note: {self._label} cannot be written ({error.strerror}); this goes on without it",
                 file=other,
                 flush=True,
             )

@@ -115,6 +115,15 @@ def test_a_tied_model_refuses_two_different_values(tmp_path: Path) -> None:
         _load(folder)
 
 
+def test_a_tied_model_whose_weights_are_numbers_is_refused_in_one_line(tmp_path: Path) -> None:
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    numbers = {name: torch.tensor(1.0) for name in names}
+    index = checkpoint.read_index(_folder(tmp_path / "model", _weights() | numbers, tied=True))
+    model = models.build_on_meta(checkpoint.read_config(index, print))
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight"):
+        checkpoint.match_tensors(model, index)
+
+
 def test_the_single_file_is_read_where_an_index_names_others(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", _weights(), num_files=3)
     tensors = {name: tensor + 1 for name, tensor in _weights().items()}

@@ -63,6 +63,7 @@ def main(cfg):
 
 
 TALKS = """
+import subprocess
 import sys
 from pathlib import Path
 from lptune.config import FinetuneConfig
@@ -71,7 +72,8 @@ def main(cfg: FinetuneConfig) -> None:
     for step in range(3):
         print("step …", step, flush=True)
     file = open("saved", "w")
-    print("fd", file.fileno() > 2, file=sys.stderr, flush=True)
+    child = subprocess.run([sys.executable, "-c", "import os; os.fstat(1)"])
+    print("fd", file.fileno() > 2, child.returncode, file=sys.stderr, flush=True)
     sys.exit(143)
 """
 
@@ -96,8 +98,8 @@ def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Fi
 @pytest.mark.parametrize(
     ("where", "note"),
     [
-        ("no reader", "note: stdout cannot be written (Broken pipe); the run goes on without it\n"),
-        ("full", "note: stdout cannot be written (No space left on device); the run goes on without it\n"),
+        ("no reader", "note: stdout cannot be written (Broken pipe); this goes on without it\n"),
+        ("full", "note: stdout cannot be written (No space left on device); this goes on without it\n"),
         ("closed", ""),
         ("ascii", ""),
     ],
@@ -106,7 +108,7 @@ def test_a_print_that_fails_ends_no_run(where: str, note: str, tmp_path: Path) -
     (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
     arguments = ("run", "talks.py", "--config", "quickstart")
     done = _with_output(where, *arguments, cwd=tmp_path, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (143, f"{note}fd True\n")
+    assert (done.returncode, done.stderr) == (143, f"{note}fd True 0\n")
     assert (tmp_path / "saved").exists()
     if where == "ascii":
         assert done.stdout.startswith("step \\u2026 0\n")
@@ -137,6 +139,15 @@ def test_a_command_that_cannot_print_ends_with_at_most_one_line(
 ) -> None:
     done = _with_output(where, "ls", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (code, stderr)
+
+
+def test_a_command_that_works_does_so_though_it_cannot_print(tmp_path: Path) -> None:
+    done = _with_output("full", "cp", "full_finetune", "mine.py", cwd=tmp_path)
+    assert (tmp_path / "mine.py").exists()
+    assert done.returncode == 0
+    assert (
+        done.stderr == "note: stdout cannot be written (No space left on device); this goes on without it\n"
+    )
 
 
 @pytest.mark.slow

@@ -278,6 +278,24 @@ def test_the_environment_is_read_by_name_alone_and_never_into_a_text_that_is_kep
     assert "s3cret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("secret", ["x" * 60 + "y" * 93, "a\\b'c", "kéy\u00a0" * 40])
+@pytest.mark.parametrize("key", ["seed", "precision.kind"])
+def test_no_part_of_a_value_of_the_environment_is_in_an_error(
+    secret: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
+    with pytest.raises(UserError) as raised:
+        load(tmp_path, BASE, key + "=${oc.env:LPTUNE_TEST_SECRET}")
+    assert "${oc.env:LPTUNE_TEST_SECRET}" in str(raised.value)
+    for written in (secret, repr(secret)[1:-1]):
+        assert written[:5] not in str(raised.value)
+
+
+def test_a_default_whose_name_has_a_digit_can_be_referred_to(tmp_path: Path) -> None:
+    cfg = load(tmp_path, BASE + "optimizer: {beta2: '${optimizer.beta1}'}\n")
+    assert cfg.optimizer.beta2 == cfg.optimizer.beta1 == 0.9
+
+
 def test_a_list_that_the_environment_decides_is_kept_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

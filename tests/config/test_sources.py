@@ -187,6 +187,7 @@ def test_what_stands_in_a_folder_must_be_files(folder: Path) -> None:
         (["shards/*.jsonl", "**/b.*"], "shards/b.jsonl is read twice, by shards/*.jsonl and **/b.*"),
         (["link.jsonl", "shards/b.jsonl"], "shards/b.jsonl is read twice, by link.jsonl and"),
         (["shards/b.jsonl", "shards/b.jsonl"], "shards/b.jsonl is read twice; take"),
+        (["shards/b.jsonl", SourceConfig(source="shards/b.jsonl", split="test")], "is read twice"),
         (["builtin", "builtin"], "builtin is read twice"),
         (["a/b", SourceConfig(source="a/b", weight=2)], "a/b is read twice"),
         (["shards/10.csv", "none.csv"], "none.csv: no such file"),

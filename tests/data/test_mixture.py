@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lptune.config import DataConfig, SourceConfig, UserError
 from lptune.data import Loader, Prepared, Rows, Tokenizer, cache_key, load_tokenizer, prepare
+from lptune.data import documents as documents_module
 from lptune.data.documents import Documents
 from lptune.data.joined import Joined
 from lptune.data.mixture import joined, weighted
@@ -336,3 +337,23 @@ def test_joined_documents_are_those_of_one_array(lengths: list[list[int]], data:
         for (start, stop), own in zip(places, expected, strict=True):
             assert np.array_equal(some.tokens_T[start:stop], own)
             assert some.num_targets_N[places.index((start, stop))] == some.is_target_T[start:stop].sum()
+
+
+@pytest.mark.parametrize("piece", [2, 3, 4])
+def test_a_document_that_reaches_over_the_last_piece_is_read_once(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 + 4 tokens: the last document begins in one piece and ends in another."""
+    monkeypatch.setattr(documents_module, "PIECE_TOKENS", piece)
+    parts = [_documents([2, 3], 0), _documents([4], 5)]
+    found = joined(parts)
+    assert np.concatenate([*found.end_to_end(found.tokens_T)]).tolist() == list(range(9))
+
+
+def _documents(lengths: list[int], first: int) -> Documents:
+    tokens_T = np.arange(first, first + sum(lengths), dtype=np.int32)
+    return Documents(
+        tokens_T=tokens_T, is_target_T=tokens_T % 2 == 0, offsets_N1=np.r_[0, np.cumsum(lengths)],
+        answers_N2=np.zeros((len(lengths), 2), np.int32),
+        prompt_keys_N=np.arange(len(lengths), dtype=np.uint64),
+    )  # fmt: skip
