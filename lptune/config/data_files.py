@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lptune.config.errors import UserError, closest
 from lptune.config.sources import SourceConfig
@@ -60,7 +61,7 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
 
     key: data.source or data.eval_source, for the message of the UserError (one line).
     """
-    seen: dict[tuple[str, SourceConfig], str] = {}
+    seen: dict[tuple[Any, SourceConfig], str] = {}
     for entry in sources:
         try:
             files = data_files(entry.source)
@@ -69,7 +70,7 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
         # Splits are of the hub: of files there is one.
         reading = replace(entry, source="", weight=1.0, split=entry.split if files is None else None)
         for name in [entry.source] if files is None else map(str, files):
-            place = (name if files is None else os.path.realpath(name), reading)
+            place = (name if files is None else _identity(name), reading)
             if place in seen:
                 where = (
                     "" if seen[place] == name == entry.source else f", by {seen[place]} and {entry.source}"
@@ -79,6 +80,12 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
                     "twice give it weight: 2)"
                 )
             seen[place] = entry.source
+
+
+def _identity(file: str) -> tuple[int, int]:
+    """The same through every path: links, hard ones too, and mounts."""
+    stat = os.stat(file)
+    return stat.st_dev, stat.st_ino
 
 
 def _in_folder(source: str, folder: Path) -> list[Path]:
@@ -114,9 +121,9 @@ def _check_kind(name: str, file: Path) -> None:
             raise UserError(f"{name}: is a link to nowhere; set data.source to a file")
         raise UserError(f"{name}: is no ordinary file; set data.source to one")
     if not _is_known(file.name):
+        kind = f"unknown kind of file {file.suffix!r}" if file.suffix else "a file without a suffix"
         raise UserError(
-            f"{name}: unknown kind of file {file.suffix!r}; data.source reads {', '.join(SUFFIXES)}, folders "
-            "of them and hub ids"
+            f"{name}: {kind}; data.source reads {', '.join(SUFFIXES)}, folders of them and hub ids"
         )
 
 

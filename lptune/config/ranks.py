@@ -34,6 +34,6 @@ def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int)
         fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
         raise UserError(
             f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not "
-            f"divide among {num_ranks} data ranks; numbers that do: {', '.join(fitting)}; a "
+            f"divide among {num_ranks} data ranks; numbers of ranks that do: {', '.join(fitting)}; a "
             "smaller micro_batch_size allows more"
         )

@@ -158,6 +158,7 @@ def test_builtin_and_hub_ids_are_no_files(folder: Path) -> None:
     [
         ("shards/*.txt", r"^shards/\*.txt: there is no such file, and none that it matches"),
         ("shards/*", r"^shards/README.md: unknown kind of file '.md'; data.source reads .json, .jsonl"),
+        ("/etc/passwd", r"^/etc/passwd: a file without a suffix; data.source reads .json, .jsonl"),
         ("shard/x.jsonl", r"^shard/x.jsonl: no such file, nor a folder shard"),
         (".", r"^.: is a folder without a file that .*; its folders hold some: data.source=./\*/\*.csv"),
         ("shards/b.jsonl,x.csv", r"a list stands in brackets: data.source='\[shards/b.jsonl,x.csv\]'"),
@@ -186,6 +187,7 @@ def test_what_stands_in_a_folder_must_be_files(folder: Path) -> None:
         (["shards", "shards/b.jsonl"], "shards/b.jsonl is read twice, by shards and shards/b.jsonl; take it"),
         (["shards/*.jsonl", "**/b.*"], "shards/b.jsonl is read twice, by shards/*.jsonl and **/b.*"),
         (["link.jsonl", "shards/b.jsonl"], "shards/b.jsonl is read twice, by link.jsonl and"),
+        (["hard.jsonl", "shards/b.jsonl"], "shards/b.jsonl is read twice, by hard.jsonl and"),
         (["shards/b.jsonl", "shards/b.jsonl"], "shards/b.jsonl is read twice; take"),
         (["shards/b.jsonl", SourceConfig(source="shards/b.jsonl", split="test")], "is read twice"),
         (["builtin", "builtin"], "builtin is read twice"),
@@ -198,6 +200,7 @@ def test_a_file_that_is_read_twice_is_one_line(
     folder: Path, sources: list[str | SourceConfig], message: str, key: str
 ) -> None:
     (folder.parent / "link.jsonl").symlink_to("shards/b.jsonl")
+    (folder.parent / "hard.jsonl").hardlink_to(folder / "b.jsonl")
     listed = [SourceConfig(source=item) if isinstance(item, str) else item for item in sources]
     with pytest.raises(UserError) as caught:
         check_sources(key, listed)

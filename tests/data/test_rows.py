@@ -191,7 +191,9 @@ def test_epochs_follow_each_other_without_losing_a_row(num_rows: int, num_epochs
 
 def test_a_number_of_ranks_that_does_not_divide_names_those_that_do() -> None:
     rows = make_rows([4])
-    with pytest.raises(UserError, match="do not divide among 4 data ranks; numbers that do: 1, 2, 3, 6"):
+    with pytest.raises(
+        UserError, match="do not divide among 4 data ranks; numbers of ranks that do: 1, 2, 3, 6"
+    ):
         Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=4)
     with pytest.raises(UserError, match=r"12 is not a multiple of micro_batch_size \(5\)"):
         Loader(rows, seed=0, global_batch_size=12, micro_batch_size=5)
