@@ -131,7 +131,7 @@ def _paths(text: str) -> list[Path]:
         return []
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown home
         path = Path(text).expanduser()
-        return [path] if path.exists() else [Path(found) for found in glob.glob(str(path))]
+        return [path] if path.exists() else [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []
 
 

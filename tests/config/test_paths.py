@@ -14,6 +14,7 @@ from lptune.config import (
     SourceConfig,
     UserError,
     check_inputs_stay,
+    data_files,
     open_regular,
 )
 from lptune.config.paths import is_within
@@ -78,6 +79,20 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     other = run / "rows.jsonl"
     other.write_text("{}")
     check_inputs_stay(_config(run.parent / "sub", run, str(other)))
+
+
+def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/runs/r1").mkdir(parents=True)
+    for name in ("data/rows.jsonl", "data/runs/r1/metrics.jsonl"):
+        (tmp_path / name).write_text("{}")
+    source = "data/**/*.jsonl"
+    assert Path("data/runs/r1/metrics.jsonl") in (data_files(source) or [])
+    with pytest.raises(UserError, match=r"written over data/runs/r1/metrics\.jsonl, which data\.source"):
+        check_inputs_stay(_config("model", "data/runs/r1", source))
+    check_inputs_stay(_config("model", "data/runs/r2", source))
 
 
 def test_a_circle_of_links_and_what_is_not_there_lie_nowhere(tmp_path: Path) -> None:
