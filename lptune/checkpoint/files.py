@@ -12,8 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, UserError, kind_of, open_regular, read_text
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An OSError says which file it is about; that of a write or a flush would not."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+from lptune.config import MEBI, UserError, kind_of, named, open_regular, read_text
 
 
 def fsync_path(path: Path) -> None:
     """Flushes a file's data or a folder's entries to disk."""
-    with _named(path):
+    with named(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -73,7 +62,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes `text` durably; `path` holds the old content or the new, never a part. No link is followed."""
     partial = path.with_name(f".tmp-{path.name}")
-    with _named(partial):
+    with named(partial):
         with suppress(FileNotFoundError):  # a kill's leftover, or what somebody put there
             partial.unlink()
         with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
@@ -117,7 +106,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    with _named(path), path.open("rb") as file:
+    with named(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

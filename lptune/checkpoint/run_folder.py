@@ -1,12 +1,14 @@
 """One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/, logs/.
 
 A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the
-process, so a killed run never leaves a stale one. A folder that holds something is locked before anything in
-it is read: what is found there then stays true. A new folder is made only after everything the user can have
-wrong was checked; it is looked at again once it is locked, since another run may have come first.
+process, so a killed run never leaves a stale one. A folder that holds a run is locked once the names, kinds
+and rights in it were looked at, and before a checkpoint or export.json is read: what these say stays true.
+Any other folder is made, locked and written to only after everything the user can have wrong was checked.
+Its .lock must then be a new file: one that is there means that another run came first.
 
 The folder may have been made by others. No link in it is followed, and nothing but regular files and folders
-is used. What another tool or another run left is renamed, never overwritten.
+is used. A run continues its folder only from a checkpoint of that folder. What any other start finds there,
+of another tool or another run, is renamed, never overwritten.
 """
 
 import errno
@@ -16,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lptune import ranks
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
@@ -29,14 +31,17 @@ from lptune.config import (
     HeldFolder,
     UserError,
     check_inputs_stay,
+    is_within,
     kind_of,
+    named,
     open_regular,
     to_yaml,
 )
 from lptune.distributed import World
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
+_RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
 
 
 class RunFolder:
@@ -45,8 +50,7 @@ class RunFolder:
     def __init__(self, path: Path, world: World) -> None:
         self.path = path
         self._world = world
-        self._lock: IO[str] | None = None
-        self._was_a_run = False  # before it was locked
+        self._lock: int | None = None
         self._held: HeldFolder | None = None
 
     @property
@@ -78,7 +82,8 @@ class RunFolder:
         kept = []
         text = ""
         if self.metrics.exists():
-            with open(open_regular(self.metrics, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            descriptor = open_regular(self.metrics, os.O_RDONLY)
+            with named(self.metrics), open(descriptor, encoding="utf-8", errors="replace") as file:
                 text = file.read()
         for line in text.splitlines():
             try:
@@ -94,7 +99,8 @@ class RunFolder:
         """Whether the metrics hold a held-out loss of `step`. All ranks call it."""
         lines: list[str] = []
         if self._world.is_main and self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            with named(self.metrics):
+                lines = self.metrics.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
 
@@ -122,71 +128,94 @@ class RunFolder:
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
         if self._world.is_main:
-            is_new = self._lock is None
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(
-                    f"output_dir: {self.path} cannot be made ({error.strerror}); choose another folder"
-                ) from None
-            self.lock()
             self._check_held()
-            if is_new and any(kind_of(self.path / name) for name in _PARTS if name != ".lock"):
-                raise UserError(
-                    f"output_dir: another run has written to {self.path} since this one started; run again "
-                    "to continue it, or choose another folder"
-                )
+            if self._held is None:
+                self._make()
+            if self._lock is None:
+                try:
+                    self.lock(os.O_EXCL)
+                except FileExistsError:
+                    raise UserError(
+                        f"output_dir: another run has written to {self.path} since this one started; run "
+                        "again to continue it, or choose another folder"
+                    ) from None
             self.checkpoints.mkdir(exist_ok=True)
             # What a kill left half written or half removed; the lock says that nobody is at it.
             for partial in _leftovers(self.checkpoints):
                 remove_leftover(partial)
-            step = resumed.step if resumed else -1
-            if resumed is None:
-                self._set_aside_others(say)
+            step = resumed.step if resumed and self._is_own(resumed) else -1
+            if step < 0:
+                self._set_aside_results(say)
             # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
             # would be mistaken for this run's own.
             for later in list_checkpoints(self.checkpoints):
                 if step_of(later) > step:
                     say(f"set aside: {later} -> {set_aside(later).name}")
-            # Without a checkpoint there is nothing to continue: what an interrupted start left is
-            # overwritten.
             self.keep_metrics_until(step)
         self._world.barrier()
         ranks.keep_log(self.path / "logs")
 
-    def _set_aside_others(self, say: Callable[[str], None]) -> None:
-        """Renames what this new run would write over: files that no run of lptune has made, and an export."""
-        names = ["export"] if self._was_a_run else ["export", "config.yaml", "metrics.jsonl"]
-        for path in (self.path / name for name in names):
-            if kind_of(path):
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"output_dir: {self.path} cannot be made ({error.strerror}); choose another folder"
+            ) from None
+
+    def _is_own(self, resumed: Manifest) -> bool:
+        """Whether the checkpoint is one of this folder, be it by a link here or a link to here."""
+        return any(is_within(path, self.checkpoints) for path in (resumed.folder.parent, resumed.folder))
+
+    def _set_aside_results(self, say: Callable[[str], None]) -> None:
+        """Renames what a run that continues nothing here would write over. Nothing is lost with an empty
+        file, as an interrupted start leaves it.
+        """
+        for path in (self.path / name for name in _RESULTS):
+            if (found := kind_of(path)) and (found != "a file" or path.stat().st_size):
                 say(f"set aside: {path} -> {set_aside(path).name}")
 
     def _check_held(self) -> None:
         if self._held is not None:
             self._held.check()
 
-    def lock(self) -> None:
-        """Keeps other runs out until `unlock`; the second call does nothing."""
-        if self._lock is not None:
-            return
+    def hold(self) -> None:
+        """Opens the folder: from now on it is noticed when it goes away."""
+        if self._held is None:
+            self._held = HeldFolder(self.path)
+
+    def is_a_run(self) -> bool:
+        """Whether there is something that a run would continue, or another run that may be at it."""
+        return any(kind_of(self.path / name) for name in (".lock", "checkpoints", "export.json"))
+
+    def lock(self, flags: int = 0) -> None:
+        """Keeps other runs out until `unlock`.
+
+        flags: os.O_EXCL raises FileExistsError where there is a lock, held or not.
+        """
+        self.hold()
         path = self.path / ".lock"
-        self._was_a_run = bool(kind_of(path))
-        held = HeldFolder(self.path)
-        lock = open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+")  # noqa: SIM115  (held until `unlock`)
+        self._lock = open_regular(path, os.O_RDWR | os.O_CREAT | flags)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with named(path):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
-            held.close()
+            self.unlock()
             raise UserError(
                 f"output_dir: another run is writing to {self.path}; wait for it or choose another folder"
             ) from None
-        self._lock, self._held = lock, held
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            self._world.print(
+                f"note: {path} cannot be locked ({error.strerror}); nothing keeps a second run out of that "
+                "folder, so start none"
+            )
 
     def unlock(self) -> None:
         """Lets other runs in."""
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
             self._lock = None
         if self._held is not None:
             self._held.close()
@@ -244,27 +273,30 @@ def _form(cfg: ExportConfig) -> dict[str, Any]:
 
 @contextmanager
 def open_run_folder(cfg: FinetuneConfig, world: World) -> Iterator[RunFolder]:
-    """The folder of a run, checked, and locked if it exists; `create` makes it. All ranks call it.
+    """The folder of a run, checked, and locked if it holds one; `create` makes it. All ranks call it.
 
-    A disk that fills up, fails or vanishes within is a UserError: the run is stopped, what it had saved
-    stays.
+    An OSError within that names a path of that folder (a disk that fills up, fails or vanishes) is a
+    UserError: the run is stopped, what it had saved stays. Any other OSError goes on as it is.
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     try:
         if world.is_main:
             check_inputs_stay(cfg)
             run.check(cfg.resume)
-            if run.path.is_dir() and any(run.path.iterdir()):
+            if run.path.is_dir():
+                run.hold()
+            if run.is_a_run():
                 run.lock()
         yield run
     except OSError as error:
-        file = Path(error.filename or run.path)
-        is_inside = file.absolute().is_relative_to(run.path.absolute())
-        if not is_inside or (error.errno not in _OF_THE_DISK and error.filename is None):
+        name = error.filename
+        if not isinstance(name, (str, bytes, os.PathLike)):  # none, or the number of a descriptor
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        file = Path(os.fsdecode(name))
+        if not file.absolute().is_relative_to(run.path.absolute()):
+            raise
         raise UserError(
-            f"output_dir: {run.path}: {where}{error.strerror}; make room there or mend it, and run again"
+            f"output_dir: {run.path}: {file}: {error.strerror}; make room there or mend it, and run again"
         ) from None
     finally:
         run.unlock()

@@ -1,8 +1,9 @@
 """Paths that others prepared: what may be opened there, and whether two paths are one place.
 
-Paths are compared by what they lead to (device and inode), never as text: a link, a `..`, a bind mount and
-another spelling are all the same place. Files are opened without following a link in their last part and
-without waiting for a pipe.
+Paths are compared by what they lead to (device and inode), never as text: a link, a `..`, another spelling
+and a bind mount of the place or of a folder above it are all the same place. A bind mount of something within
+the place is not recognised. Files are opened without following a link in their last part and without waiting
+for a pipe.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import glob
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
         os.close(descriptor)
         raise _not_regular(path)
     return descriptor
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError within says that it is about `path`; that of a write, a flush or a lock names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _not_regular(path: Path) -> UserError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.config import HeldFolder, LoggingConfig, UserError, open_regular, printable
+from lptune.config import HeldFolder, LoggingConfig, UserError, named, open_regular, printable
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -38,7 +38,7 @@ class MetricsWriter:
     def __init__(
         self, path: Path, cfg: LoggingConfig, *, enabled: bool, first_step: int, num_steps: int
     ) -> None:
-        self._file = self._folder = None
+        self._path, self._file, self._folder = path, None, None
         if enabled:
             self._folder = HeldFolder(path.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -64,7 +64,8 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.close()
         if self._file is not None:
-            self._file.close()
+            with named(self._path):
+                self._file.close()
         if self._folder is not None:
             self._folder.close()
 
@@ -77,8 +78,9 @@ class MetricsWriter:
             return
         self._folder.check()
         finite = {key: value for key, value in record.items() if _is_finite(value)}
-        self._file.write(json.dumps(dict.fromkeys(record) | finite, allow_nan=False) + "\n")
-        self._file.flush()
+        with named(self._path):
+            self._file.write(json.dumps(dict.fromkeys(record) | finite, allow_nan=False) + "\n")
+            self._file.flush()
         step = record["step"]
         for tracker in self._trackers:
             tracker.log(

@@ -1,6 +1,9 @@
 """A run's folder: one run at a time, whatever others put there, and however it goes away."""
 
+import errno
+import fcntl
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch import nn, optim
 
 from lptune import checkpoint, distributed, training
 from lptune.checkpoint.files import write_text
+from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import open_run_folder
 from lptune.config import (
     RUN_FILES,
@@ -145,6 +149,159 @@ def test_a_new_run_sets_aside_what_another_tool_left_and_an_export(
         assert (tmp_path / "old-export-1" / "mine").read_text() == "mine", number
         assert (tmp_path / "old-config.yaml-1").read_text() == "mine"
         assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+RESULTS = ("config.yaml", "export.json", "metrics.jsonl", "precision_plan.json")
+
+
+def _saved(folder: Path) -> Manifest:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Manifest(folder, int(folder.name.rpartition("-")[2]), 1, {}, {})
+
+
+def _start(folder: Path, world: distributed.World, resumed: Manifest | None = None) -> list[str]:
+    """What a start says that comes as far as its config, under which it writes `new` everywhere."""
+    said: list[str] = []
+    with open_run_folder(_config(folder), world) as run:
+        run.create(resumed, said.append)
+        for name in RESULTS:
+            write_text(folder / name, "new")
+    return sorted(line.rpartition(" ")[2] for line in said)
+
+
+def test_a_start_that_failed_leaves_a_foreign_folder_as_it_was_and_the_next_renames(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    for name in RESULTS[::2]:
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match="bad input"), open_run_folder(_config(tmp_path), world):
+        raise UserError("bad input")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(RESULTS[::2])
+    assert _start(tmp_path, world) == ["old-config.yaml-1", "old-metrics.jsonl-1"]
+    assert (tmp_path / "old-metrics.jsonl-1").read_text() == "mine"
+    assert (tmp_path / "old-config.yaml-1").read_text() == "mine"
+
+
+def test_a_run_that_continues_another_folders_checkpoint_renames_what_it_finds(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    saved, folder = _saved(tmp_path / "a/checkpoints/step-00000100"), tmp_path / "notes"
+    _saved(folder / "checkpoints/step-00000050")
+    for name in RESULTS:
+        (folder / name).write_text("mine")
+    old = sorted([*(f"old-{name}-1" for name in RESULTS), "old-step-00000050-1"])
+    assert _start(folder, world, saved) == old
+    assert all((folder / f"old-{name}-1").read_text() == "mine" for name in RESULTS)
+    assert saved.folder.is_dir()
+
+
+@pytest.mark.parametrize("link", ["none", "of the checkpoint", "to the checkpoint", "to the run"])
+def test_a_run_that_continues_its_own_checkpoint_goes_on_in_its_files(
+    tmp_path: Path, world: distributed.World, link: str
+) -> None:
+    folder = tmp_path / "run"
+    path = folder / "checkpoints/step-00000002"
+    saved = _saved(path)
+    if link == "of the checkpoint":
+        path.rename(tmp_path / "step-00000002")
+        path.symlink_to(tmp_path / "step-00000002")
+    elif link == "to the checkpoint":
+        (tmp_path / "step-00000002").symlink_to(path)
+        saved = _saved(tmp_path / "step-00000002")
+    elif link == "to the run":
+        (tmp_path / "alias").symlink_to(folder)
+        saved = _saved(tmp_path / "alias/checkpoints/step-00000002")
+    (folder / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3}\n')
+    (folder / "config.yaml").write_text("mine")
+    with open_run_folder(_config(folder), world) as run:
+        run.create(saved, _refuse)
+        assert run.metrics.read_text() == '{"step": 2}\n'
+    assert path.is_dir()
+
+
+def test_a_run_whose_checkpoints_were_deleted_keeps_its_results(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    _start(tmp_path, world)
+    (tmp_path / "checkpoints").rmdir()
+    assert _start(tmp_path, world) == [f"old-{name}-1" for name in RESULTS]
+    assert all((tmp_path / f"old-{name}-1").read_text() == "new" for name in RESULTS)
+
+
+def test_an_empty_folder_that_vanishes_before_it_is_used_is_not_made_anew(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    folder = tmp_path / "mount"
+    for content in ((), ("checkpoints",)):
+        for name in ("", *content):
+            (folder / name).mkdir()
+        with open_run_folder(_config(folder), world) as run:
+            folder.rename(tmp_path / f"away-{len(content)}")
+            with pytest.raises(UserError, match="mount was removed, renamed or unmounted"):
+                run.create(None, _refuse)
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_where_nothing_can_be_locked_a_note_says_so_and_the_run_goes_on(
+    tmp_path: Path,
+    world: distributed.World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with open_run_folder(_config(tmp_path / "run"), world) as run:
+        run.create(None, _refuse)
+    said = capsys.readouterr().out
+    assert said.count("nothing keeps a second run out of that folder") == 1
+    assert os.strerror(code) in said
+
+
+def test_a_start_that_cannot_lock_is_one_line_and_leaves_no_descriptor_open(
+    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").touch()
+
+    codes = [errno.EAGAIN, errno.EIO]
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(code := codes.pop(), os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    for line in (r"\.lock: Input/output error", "another run is writing"):
+        with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", [None, 7, "/tmp/kernel.so", b"/tmp/kernel.so"])
+def test_an_error_of_a_disk_elsewhere_is_not_blamed_on_the_runs_folder(
+    tmp_path: Path, world: distributed.World, name: Any
+) -> None:
+    with pytest.raises(OSError, match="No space left") as caught, open_run_folder(_config(tmp_path), world):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    assert caught.value.filename == name
+    for inside in (str(tmp_path / "a"), tmp_path / "a", os.fsencode(tmp_path / "a")):
+        line = re.escape(f"output_dir: {tmp_path}: {tmp_path / 'a'}: No space left on device; make room")
+        with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), inside)
+
+
+def test_metrics_that_find_no_room_name_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = training.MetricsWriter(path, LoggingConfig(), enabled=True, first_step=0, num_steps=1)
+    assert metrics._file is not None
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), metrics._file.fileno())
+    for call in (lambda: metrics.write({"step": 1}), lambda: metrics.__exit__(None, None, None)):
+        with pytest.raises(OSError, match="No space left") as caught:
+            call()
+        assert caught.value.filename == str(path)
 
 
 def test_lines_of_metrics_that_no_run_writes_are_dropped(tmp_path: Path, world: distributed.World) -> None:
