@@ -237,8 +237,10 @@ class RunFolder:
 
     def _check_parts(self) -> None:
         """That what is there of a run is of the right kind, and this user's to write."""
-        for name in _PARTS:
-            path, wanted = self.path / name, "a file" if name in RUN_FILES else "a folder"
+        parts = [(self.path / name, "a file" if name in RUN_FILES else "a folder") for name in _PARTS]
+        # A name that a checkpoint will need: found at the first save, it would cost what was trained.
+        parts += [(path, "a folder") for path in self.checkpoints.glob("step-" + 8 * "[0-9]")]
+        for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
                 other = "; output_dir itself may be a link" if found == "a link" else ""
                 raise UserError(

@@ -102,6 +102,19 @@ def test_what_is_neither_file_nor_folder_as_a_run_has_it_is_refused_before_anyth
 
 
 @pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])
+def test_what_lies_where_a_checkpoint_will_be_is_refused_before_anything_is_trained(
+    tmp_path: Path, world: distributed.World, found: str
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    MAKE[found](tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "nowhere")
+    with (
+        pytest.raises(UserError, match=f"step-00000002 is {found}, where a run has a folder"),
+        open_run_folder(_config(tmp_path / "run"), world),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])
 def test_what_lies_where_a_file_is_written_is_replaced_and_not_followed(tmp_path: Path, found: str) -> None:
     victim = tmp_path / "victim"
     victim.write_text("kept")
