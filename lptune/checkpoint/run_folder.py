@@ -239,7 +239,8 @@ class RunFolder:
         """That what is there of a run is of the right kind, and this user's to write."""
         parts = [(self.path / name, "a file" if name in RUN_FILES else "a folder") for name in _PARTS]
         # A name that a checkpoint will need: found at the first save, it would cost what was trained.
-        parts += [(path, "a folder") for path in self.checkpoints.glob("step-" + 8 * "[0-9]")]
+        steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
+        parts += [(path, "a folder") for path in steps if not path.is_dir()]
         for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
                 other = "; output_dir itself may be a link" if found == "a link" else ""
