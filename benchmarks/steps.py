@@ -172,7 +172,8 @@ def _torchao_convert(kind: str) -> Any:
     def convert(model: torch.nn.Module, *args: object, **kwargs: object) -> linear.Plan:
         linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         layers = tuple(linear.LayerPlan(n, m.in_features, m.out_features, None) for n, m in linears.items())
-        assert convert_to_torchao(kind, model.get_submodule("model")) is not None, "no such kind in torchao"
+        done = convert_to_torchao(kind, model.get_submodule("model"))
+        assert done is not None, f"torchao is not installed here, or has no {kind}"
         return linear.Plan("none", layers)
 
     return convert
