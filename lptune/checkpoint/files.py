@@ -4,7 +4,6 @@ A reader (or a run that resumes after a kill) therefore sees a thing whole or no
 """
 
 import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, UserError, kind_of, named, open_regular, read_text
+from lptune.config import MEBI, UserError, kind_of, lock_file, named, open_regular, read_text
 
 
 def fsync_path(path: Path) -> None:
@@ -181,8 +180,7 @@ class Scratch:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
             self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock, wait=False)
             unlocked.rename(self.path / self.MARK)
 
     def unmark(self) -> None:
@@ -202,7 +200,7 @@ class Scratch:
                 with suppress(OSError, UserError):
                     lock = open_regular(path / self.MARK, os.O_RDWR)
                     try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(path)
+                        if not lock_file(lock, wait=False):
+                            shutil.rmtree(path)
                     finally:
                         os.close(lock)

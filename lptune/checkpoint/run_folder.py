@@ -11,8 +11,6 @@ is used. A run continues its folder only from a checkpoint of that folder. What 
 of another tool or another run, is renamed, never overwritten.
 """
 
-import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -33,6 +31,7 @@ from lptune.config import (
     check_inputs_stay,
     is_within,
     kind_of,
+    lock_file,
     named,
     open_regular,
     to_yaml,
@@ -40,7 +39,6 @@ from lptune.config import (
 from lptune.distributed import World
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
 _RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
 
 
@@ -198,18 +196,16 @@ class RunFolder:
         self._lock = open_regular(path, os.O_RDWR | os.O_CREAT | flags)
         try:
             with named(path):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                why_not = lock_file(self._lock, wait=False)
         except BlockingIOError:
             self.unlock()
             raise UserError(
                 f"output_dir: another run is writing to {self.path}; wait for it or choose another folder"
             ) from None
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
-                raise
+        if why_not:
             self._world.print(
-                f"note: {path} cannot be locked ({error.strerror}); nothing keeps a second run out of that "
-                "folder, so start none"
+                f"note: {path} cannot be locked ({why_not}); nothing keeps a second run out of that folder, "
+                "so start none"
             )
 
     def unlock(self) -> None:

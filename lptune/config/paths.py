@@ -7,6 +7,8 @@ for a pipe.
 """
 
 import dataclasses
+import errno
+import fcntl
 import glob
 import os
 import stat
@@ -21,6 +23,7 @@ RUN_FILES = (".lock", "config.yaml", "metrics.jsonl", "precision_plan.json", "ex
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
 """What a run writes in OUTPUT_DIR."""
 
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
@@ -62,6 +65,22 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
         os.close(descriptor)
         raise _not_regular(path)
     return descriptor
+
+
+def lock_file(descriptor: int, *, wait: bool) -> str:
+    """Keeps other processes out of an open file until it is closed. Returns why its file system has no locks,
+    empty where it has: the file is then held.
+
+    Raises BlockingIOError where another process holds it, unless `wait`. The kernel drops the lock with the
+    process.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in _WITHOUT_LOCKS:
+            return os.strerror(error.errno)
+        raise
+    return ""
 
 
 @contextmanager

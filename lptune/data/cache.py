@@ -11,7 +11,6 @@ Nothing in it is ever unpickled, and no link is followed. Files are private: the
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import mmap
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.config import UserError
+from lptune.config import UserError, lock_file
 from lptune.data.documents import Documents, concatenated
 
 FORMAT = 1
@@ -136,31 +135,17 @@ def _own_files() -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, key: str) -> Iterator[bool]:
-    """Keeps other processes out; False where the file system has no locks. The kernel drops the lock with the
-    process.
+    """Keeps other processes out; False where the file system has no locks: each process then makes its own
+    entry, and the last rename wins with the same content.
     """
     with _own_files():
         lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        is_held = False
-        with suppress(NotImplementedError), _own_files():
-            _flock(lock, fcntl.LOCK_EX)
-            is_held = True
+        with _own_files():
+            is_held = not lock_file(lock, wait=True)
         yield is_held
     finally:
         os.close(lock)
-
-
-def _flock(lock: int, how: int) -> None:
-    """NotImplementedError where the file system has no locks: each process then makes its own entry, and the
-    last rename wins with the same content.
-    """
-    try:
-        fcntl.flock(lock, how)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise NotImplementedError from None
-        raise
 
 
 def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
@@ -314,11 +299,11 @@ def _remove_partials(folder: Path, held_key: str | None) -> None:
         if key == held_key:
             shutil.rmtree(partial, ignore_errors=True)
             continue
-        with suppress(OSError, NotImplementedError):
+        with suppress(OSError):
             lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(partial, ignore_errors=True)
+                if not lock_file(lock, wait=False):
+                    shutil.rmtree(partial, ignore_errors=True)
             finally:
                 os.close(lock)
 

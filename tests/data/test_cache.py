@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -221,7 +222,7 @@ def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
 
     partial, key = tmp_path / f".tmp-{'k' * 32}-0", "k" * 32
     partial.mkdir()
-    monkeypatch.setattr(cache_module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
     assert entries(tmp_path) == [partial, tmp_path / key]
 
