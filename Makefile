@@ -3,9 +3,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := $(shell grep -o '^torch==[^ ]*' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench gpu-first docs
+.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench gpu-first docs lock
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
@@ -20,14 +21,25 @@ help:
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
 	@echo "make docs         check the links of the documentation"
+	@echo "make lock         renew requirements/ci.txt from pyproject.toml"
 
-# Only pyproject.toml and constraints.txt decide what is installed; the source is used in place.
-.venv/.installed: pyproject.toml constraints.txt
+# requirements/ decides what is installed: exact versions, and each file is compared with its SHA-256. The source is used in place.
+.venv/.installed: .venv/.torch pyproject.toml requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet $(TORCH)  # the libraries of a CUDA build, in the versions that it pins
+	$(BIN)/python -m pip check
+	@touch $@
+
+# The build that pip would take: for a CPU where an index or a folder of such builds is configured, else PyPI's for CUDA. Downloaded
+# first, since pip prefers files whose digests it knows. For yet another build: install it into .venv, `touch .venv/.torch`.
+.venv/.torch: requirements/torch.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: lptune needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev,data]'
-	@touch $@
+	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/torch $(TORCH)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links .venv/torch -r requirements/torch.txt
+	@rm -r .venv/torch && touch $@
 
 # One thread: for matrices this small a second one gains little, and loses much where another process wants the core.
 quickstart: export OMP_NUM_THREADS := 1
@@ -49,15 +61,15 @@ test-wheel: export OMP_NUM_THREADS := 1
 test-wheel: .venv/.installed
 	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
 	$(BIN)/python -m hatchling build -t wheel -d .venv-wheel/wheel
-	.venv-wheel/bin/python -m pip install --quiet "$$(grep ^torch== constraints.txt)" .venv-wheel/wheel/*.whl
+	.venv-wheel/bin/python -m pip install --quiet "$(TORCH)" .venv-wheel/wheel/*.whl
 	.venv-wheel/bin/python -m pip list
 	LPTUNE_TEST_INSTALLED=.venv-wheel/bin/python $(BIN)/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
 
 # As GPU machines are found: Python 3.12, the oldest torch and Triton, no torchao. In a venv of its own.
 PYTHON_OLDEST ?= python3.12
-.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+.venv-oldest/.installed: pyproject.toml requirements/oldest.txt
 	$(PYTHON_OLDEST) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e . \
+	.venv-oldest/bin/python -m pip install --quiet -c requirements/oldest.txt -e . \
 	  pytest pytest-xdist hypothesis transformers accelerate hatchling pyarrow
 	@touch $@
 
@@ -115,3 +127,16 @@ gpu-first:
 
 docs: .venv/.installed
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k links
+
+# pip-tools resolves and lists the digests. torch comes last and is cut: requirements/torch.txt lists its builds. Its CPU build
+# must be in reach (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu), since the others bring NVIDIA's libraries along.
+lock: LOCK := .venv-lock/bin
+lock:
+	$(PYTHON) -m venv .venv-lock
+	$(LOCK)/python -m pip install --quiet pip-tools==7.6.2
+	$(LOCK)/pip-compile --quiet $(RENEW) --generate-hashes --extra test --extra dev \
+	  --allow-unsafe --unsafe-package torch --strip-extras --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --no-header -o requirements/ci.txt pyproject.toml
+	sed -i -e '/^# The following packages are considered/,$$d' requirements/ci.txt
+	! grep ^nvidia- requirements/ci.txt
+	sed -i -e '1i # Made by make lock from pyproject.toml: the exact versions that CI installs, each with the SHA-256 of its files.' requirements/ci.txt

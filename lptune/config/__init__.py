@@ -10,6 +10,7 @@ from lptune.config.errors import (
     no_gpu_error,
     too_many_ranks_error,
 )
+from lptune.config.extras import how_to_install
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.paths import (
     RUN_FILES,
@@ -71,6 +72,7 @@ __all__ = [
     "data_files",
     "default",
     "entries",
+    "how_to_install",
     "key_paths",
     "is_within",
     "kind_of",

@@ -4,7 +4,7 @@
 .jsonl  one object per line
 .csv    a header and rows
 .txt    the whole file is one text
-.parquet and hub ids need the extra `data`
+.parquet needs the extra `data`, hub ids the extra `datasets`
 builtin the instruction set that lptune makes itself
 A folder or a glob is one source: the rows of its files, one file after the other.
 
@@ -21,11 +21,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.config import UserError, data_files
+from lptune.config import UserError, data_files, how_to_install
 from lptune.data.errors import BadRows, RowError
 from lptune.data.text_files import JsonText, lines, read_text
-
-_NEEDS_EXTRA = "pip install 'lptune[data]'"
 
 
 class Row(NamedTuple):
@@ -232,7 +230,7 @@ def _read_parquet(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{source}: Parquet files need an extra: {_NEEDS_EXTRA}") from None
+        raise UserError(f"{source}: Parquet files need pyarrow; {how_to_install('data')}") from None
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -256,7 +254,7 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
         import datasets
     except ImportError:
         raise UserError(
-            f"{source}: no such file; if it is a hub dataset, reading it needs an extra: {_NEEDS_EXTRA}"
+            f"{source}: no such file; a hub id needs the package datasets; {how_to_install('datasets')}"
         ) from None
     name, _, config = source.partition(":")
     try:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from lptune.config import UserError
+from lptune.config import UserError, how_to_install
 from lptune.devices import FLOAT8_CAPABILITY
 from lptune.kernels import cublaslt, native
 from lptune.planned import HOPPER, planned, planned_device_type
@@ -31,6 +31,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
 }
 _FLOAT8_GEMMS = ("float8_gemm", "float8_rowwise_gemm", "float8_odd_gemm", "block_gemm", "other_block_gemm")
+_TRITON_CAPABILITY = (8, 0)  # Ampere
 _TRIALS = {"float8_rowwise_gemm": "cublaslt_rowwise", "block_gemm": "cublaslt_blocks"}
 NAMES = ("torch", "triton", "native", "float32", "reference")
 
@@ -99,15 +100,23 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
         return native.available()
     if device_type == "cpu":
         return backend != "torch" or _int_mm_is_exact()
-    # Not an import: that is for where it runs (triton_kernels), and not every platform has it.
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return False
     capability = compute_capability()
     if backend == "torch" and operation == "block_gemm":
         return cublaslt.has_vector_scales()
-    if operation in _FLOAT8_GEMMS:
-        return capability >= FLOAT8_CAPABILITY
-    return backend != "triton" or capability >= (8, 0)
+    least = FLOAT8_CAPABILITY if operation in _FLOAT8_GEMMS else _TRITON_CAPABILITY
+    if backend == "triton" and capability >= least:
+        _check_triton()
+    return capability >= least or (backend == "torch" and operation not in _FLOAT8_GEMMS)
+
+
+def _check_triton() -> None:
+    """Raises UserError where Triton is not installed: slower kernels in its place would go unnoticed."""
+    # Not an import: that is for where it runs (triton_kernels). A plan for another machine's GPU needs none.
+    if planned() is None and importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "device: the kernels for CUDA need Triton, and this Python has none; "
+            f"{how_to_install('triton')}, or set LPTUNE_KERNELS=reference for slow kernels without it"
+        )
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.config import HeldFolder, LoggingConfig, UserError, named, open_regular, printable
+from lptune.config import HeldFolder, LoggingConfig, UserError, how_to_install, named, open_regular, printable
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -29,7 +29,7 @@ def check_logging(cfg: LoggingConfig) -> None:
     }
     for key, (module, value) in wanted.items():
         if value and importlib.util.find_spec(module) is None:
-            raise UserError(f"{key}: {module} is not installed; pip install 'lptune[{module}]'")
+            raise UserError(f"{key}: {module} is not installed; {how_to_install(module)}")
 
 
 class MetricsWriter:

@@ -77,18 +77,29 @@ def test_cublaslt_can_be_tried_where_hopper_and_cuda_have_it(
             choose_backend(operation, "cuda")
 
 
-def test_before_ampere_and_without_triton_torch_runs_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_before_ampere_torch_runs_int8(monkeypatch: pytest.MonkeyPatch, has_triton: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    if not has_triton:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_backend("int8_gemm", "cuda") == "torch"
     assert choose_backend("quantize", "cuda") == "reference"
-    choose_backend.cache_clear()
+
+
+@pytest.mark.parametrize("operation", ["int8_gemm", "float8_rowwise_gemm", "quantize", "other_block_gemm"])
+def test_without_triton_a_gpu_is_refused_and_does_not_take_slower_kernels(
+    monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert choose_backend("int8_gemm", "cuda") == "torch"
-    assert choose_backend("float8_rowwise_gemm", "cuda") == "torch"
+    with pytest.raises(
+        UserError, match=r"^device: the kernels for CUDA need Triton, and this Python has none; "
+    ):
+        choose_backend(operation, "cuda")
+    monkeypatch.setenv("LPTUNE_KERNELS", "reference")
+    assert choose_backend(operation, "cuda") == "reference"
 
 
 def test_a_run_on_cpu_needs_no_triton() -> None:
