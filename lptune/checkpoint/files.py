@@ -87,8 +87,15 @@ def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
         raise UserError(f"{path}: no such file") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text, as JSON is") from None
+    except RecursionError:
+        raise UserError(f"{path}: cannot be read: its brackets are nested too deep") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        what = "a number in it is too long" if "integer string" in str(error) else error
+        raise UserError(f"{path}: cannot be read: {what}") from None
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:

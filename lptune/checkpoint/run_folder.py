@@ -75,22 +75,30 @@ class RunFolder:
         """precision_plan.json."""
         write_json(self.path / "precision_plan.json", plan)
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drops the metrics of later steps, which the resumed run writes again (and a torn last line)."""
-        kept = []
+    def keep_metrics_until(self, step: int, say: Callable[[str], None]) -> None:
+        """Drops the metrics of later steps, which the resumed run writes again (and a torn last line).
+
+        A file with other lines that no run writes is set aside, with a line; the new one has its metrics.
+        """
+        kept, num_odd = list[str](), 0
         text = ""
         if self.metrics.exists():
             descriptor = open_regular(self.metrics, os.O_RDONLY)
             with named(self.metrics), open(descriptor, encoding="utf-8", errors="replace") as file:
                 text = file.read()
-        for line in text.splitlines():
+        for line in text.splitlines(keepends=True):
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue
+            except (ValueError, RecursionError):
+                record = None
             at = record.get("step") if isinstance(record, dict) else None
-            if isinstance(at, int) and at <= step:
-                kept.append(line + "\n")
+            if type(at) is not int:
+                num_odd += line.endswith("\n")
+            elif at <= step:
+                kept.append(line.rstrip("\n") + "\n")
+        if num_odd:
+            aside = set_aside(self.metrics).name
+            say(f"set aside: {self.metrics} -> {aside}: {num_odd} of its lines are no metrics of a run")
         write_text(self.metrics, "".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
@@ -104,11 +112,13 @@ class RunFolder:
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
         """Whether export/ holds the weights of `step`. Raises UserError where it holds them otherwise than
-        `cfg` asks.
+        `cfg` asks, and where export.json does not tell.
         """
         path = self.path / "export.json"
-        held = read_json(path) if path.is_file() and self.export.is_dir() else {}
-        if not isinstance(held, dict) or held.get("step") != step:
+        if not path.is_file() or not self.export.is_dir():
+            return False
+        held = _read_exported(path, self.export)
+        if held["step"] != step:
             return False
         for key, value in _form(cfg).items():
             if held.get(key, value) != value:
@@ -149,7 +159,7 @@ class RunFolder:
             for later in list_checkpoints(self.checkpoints):
                 if step_of(later) > step:
                     say(f"set aside: {later} -> {set_aside(later).name}")
-            self.keep_metrics_until(step)
+            self.keep_metrics_until(step, say)
         self._world.barrier()
         ranks.keep_log(self.path / "logs")
 
@@ -268,6 +278,21 @@ def _owner(path: Path) -> str:
 
 def _form(cfg: ExportConfig) -> dict[str, Any]:
     return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib)}
+
+
+def _read_exported(path: Path, export: Path) -> dict[str, Any]:
+    """`step` and `_form` of export.json; what an older version did not write may be missing."""
+    try:
+        held = read_json(path)
+        form = {key: type(value) for key, value in _form(ExportConfig()).items()}
+        if not isinstance(held, dict) or type(held.get("step")) is not int:
+            raise UserError(f"{path}: does not say of which step {export.name}/ is, found {held!r:.60}")
+        for key, type_ in form.items():
+            if key in held and (type(held[key]) is not type_ or held[key] != held[key]):
+                raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
+    except UserError as error:
+        raise UserError(f"{error}; remove that file to have {export} written anew") from None
+    return held
 
 
 @contextmanager

@@ -172,8 +172,36 @@ def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp
     assert not run.is_exported(5, ExportConfig(dtype="float32"))
     with pytest.raises(UserError, match=r"export\.dtype 'original' \(now 'float32'\); delete that folder"):
         run.is_exported(4, ExportConfig(dtype="float32"))
-    (tmp_path / "export.json").write_text("[4]")
-    assert not run.is_exported(4, ExportConfig())
+    (tmp_path / "export.json").write_text('{"step": 4}')  # as an older version wrote it
+    assert run.is_exported(4, ExportConfig())
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "line 1: not valid JSON: Expecting value"),
+        (b'{"step": 2, "dty', "line 1: not valid JSON: Unterminated string"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"[4]", r"does not say of which step export/ is, found \[4\]"),
+        (b'{"step": "4"}', "does not say of which step export/ is"),
+        (b'{"step": true}', "does not say of which step export/ is"),
+        (b'{"step": NaN}', "does not say of which step export/ is"),
+        (b'{"step": ' + 5000 * b"9" + b"}", "cannot be read: a number in it is too long"),
+        (100_000 * b"[", "cannot be read: its brackets are nested too deep"),
+        (b'{"step": 4, "dtype": 5}', "dtype: cannot be 5"),
+        (b'{"step": 4, "max_shard_gib": NaN}', "max_shard_gib: cannot be nan"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_export_json_that_no_run_writes_is_named_with_what_to_do(
+    tmp_path: Path, content: bytes, what: str
+) -> None:
+    with distributed.session("cpu") as world:
+        run = checkpoint.RunFolder(tmp_path, world)
+    run.export.mkdir()
+    (tmp_path / "export.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"export.json: ({what}).*; remove that file to have .* written anew"):
+        run.is_exported(4, ExportConfig())
 
 
 def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them() -> None:

@@ -317,13 +317,37 @@ def test_metrics_that_find_no_room_name_their_file(tmp_path: Path) -> None:
         assert caught.value.filename == str(path)
 
 
-def test_lines_of_metrics_that_no_run_writes_are_dropped(tmp_path: Path, world: distributed.World) -> None:
+def test_metrics_of_later_steps_and_a_torn_last_line_are_dropped(
+    tmp_path: Path, world: distributed.World
+) -> None:
     run = checkpoint.RunFolder(tmp_path, world)
     kept = '{"step": 1, "loss": null}\n{"step": 2}\n'
-    odd = '{"step": "1"}\n{"step": null}\n{"step": [1]}\n{}\n[1]\n1\n\ntorn {"ste\n'
-    run.metrics.write_text(odd + kept + '{"step": 3}\n' + odd)
-    run.keep_metrics_until(2)
+    run.metrics.write_text(kept + '{"step": 3}\ntorn {"ste')
+    run.keep_metrics_until(2, _refuse)
     assert run.metrics.read_text() == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b'{"step": "1"}', b'{"step": null}', b'{"step": true}', b'{"step": NaN}', b"{}", b"[1]", b"1", b"torn {",
+     b"\xff\xfe", b'{"step": 1' + 5000 * b"0" + b"}", 100_000 * b"["],
+    ids=lambda odd: odd[:12],
+)  # fmt: skip
+def test_metrics_with_lines_that_no_run_writes_are_set_aside_with_a_line(
+    tmp_path: Path, world: distributed.World, odd: bytes
+) -> None:
+    run = checkpoint.RunFolder(tmp_path, world)
+    kept = b'{"step": 1, "loss": null}\n{"step": 2}\n'
+    before = odd + b"\n" + kept + b'{"step": 3}\n' + odd + b"\ntorn {"
+    run.metrics.write_bytes(before)
+    said: list[str] = []
+    run.keep_metrics_until(2, said.append)
+    assert run.metrics.read_bytes() == kept
+    assert (tmp_path / "old-metrics.jsonl-1").read_bytes() == before
+    assert said == [
+        f"set aside: {run.metrics} -> old-metrics.jsonl-1: 2 of its lines are no metrics of a run"
+    ]
 
 
 def test_only_a_runs_own_leftovers_are_removed(tmp_path: Path, world: distributed.World) -> None:
