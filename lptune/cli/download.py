@@ -6,10 +6,13 @@ the environment (HF_TOKEN) or `hf auth login`, never from the command line, wher
 and process lists.
 """
 
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import click
 
+from lptune.cli import hub
 from lptune.config import UserError, check_model_files
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
@@ -50,21 +53,16 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
         raise UserError(f"{folder}: is a file; choose another --output-dir")
     check_model_files(folder)
     try:
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
-        names = [sibling.rfilename for sibling in info.siblings or []]
-        if not any(name.endswith(".safetensors") and "/" not in name for name in names):
-            pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
-            reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
-            raise UserError(
-                f"{repo}: holds no safetensors{reason}; choose a repository or revision that does"
+        with hub.asked():
+            commit, names = _list(repo, revision)
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=commit,
+                local_dir=folder,
+                allow_patterns=list(ALLOWED),
+                ignore_patterns=list(IGNORED),
             )
-        huggingface_hub.snapshot_download(
-            repo,
-            revision=info.sha,
-            local_dir=folder,
-            allow_patterns=list(ALLOWED),
-            ignore_patterns=list(IGNORED),
-        )
+        hub.check_download(folder, [name for name in names if _is_wanted(name)], commit)
     except UserError:
         raise
     except HFValidationError:
@@ -72,11 +70,32 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     except Exception as error:
         raise UserError(f"{repo}: {_reason(error, revision)}") from None
     click.echo(f"downloaded {repo} to {folder}")
-    click.echo(f"pinned: lptune download {repo} --revision {info.sha} --output-dir {folder}")
+    click.echo(f"pinned: lptune download {repo} --revision {commit} --output-dir {folder}")
+
+
+def _list(repo: str, revision: str) -> tuple[str, list[str]]:
+    """The commit of `revision`, and its files."""
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=hub.WAIT_S)
+    names = [str(sibling.rfilename) for sibling in info.siblings or []]
+    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
+        reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
+        raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
+    if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
+        raise ValueError(f"{info.sha!r:.60} is no commit")
+    return str(info.sha), names
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in ALLOWED) and not any(
+        fnmatch(name, pattern) for pattern in IGNORED
+    )
 
 
 def _reason(error: Exception, revision: str) -> str:
-    """What went wrong and what to do. An exception that is none of the hub's or the system's is a bug."""
+    """What went wrong and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -85,10 +104,4 @@ def _reason(error: Exception, revision: str) -> str:
         return f"has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "is not on the hub, or private (set HF_TOKEN)"
-    if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
-        return "cannot be downloaded: offline (HF_HUB_OFFLINE is set, or the hub cannot be reached)"
-    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
-        ("httpx", "httpcore")
-    ):
-        return f"cannot be downloaded: {(str(error) or type(error).__name__).splitlines()[0]}"
-    raise error
+    return hub.reason(error, "cannot be downloaded")

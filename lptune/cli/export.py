@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lptune.cli import hub
 from lptune.config import ExportConfig, UserError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def _check_hub(repo: str) -> None:
 
     try:
         validate_repo_id(repo)
-        HfApi().whoami()
+        with hub.asked():
+            HfApi().whoami()
     except HFValidationError:
         raise UserError(f"--push-to-hub {repo}: is no repository id; give OWNER/NAME") from None
     except Exception as error:
@@ -119,23 +121,15 @@ def _push(folder: Path, repo: str, private: bool, step: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong. An exception that is none of the hub's or the system's is a bug."""
+    """What went wrong."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalTokenNotFoundError):
         return "there is no token; set HF_TOKEN or run `hf auth login`"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "the hub cannot be reached: HF_HUB_OFFLINE is set"
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         status = error.response.status_code
         if status == 401:
             return "the hub does not accept the token; set another HF_TOKEN"
         if status == 403:
             return "the token may not write there; set one that may, or choose another repository"
-    if type(error).__name__ == "ConnectError" or isinstance(error, ConnectionError):
-        return f"the hub cannot be reached: {(str(error) or type(error).__name__).splitlines()[0]}"
-    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
-        ("httpx", "httpcore")
-    ):
-        return f"the hub does not take it: {(str(error) or type(error).__name__).splitlines()[0]}"
-    raise error
+    return hub.reason(error, "the hub does not take it")

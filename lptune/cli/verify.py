@@ -7,12 +7,12 @@ a Hugging Face folder    its index against the files, each tensor's name and sha
 a run's folder           all its checkpoints and its export
 """
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import click
 
+from lptune.cli import hub
 from lptune.config import UserError
 
 
@@ -81,7 +81,7 @@ def _verify_hf(folder: Path) -> str:
     index = hf.read_index(folder)
     model = models.build_on_meta(hf.read_config(index, click.echo))
     hf.match_tensors(model, index)
-    num_exported, num_hashed = verify_sums(folder), _verify_download(folder)
+    num_exported, num_hashed = verify_sums(folder), hub.verify_digests(folder)
     for name, tensor in hf.iter_tensors(index):
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
         if num_bad:
@@ -97,20 +97,3 @@ def _verify_hf(folder: Path) -> str:
     return (
         f"{size:.1f} M parameters, tensors: {summary}, all finite, as config.json says{as_exported}{as_sent}"
     )
-
-
-def _verify_download(folder: Path) -> int:
-    """Compares files with the sha256 that the hub sent along (large ones have it as their etag); how many."""
-    from lptune.checkpoint.files import sha256
-
-    num_hashed = 0
-    for path in sorted((folder / ".cache/huggingface/download").glob("*.metadata")):
-        # huggingface_hub's note of a download: commit, etag, time; a line each.
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        file = folder / path.name.removesuffix(".metadata")
-        if len(lines) < 2 or not re.fullmatch(r"[0-9a-f]{64}", lines[1]) or not file.is_file():
-            continue
-        if sha256(file) != lines[1]:
-            raise UserError(f"{file}: is not what the hub sent (its sha256 differs); download it again")
-        num_hashed += 1
-    return num_hashed

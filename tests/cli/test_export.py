@@ -331,7 +331,10 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
             "the hub does not accept the token; set another HF_TOKEN; nothing was written",
         ),
         ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
-        ({"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached: "),
+        (
+            {"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"},
+            "the hub does not take it: http://127.0.0.1:9 cannot be reached, ",
+        ),
     ],
 )
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
