@@ -8,6 +8,9 @@ import sys
 from lptune.cli import import_path
 
 if import_path.is_program():
+    from lptune.cli import interrupts  # first of all: Python's own reaction to Ctrl-C is a traceback
+
+    interrupts.listen()
     import_path.leave_out_current_folder()
     from lptune.ranks import preemption, streams  # not above: they import more of Python's modules
 

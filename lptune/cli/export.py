@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune.cli import hub
+from lptune.cli import hub, interrupts
 from lptune.config import ExportConfig, UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def export(
         dtype=about.dtype if dtype is None else dtype,
         max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
     )
-    export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
+    with interrupts.Undoing():
+        export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
     click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {manifest.folder})")
     if repo is not None:
         click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")

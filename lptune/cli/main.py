@@ -4,7 +4,7 @@
     2    the user's input is wrong (UserError, click's usage errors): one line on stderr, no traceback
     3    training diverged (DivergedError): one line
     1    a bug of ours: the traceback
-    130  Ctrl-C, of any command but `run`
+    130  Ctrl-C, of any command but `run`; 143 SIGTERM (lptune/cli/interrupts.py)
     141  the reader of a command that does nothing but print has left (`lptune ls | head -1`)
 
 A recipe's own code (143 stopped by a signal) arrives as SystemExit and passes through untouched.

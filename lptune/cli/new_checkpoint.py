@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lptune.cli import interrupts
 from lptune.config import UserError, closest
 
 if TYPE_CHECKING:
@@ -72,24 +73,25 @@ def new_checkpoint(
     ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
     token_ids = {f"{name}_token_id": number for name, number in ids.items()}
     config.pop("torch_dtype", None)
-    try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Scratch(dest)
-    except OSError as error:
-        raise UserError(f"{dest}: cannot be made ({error.strerror}); choose another DEST") from None
-    partial = scratch.path
-    try:
-        write_json(partial / "config.json", config | token_ids | {"dtype": dtype})
-        write_json(partial / "generation_config.json", {"do_sample": False, **token_ids})
-        tokenizer.save(str(partial / "tokenizer.json"))
-        write_json(partial / "tokenizer_config.json", _tokenizer_config(config))
-        num_parameters = _write_weights(partial, seed, dtype)
-        if dest.exists():
-            dest.rmdir()
-        scratch.unmark()
-        publish_folder(partial, dest)
-    finally:
-        scratch.remove()
+    with interrupts.Undoing():
+        try:
+            dest.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Scratch(dest)
+        except OSError as error:
+            raise UserError(f"{dest}: cannot be made ({error.strerror}); choose another DEST") from None
+        partial = scratch.path
+        try:
+            write_json(partial / "config.json", config | token_ids | {"dtype": dtype})
+            write_json(partial / "generation_config.json", {"do_sample": False, **token_ids})
+            tokenizer.save(str(partial / "tokenizer.json"))
+            write_json(partial / "tokenizer_config.json", _tokenizer_config(config))
+            num_parameters = _write_weights(partial, seed, dtype)
+            if dest.exists():
+                dest.rmdir()
+            scratch.unmark()
+            publish_folder(partial, dest)
+        finally:
+            scratch.remove()
     click.echo(
         f"new checkpoint {dest}: {preset}, {num_parameters / 1e6:.1f} M random parameters in {dtype}, "
         f"{tokenizer.get_vocab_size()} tokens"

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM in the commands that save nothing: 128 + n, no traceback, nothing left half written."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import interrupts, new_checkpoint
+from tests.cli.conftest import ROOT, Command, Lptune
+
+DISTURBED = """\
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(10)
+except BaseException:  # as some module of numpy does
+    pass
+raise AttributeError("half imported")
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_modules_are_imported_ends_a_command_without_a_word(
+    lptune: Lptune, tmp_path: Path, name: str, code: int
+) -> None:
+    (tmp_path / "omegaconf.py").write_text(DISTURBED.format(name=name))
+    done = lptune("ls", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_folder_is_written_leaves_nothing_of_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, swallowed: bool
+) -> None:
+    def write(*_: object) -> int:
+        assert any(tmp_path.iterdir())
+        try:
+            interrupts._react(number, None)
+        except SystemExit:
+            if not swallowed:
+                raise
+        raise AttributeError("half imported")
+
+    monkeypatch.setattr(interrupts, "_received", 0)
+    monkeypatch.setattr(new_checkpoint, "_write_weights", write)
+    code, stdout, stderr = command("new-checkpoint", "llama3_2/tiny", "new")
+    assert (code, stdout, stderr) == (128 + number, "", "")
+    assert not any(tmp_path.iterdir())
