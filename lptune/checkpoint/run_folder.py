@@ -254,8 +254,10 @@ class RunFolder:
                     f"output_dir: {path} is {found}, where a run has {wanted}; move it away or choose "
                     f"another folder{other}"
                 )
-        written = [self.path / ".lock", self.checkpoints, self.export]
+        # Of the other files the old ones are replaced by a rename, whoever they belong to.
+        written = [self.path / name for name in (".lock", *RUN_FOLDERS)]
         written += [*list_checkpoints(self.checkpoints), *_leftovers(self.checkpoints)]
+        written += (self.path / "logs").glob("rank-*.log")
         for path in written:
             if kind_of(path) in ("a file", "a folder") and not os.access(path, os.W_OK):
                 raise UserError(

@@ -362,12 +362,13 @@ def test_only_a_runs_own_leftovers_are_removed(tmp_path: Path, world: distribute
     assert (tmp_path / "theirs").is_dir()
 
 
-@pytest.mark.parametrize("name", [".lock", "checkpoints", "export", "checkpoints/.tmp-step-00000001"])
+@pytest.mark.parametrize("name", [".lock", *RUN_FOLDERS, "checkpoints/.tmp-step-00000001", "logs/rank-1.log"])
 def test_leftovers_of_another_user_are_told_at_the_start(
     tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     theirs = tmp_path / name
-    if name == ".lock":
+    if name in RUN_FILES or theirs.suffix == ".log":
+        theirs.parent.mkdir(exist_ok=True)
         theirs.touch()
     else:
         theirs.mkdir(parents=True)
