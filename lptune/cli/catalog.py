@@ -43,6 +43,11 @@ def find_config(name: str) -> Path:
     return _find("config", name, configs(), ".yaml")
 
 
+def is_config(name: str) -> bool:
+    """Whether `name` is that of a config, rather than a recipe or `key=value`."""
+    return name in configs() or ("=" not in name and Path(name).suffix in (".yaml", ".yml"))
+
+
 def find_any(name: str) -> Path:
     """The file of a recipe or config, given by name."""
     return _find("recipe or config", name, {**configs(), **recipes()}, ".py")
@@ -59,6 +64,11 @@ def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:
         return known[name]
     check_path(kind, name)
     path = Path(name).expanduser()
+    other = {"recipe": "config", "config": "recipe"}.get(kind, "")
+    if (other == "config" and is_config(name)) or (
+        other == "recipe" and (name in recipes() or path.suffix == ".py")
+    ):
+        raise UserError(f"{name}: is a {other}; give the name or the path of a {kind}")
     if path.is_file():
         return path
     if path.is_dir():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--config", "config_name", required=True, metavar="CONFIG", help="Name or path of a config.")
+@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
 @click.option(
     "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on all machines."
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--preset", metavar="FAMILY/SIZE", help="The model, instead of the one in model.path.")
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
-    config_name: str,
+    config_name: str | None,
     world_size: int,
     device_name: str | None,
     preset: str | None,
@@ -44,6 +44,9 @@ def plan(
     whether the run fits the GPU; where it does not, plans what would. `device=cpu` plans for CPUs, anything
     else for GPUs.
     """
+    if config_name is None:
+        given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
+        raise UserError(f"plan: --config is required: lptune plan --config {given}")
     if device_name is not None:
         named_device(device_name)
     named = bool(arguments) and "=" not in arguments[0]

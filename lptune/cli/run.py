@@ -39,8 +39,9 @@ def run(
     torchrun_flags, positional = _split(arguments)
     if not positional:
         raise UserError("run: no recipe given; `lptune ls` shows what there is")
-    if config_name is None:
-        raise UserError("run: --config is required; `lptune ls` shows what there is")
+    if wrong := _misplaced_config(positional, config_name):
+        raise UserError(wrong)
+    assert config_name is not None
     try:
         os.getcwd()
     except OSError:
@@ -70,6 +71,20 @@ def run(
         )
     launch.stay_on_loopback()
     recipe.load_main(recipe_path)(cfg)
+
+
+def _misplaced_config(positional: list[str], config_name: str | None) -> str:
+    """What to type where a config stands in the place of RECIPE, or --config is missing; else empty."""
+    name, *others = positional
+    if catalog.is_config(name):
+        config = config_name or name
+        return f"run: {name} is a config, and RECIPE comes first: lptune run full_finetune --config {config}"
+    if config_name is not None:
+        return ""
+    given = next((word for word in others if catalog.is_config(word)), None)
+    if given is not None:
+        return f"run: {given} is a config: lptune run {name} --config {given}"
+    return f"run: --config is required: lptune run {name} --config CONFIG; `lptune ls` shows what there is"
 
 
 def _check_count(name: str, value: str | None) -> None:

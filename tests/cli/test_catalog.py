@@ -73,6 +73,10 @@ def test_cp_never_overwrites_unless_forced(command: Command) -> None:
 @pytest.mark.parametrize(
     ("find", "name", "message"),
     [
+        (catalog.find_recipe, "base.yaml", "base.yaml: is a config; give the name or the path of a recipe"),
+        (catalog.find_recipe, "llama3_2/1b", "llama3_2/1b: is a config; give the name or the path of a recipe"),
+        (catalog.find_config, "full_finetune", "full_finetune: is a recipe; give the name or the path of a config"),
+        (catalog.find_config, "mine.py", "mine.py: is a recipe; give the name or the path of a config"),
         (catalog.find_recipe, "full_finetun", "full_finetun: no such recipe (did you mean 'full_finetune'?)"),
         (catalog.find_recipe, "recipes/full_fintune.py", "recipes/full_fintune.py: no such recipe (did you mean 'full_finetune'?)"),
         (catalog.find_config, "llama3_2/1B", "llama3_2/1B: no such config (did you mean 'llama3_2/1b'?)"),

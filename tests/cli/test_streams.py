@@ -116,10 +116,10 @@ def test_a_print_that_fails_ends_no_run(where: str, note: str, tmp_path: Path) -
 
 def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "odd.yaml").write_text("# \u202egnp\x9b2J\n", encoding="utf-8")
-    missing = "error: run: --config is required; `lptune ls` shows what there is\n"
+    missing = "error: run: no recipe given; `lptune ls` shows what there is\n"
     for arguments, code, stdout, stderr in (
         (["cat", "odd.yaml"], 0, "# \\u202egnp\\x9b2J\n", ""),
-        (["run", "full_finetune"], 2, "", missing),
+        (["run"], 2, "", missing),
     ):
         command = [sys.executable, "-m", "lptune.cli.main", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
