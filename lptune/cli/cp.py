@@ -6,12 +6,13 @@ from pathlib import Path
 import click
 
 from lptune.cli import catalog
+from lptune.cli.path_argument import PathArgument
 from lptune.config import UserError, kind_of
 
 
 @click.command()
 @click.argument("name")
-@click.argument("dest", type=click.Path(path_type=Path))
+@click.argument("dest", type=PathArgument())
 @click.option("--force", is_flag=True, help="Overwrite DEST.")
 @click.option("--parents", "--make-parents", is_flag=True, help="Make the folders above DEST.")
 def cp(name: str, dest: Path, force: bool, parents: bool) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from lptune.cli import hub
+from lptune.cli.path_argument import PathArgument
 from lptune.config import UserError, check_model_files
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
@@ -37,7 +38,7 @@ def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> Non
 @click.command(short_help="Download a checkpoint from the Hugging Face hub.")
 @click.argument("repo")
 @click.option("--revision", default="main", show_default=True, help="Branch, tag or commit.")
-@click.option("--output-dir", type=click.Path(path_type=Path), help="Folder.  [default: checkpoints/<name>]")
+@click.option("--output-dir", type=PathArgument(), help="Folder.  [default: checkpoints/<name>]")
 @click.option("--ignore-patterns", hidden=True, expose_value=False, callback=_refuse)
 @click.option("--hf-token", hidden=True, expose_value=False, callback=_refuse)
 def download(repo: str, revision: str, output_dir: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import hub, interrupts
+from lptune.cli.path_argument import PathArgument
 from lptune.config import ExportConfig, UserError
 
 if TYPE_CHECKING:
@@ -17,11 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Make a Hugging Face folder of a training checkpoint.")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("dest", type=click.Path(path_type=Path))
-@click.option(
-    "--base", type=click.Path(path_type=Path), help="The model it was trained from, if it has moved."
-)
+@click.argument("checkpoint", type=PathArgument())
+@click.argument("dest", type=PathArgument())
+@click.option("--base", type=PathArgument(), help="The model it was trained from, if it has moved.")
 @click.option(
     "--dtype", type=click.Choice(["original", "float32", "bfloat16", "float16"]), help="[default: the run's]"
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lptune.cli import interrupts
+from lptune.cli.path_argument import PathArgument
 from lptune.config import UserError, closest
 
 if TYPE_CHECKING:
@@ -46,16 +47,14 @@ _SHARD_BYTES = 4 << 30
 
 @click.command(name="new-checkpoint")
 @click.argument("preset", metavar="FAMILY/SIZE")
-@click.argument("dest", type=click.Path(path_type=Path))
+@click.argument("dest", type=PathArgument())
 @click.option(
     "--vocab-size",
     type=click.IntRange(min=MIN_VOCAB_SIZE, max=MAX_VOCAB_SIZE),
     help="Tokens of tokenizer and model.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "--text", type=click.Path(path_type=Path), help="Text to train the tokenizer on.  [default: built in]"
-)
+@click.option("--text", type=PathArgument(), help="Text to train the tokenizer on.  [default: built in]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str

@@ -13,11 +13,12 @@ from pathlib import Path
 import click
 
 from lptune.cli import hub
+from lptune.cli.path_argument import PathArgument
 from lptune.config import UserError
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PathArgument())
 def verify(path: Path) -> None:
     """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both.
 

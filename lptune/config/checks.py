@@ -2,6 +2,7 @@
 
 import math
 import os
+import unicodedata
 from pathlib import Path
 
 from lptune.config.elsewhere import VALUES
@@ -26,15 +27,32 @@ def at_least(key: str, value: float, minimum: float) -> None:
 
 
 def check_path(key: str, value: str) -> None:
-    """Not empty, and something a file system could hold."""
+    """Not empty, something a file system could hold, and printable text.
+
+    safetensors opens no path that is not UTF-8, which a run would find out after training; and a line break
+    in a path is one in what is printed.
+    """
     if not value:
         raise UserError(f"{key}: is empty; name a file or folder")
+    if odd := [c for c in _absolute(value) if unicodedata.category(c) in ("Cc", "Cs") and c != "\0"]:
+        what = "a byte that is no UTF-8" if unicodedata.category(odd[0]) == "Cs" else "a control character"
+        raise UserError(
+            f"{key}: {_absolute(value)!r:.100}: its path holds {what}; rename it, or choose another"
+        )
     if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
         raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
     if os.path.expanduser(value).startswith("~"):
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"
         )
+
+
+def _absolute(value: str) -> str:
+    """`value` with the current directory before it, which state.json names, where there is one."""
+    try:
+        return os.path.abspath(os.path.expanduser(value))
+    except (OSError, ValueError):
+        return value
 
 
 def positive(key: str, value: float) -> None:

@@ -1,0 +1,54 @@
+"""Paths that cannot be printed or opened are refused at the start, by one rule for configs and commands."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lptune.config import UserError, check_path
+from tests.cli.conftest import Command
+
+CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
+ODD = {"a byte that is no UTF-8": os.fsdecode(b"odd\xff"), "a control character": "odd\nrow\x1b[31m"}
+LAYOUTS: list[tuple[str, list[str]]] = [
+    ("output_dir", ["validate", "job.yaml", "output_dir={}"]),
+    ("model.path", ["validate", "job.yaml", "model.path={}"]),
+    ("data.source[1]", ["validate", "job.yaml", 'data.source=[builtin, "{}"]']),
+    ("resume", ["run", "full_finetune", "--config", "job.yaml", "resume={}"]),
+    ("config", ["run", "full_finetune", "--config", "{}.yaml"]),
+    ("DEST", ["export", "run", "{}"]),
+    ("CHECKPOINT", ["export", "{}", "new"]),
+    ("--base", ["export", "run", "new", "--base", "{}"]),
+    ("DEST", ["new-checkpoint", "llama3_2/tiny", "{}"]),
+    ("--text", ["new-checkpoint", "llama3_2/tiny", "new", "--text", "{}"]),
+    ("PATH", ["verify", "{}"]),
+    ("--output-dir", ["download", "owner/name", "--output-dir", "{}"]),
+    ("DEST", ["cp", "full_finetune", "{}"]),
+]
+
+
+@pytest.mark.parametrize("what", ODD)
+@pytest.mark.parametrize(("key", "arguments"), LAYOUTS, ids=lambda value: str(value)[:20])
+def test_a_path_that_is_no_printable_text_is_one_line_at_the_start(
+    command: Command, tmp_path: Path, key: str, arguments: list[str], what: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    code, stdout, stderr = command(*[argument.replace("{}", ODD[what]) for argument in arguments])
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert f"{key}: " in stderr
+    assert f"its path holds {what}; rename it, or choose another" in stderr
+    assert "\x1b" not in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_the_folders_above_a_path_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / ODD["a byte that is no UTF-8"]
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    with pytest.raises(UserError, match=r"output_dir: .*a byte that is no UTF-8"):
+        check_path("output_dir", "run")
+
+
+@pytest.mark.parametrize("name", ["Läufe", "模型", "ideographic\u3000space", "a b", "👍"])
+def test_letters_of_any_script_are_a_path(name: str) -> None:
+    check_path("output_dir", name)
