@@ -36,6 +36,7 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
         name: next((row.values[name] for row in rows if not is_missing(row.values.get(name))), None)
         for name in columns
     }
+    source = _with_files(source, rows)
     _check_overrides(cfg, columns, source)
     kind = cfg.format
     if kind == "auto":
@@ -50,6 +51,12 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
         return Format(kind="text", text=name)
     find = _chat_format if kind == "chat" else _pairs_format
     return _with_sides(find(cfg, columns, first, source), cfg, columns, source)
+
+
+def _with_files(source: str, rows: Sequence[Row]) -> str:
+    """`source`, and of a folder or a glob the files that the first rows are of."""
+    files = list(dict.fromkeys(row.place.rsplit(" ", 2)[0] for row in rows))
+    return source if files in ([], [source]) else f"{source} ({listed(files)})"
 
 
 def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: str) -> Format:

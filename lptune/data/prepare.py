@@ -28,8 +28,10 @@ from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
-_OF_AN_ENTRY = re.compile(r"data\.(format|\w+_column|prompt_template|system_prompt):")
-"""Errors of keys that a source of a list may have for itself."""
+_OF_AN_ENTRY = re.compile(
+    r"data\.(format|(?:prompt|input|response|messages|text|system)_column|prompt_template|system_prompt)\b"
+)
+"""Keys that a source of a list may have for itself."""
 
 
 class Prepared(NamedTuple):
@@ -139,7 +141,7 @@ def _read_all(
 ) -> list[_Source]:
     """The sources of `key`; split: that of an entry which names none."""
     sources = []
-    for entry in entries:
+    for number, entry in enumerate(entries):
         keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None, "split": split}
         keys |= {name: value for name, value in asdict(entry).items() if value is not None}
         del keys["weight"]
@@ -149,10 +151,24 @@ def _read_all(
             )
         except UserError as error:
             message = str(error).replace("data.source", key)  # the reader names the key that it usually reads
-            if len(entries) > 1 and _OF_AN_ENTRY.match(message):
-                message += f" (or set it in those entries of {key} that need it)"
+            message = _of_entry(message, entry, key, number, is_alone=len(entries) == 1)
             raise UserError(message) from None
     return sources
+
+
+def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_alone: bool) -> str:
+    """`message` with the place of `entry` in the list `key`: keys that are set in it are called after it, as
+    data.source[1].prompt_column.
+    """
+    keys = dict.fromkeys(_OF_AN_ENTRY.findall(message))
+    for name in keys:
+        if getattr(entry, name) is not None:
+            message = re.sub(rf"data\.{name}\b", f"{key}[{number}].{name}", message)
+    if is_alone or all(getattr(entry, name) is not None for name in keys):
+        return message
+    if _OF_AN_ENTRY.match(message):  # it is set for all entries, and this one has no use for it
+        return f"{message} (or set it in those entries of {key} that need it)"
+    return f"{message} (or set it in {key}[{number}])"
 
 
 def _read(

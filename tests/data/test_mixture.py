@@ -287,6 +287,30 @@ def test_a_source_of_a_list_may_be_read_in_its_own_way(
         run(listed, tokenizer, chat_template=CHATML, system_prompt="Be.")
 
 
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"prompt_column": "zz"}, r"data.source\[1\].prompt_column: \S+ has no column 'zz'.*: q, r"),
+        ({"format": "chat"}, r"set data.messages_column \(or set it in data.source\[1\]\)"),
+        ({}, r"its columns: q, r \(or set it in data.source\[1\]\)"),
+    ],
+)  # fmt: skip
+def test_an_error_of_an_entrys_key_names_the_entry(
+    sources: tuple[str, str], tokenizer: Tokenizer, tmp_path: Path, keys: dict[str, str], line: str
+) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"q": "a", "r": "b"}\n')
+    with pytest.raises(UserError, match=f"{line}$"):
+        run([sources[0], entry(str(odd), **keys)], tokenizer)
+
+
+def test_an_error_of_a_folders_columns_names_the_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl, \S+b.jsonl\) has no column 'zz'"):
+        run(str(tmp_path), tokenizer, prompt_column="zz")
+
+
 def test_a_weight_that_leaves_nothing_of_a_source_is_one_line(
     sources: tuple[str, str], tokenizer: Tokenizer
 ) -> None:
