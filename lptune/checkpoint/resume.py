@@ -11,6 +11,7 @@ import torch
 
 from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.card import run_parts
+from lptune.checkpoint.files import sha256
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.config import PRECISION_KINDS, FinetuneConfig, UserError, as_written, default, key_paths
 from lptune.distributed import SideGroup, World, side_group
@@ -23,6 +24,8 @@ _MEANING = {
     "tokenizer.json": " (a digest of that file in model.path)",
 }
 """What the values in a fingerprint that say nothing by themselves are."""
+
+_TEMPLATE = "the text of data.chat_template"
 
 _WITHOUT_EFFECT = re.compile(
     r"(output_dir|resume|num_epochs|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
@@ -120,6 +123,7 @@ def run_facts(
 
     fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
     may.
+    decides_rows: by what a change of the training rows is explained.
     config: the keys of this part of the run that decide its result, with the num_steps that it resolved to.
     about: what an export needs to know.
     parts: the precision of every step so far, and of those to come; saved: what the run continues.
@@ -141,6 +145,7 @@ def run_facts(
             for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
             if not _WITHOUT_EFFECT.fullmatch(key)
         },
+        "decides_rows": _decides_rows(cfg, chat_template),
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),
@@ -168,10 +173,35 @@ def check_fingerprint(manifest: Manifest | None, facts: Facts, world: World) -> 
     saved = fingerprint if manifest is None else read_fingerprint(manifest)
     for key, value in fingerprint.items():
         if manifest is not None and saved.get(key) != value:
+            meaning = _what_changed(manifest, facts) if key == "data" else ""
             raise UserError(
                 f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
-                f"{_MEANING.get(key, '')}; restore it, or start anew in another output_dir"
+                f"{meaning or _MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
+
+
+def _decides_rows(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
+    """What the training rows are made by, beside the files of data.source: value or digest by name."""
+    values = as_written(cfg)["data"].items()
+    found = {f"data.{key}": value for key, value in values if not key.startswith("eval_s") and key != "cache"}
+    folder = Path(cfg.model.path).expanduser()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        if (folder / name).is_file():
+            found[f"{name} in model.path"] = sha256(folder / name)[:16]
+    text = repr(chat_template).encode(errors="surrogatepass")
+    return found | {_TEMPLATE: hashlib.sha256(text).hexdigest()[:16]}
+
+
+def _what_changed(manifest: Manifest, facts: Facts) -> str:
+    """Which of `_decides_rows`; empty where the checkpoint is older than these."""
+    before, now = read_state(manifest).get("decides_rows"), facts.get("decides_rows")
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return ""
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    # It changes with data.chat_template or a file of the model, and by itself if the file was edited.
+    causes = [name for name in changed if name != _TEMPLATE] or changed
+    what = ", ".join(causes) or "none of data.* but the content of the files that data.source names"
+    return f" (a digest of the training rows; changed: {what})"
 
 
 def _check_same_on_all_ranks(fingerprint: Facts, world: World) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,39 @@ def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: P
         checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path, num_steps), print)
     assert str(caught.value).count("(now ") == 1
     assert "choose another output_dir" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "template", "tokenizer_config", "changed"),
+    [
+        ("data.prompt_template={a}", None, "{}", "data.prompt_template"),
+        ("data.chat_template=x.jinja", "new", "{}", "data.chat_template"),
+        ("seed=0", None, '{"chat_template": "new"}', "tokenizer_config.json in model.path"),
+        ("seed=0", "edited", "{}", "the text of data.chat_template"),
+        ("seed=0", None, "{}", "none of data.* but the content of the files that data.source names"),
+    ],
+)
+def test_a_changed_template_is_named_by_its_key_or_file(
+    tmp_path: Path, override: str, template: str | None, tokenizer_config: str, changed: str
+) -> None:
+    def state(digest: str, template: str | None, *overrides: str) -> dict[str, Any]:
+        facts(config(tmp_path), tmp_path)  # makes the model's folder
+        day = datetime.date(2026, 1, 1)
+        cfg = config(tmp_path, *overrides)
+        return dict(run_facts(cfg, Plan("none", ()), None, 4, digest, day, template))
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    manifest = saved(tmp_path, state("before", None))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(tokenizer_config)
+    now = state("after", template, override)
+    with (
+        distributed.session("cpu") as world,
+        pytest.raises(
+            UserError, match=rf"with data 'before'.*\(a digest of the .* changed: {re.escape(changed)}\)"
+        ),
+    ):
+        checkpoint.check_fingerprint(manifest, now, world)
 
 
 @pytest.mark.parametrize("key", [*WITHOUT_EFFECT, "checkpoint.keep_last", "data.on_bad_row"])
