@@ -44,6 +44,7 @@ from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
 from lptune.distributed import Piece, SideGroup, World, side_group
+from lptune.distributed.collectives import size_text
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -193,7 +194,7 @@ def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
     free = free_bytes(nearest)
     if free < needed:
         raise UserError(
-            f"{folder}: the export takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free there; "
+            f"{folder}: the export takes {size_text(needed)}, {size_text(free)} are free there; "
             "free some, or write it elsewhere with `lptune export`"
         )
 

@@ -74,12 +74,12 @@ from lptune.distributed import (
     on_this_rank,
     reshard,
 )
+from lptune.distributed.collectives import size_text
 from lptune.linear import dequantized, int8_rows, plain_rows
 
 # A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.
 _PARTS = 8
 _SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30
-_GIB = 1 << 30
 
 
 class CheckpointWriter:
@@ -288,7 +288,7 @@ class CheckpointWriter:
         fresh_folder(partial)
         free = free_bytes(partial)
         if free < num_bytes:
-            raise UserError(f"needs {num_bytes / _GIB:.2f} GiB, {free / _GIB:.2f} GiB are free")
+            raise UserError(f"needs {size_text(num_bytes)}, {size_text(free)} are free")
 
     def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
         def write(name: str) -> tuple[str, dict[str, Any]]:

@@ -102,11 +102,20 @@ class Collectives(Counter[Collective]):
 
 def size_text(num_bytes: float) -> str:
     """`512 B`, `12.3 MB`, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB"))
+
+
+def flop_text(num_flops: float) -> str:
+    """`300 FLOP`, `12.3 MFLOP`, likewise."""
+    return _scaled(num_flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP"))
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        if number < 1000 or unit == units[-1]:
             break
-        num_bytes /= 1000
-    return f"{num_bytes:,.{0 if unit == 'B' else 1}f} {unit}"
+        number /= 1000
+    return f"{number:,.{0 if unit == units[0] else 1}f} {unit}"
 
 
 _recordings: list[tuple[Collectives, dict[str, str]]] = []

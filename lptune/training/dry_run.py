@@ -31,7 +31,7 @@ from lptune import distributed, linear, models
 from lptune.config import FinetuneConfig, ParallelConfig, UserError
 from lptune.devices import Device
 from lptune.distributed import Collectives, World
-from lptune.distributed.collectives import size_text
+from lptune.distributed.collectives import flop_text, size_text
 from lptune.kernels import choose_backend
 from lptune.planned import planned_for
 from lptune.training import memory
@@ -87,7 +87,7 @@ class DryRun:
             f"{_count_text(self.num_parameters)} parameters; "
             f"attention by {self.attention}",
             f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches}, "
-            f"{flops / 1e9:,.1f} GFLOP a token in linear layers and {self.attention_flops / 1e9:,.1f} in "
+            f"{flop_text(flops)} a token in linear layers and {flop_text(self.attention_flops)} in "
             "attention (recomputation apart)",
             "",
             *self._memory_table(),
