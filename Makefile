@@ -104,6 +104,7 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.real_kills --kills 50
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
 	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
+	$(BIN)/python -m tests.faults.adversary
 	$(BIN)/python -m tests.models.fuzz_configs --num-configs 3000
 
 # All cells; the suite runs pairwise subsets of them.

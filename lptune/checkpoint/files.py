@@ -101,7 +101,7 @@ def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The bytes of the file at `path`, of which there may be `max_bytes`."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -111,8 +111,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with named(path), path.open("rb") as file:
+    """Hex digest of the bytes of a file, or of a link's target. UserError for what is no regular file: a pipe
+    would be waited for, a device may have no end.
+    """
+    with named(path), open(open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

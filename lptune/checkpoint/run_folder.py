@@ -247,6 +247,9 @@ class RunFolder:
         # A name that a checkpoint will need: found at the first save, it would cost what was trained.
         steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
         parts += [(path, "a folder") for path in steps if not path.is_dir()]
+        # Anything else where a file is first written is replaced.
+        scratch = [self.path / f".tmp-{name}" for name in RUN_FILES]
+        parts += [(path, "a file") for path in scratch if kind_of(path) == "a folder"]
         for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
                 other = "; output_dir itself may be a link" if found == "a link" else ""

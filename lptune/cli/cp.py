@@ -30,8 +30,11 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
         raise UserError(f"{dest}: exists; add --force to overwrite it")
     if dest.is_dir() or (dest.exists() and dest.samefile(source)):
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
+    is_new = not kind_of(dest)
     try:
         shutil.copyfile(source, dest)
     except OSError as error:
-        raise UserError(f"{dest}: cannot be written: {error.strerror}") from None
+        if is_new:
+            dest.unlink(missing_ok=True)
+        raise UserError(f"{name}: cannot be copied to {dest}: {error.strerror}") from None
     click.echo(f"copied {name} to {dest}")

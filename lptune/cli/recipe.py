@@ -71,7 +71,7 @@ def _annotation(path: Path) -> str:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid Python: {error.msg}") from None
-    except (UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: is no Python file: {error}") from None
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":

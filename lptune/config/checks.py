@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -39,7 +40,14 @@ def check_path(key: str, value: str) -> None:
         raise UserError(
             f"{key}: {_absolute(value)!r:.100}: its path holds {what}; rename it, or choose another"
         )
-    if "\0" in value or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+    try:
+        longest = max(len(os.fsencode(part)) for part in value.split("/"))
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{key}: {value!r}: cannot be written in {sys.getfilesystemencoding()}, the encoding of file "
+            "names here; a locale of UTF-8 or PYTHONUTF8=1 changes that"
+        ) from None
+    if "\0" in value or longest > 255:
         raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
     if os.path.expanduser(value).startswith("~"):
         raise UserError(

@@ -50,15 +50,17 @@ def kind_of(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
 
 
-def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor of the regular file at `path`. Follows no link and waits for no pipe.
+def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
+    """A descriptor of the regular file at `path`. Waits for no pipe.
 
-    flags: of os.open. Raises OSError as os.open does, and UserError for what is no regular file.
+    flags: of os.open. follow: follow a link at `path`. Raises OSError as os.open does, and UserError for what
+    is no regular file.
     """
+    flags |= 0 if follow else os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError:
-        if kind_of(path) not in ("", "a file"):
+        if not follow and kind_of(path) not in ("", "a file"):
             raise _not_regular(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -265,15 +266,20 @@ def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, 
 
 
 def _open_file(entry: int, name: str) -> Any:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would be waited for
     try:
-        return os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry), "rb")
+        file = os.fdopen(os.open(name, flags, dir_fd=entry), "rb")
     except OSError as error:
         raise _damage(error, f"{name}: ") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _DamagedError(f"{name}: is no regular file")
+    return file
 
 
 def _damage(error: OSError, where: str = "") -> Exception:
     """What is not there or of another kind is damage; any other reason may pass, and the entry be good."""
-    if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+    if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
         return _DamagedError(f"{where}{error.strerror}")
     return error
 

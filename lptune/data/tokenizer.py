@@ -351,10 +351,11 @@ def _given_template(value: str) -> dict[str, str]:
     if value == "none":
         return {}
     looks_like_path = "{" not in value and "\n" not in value
-    path = Path(value).expanduser()
+    path = Path(value)
     try:
+        path = path.expanduser()
         exists = looks_like_path and path.is_file()
-    except OSError:  # longer than a file name can be
+    except (OSError, RuntimeError):  # longer than a file name can be; the home of an unknown user
         exists = False
     if exists:
         # The template is exported, and so published, and a config may come from a stranger: of the user's

@@ -179,7 +179,13 @@ def session(
         here = torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except ValueError as error:  # a variable is missing, or no number
+            raise UserError(
+                f"RANK={rank} in the environment, but {str(error).rpartition('rendezvous: ')[2]}; unset what "
+                "is left of a launcher, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            ) from None
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -11,7 +11,7 @@ import pytest
 from torch import nn, optim
 
 from lptune import checkpoint, distributed, training
-from lptune.checkpoint.files import write_text
+from lptune.checkpoint.files import read_bytes, sha256, write_text
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import open_run_folder
 from lptune.config import (
@@ -112,6 +112,37 @@ def test_what_lies_where_a_checkpoint_will_be_is_refused_before_anything_is_trai
         open_run_folder(_config(tmp_path / "run"), world),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_folder_where_a_file_is_first_written_is_refused_before_anything_is_trained(
+    tmp_path: Path, world: distributed.World, name: str
+) -> None:
+    path = tmp_path / "run" / f".tmp-{name}"
+    path.mkdir(parents=True)
+    with (
+        pytest.raises(UserError, match=f"{path.name} is a folder, where a run has a file"),
+        open_run_folder(_config(tmp_path / "run"), world),
+    ):
+        pass
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("found", ["a pipe", "a folder", "/dev/zero"])
+def test_what_is_no_regular_file_is_neither_hashed_nor_read_nor_waited_for(
+    tmp_path: Path, found: str
+) -> None:
+    path = tmp_path / "config.json"
+    if found in MAKE:
+        MAKE[found](path, tmp_path)
+    else:
+        path.symlink_to(found)
+    for read in (sha256, lambda path: read_bytes(path, 1000)):
+        with pytest.raises(UserError, match=r"where a regular file is needed"):
+            read(path)
+    (tmp_path / "sums").write_text("x")
+    (tmp_path / "alias").symlink_to("sums")
+    assert read_bytes(tmp_path / "alias", 1000) == b"x"  # as in the hub's cache
 
 
 @pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])

@@ -36,6 +36,15 @@ def test_cat_prints_the_file(command: Command) -> None:
         assert command("cat", name) == (0, path.read_text(), "")
 
 
+def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(command: Command) -> None:
+    Path("binary.py").write_bytes(b"\xff\xfe")
+    for name in ("binary.py", "/proc/self/mem"):
+        for arguments in (["cat", name], ["run", name, "--config", "quickstart"]):
+            code, stdout, stderr = command(*arguments)
+            assert (code, stdout, stderr.count("\n")) == (2, "", 1), arguments
+            assert stderr.startswith(f"error: {name}: is no "), stderr
+
+
 def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
     assert command("cp", "full_finetune", "mine.py") == (0, "copied full_finetune to mine.py\n", "")
     assert Path("mine.py").read_text() == catalog.recipes()["full_finetune"].read_text()

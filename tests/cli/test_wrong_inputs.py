@@ -832,6 +832,11 @@ def template_file_that_is_not_there(job: Job) -> None:
     job.data(chat_template="chatml.jinja")
 
 
+@case("data.chat_template: '~nobody-of-this-name/x.jinja' is neither a jinja template nor", on=(GENERATED,))
+def chat_template_in_the_home_of_nobody(job: Job) -> None:
+    job.data(chat_template="~nobody-of-this-name/x.jinja")
+
+
 # The machine, and what other runs left behind.
 
 

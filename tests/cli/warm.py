@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.cli.conftest import Finished, clean_environment
 
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         "lptune.cli.main",
         "lptune.checkpoint",
@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
         "lptune.linear",
         "lptune.models.decoder",
         "lptune.training",
+        "torch._dynamo",  # for whatever makes a model: half of the time of such a command
     ]
 )
 
@@ -38,7 +39,7 @@ def lptune(
 def _lptune(
     arguments: list[str], folder: Path, environment: dict[str, str], output: Path, timeout_s: float
 ) -> Finished:
-    process = _CONTEXT.Process(target=_call, args=(arguments, folder, environment, output))
+    process = CONTEXT.Process(target=_call, args=(arguments, folder, environment, output))
     process.start()
     process.join(timeout_s)
     if process.exitcode is None:

@@ -94,6 +94,10 @@ def test_a_mistake_in_the_file_is_one_line_with_its_key_or_line(
         ("seed.x=1", "seed: must be an integer, found {'x': 1}"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("model.path=", "model.path: is empty; name a file or folder"),
+        (
+            "model.path=a\ud800",
+            "model.path: 'a\\ud800': cannot be written in utf-8, the encoding of file names here; a locale of UTF-8 or PYTHONUTF8=1 changes that",
+        ),
     ],
 )
 def test_a_mistake_in_an_argument_names_the_argument(tmp_path: Path, argument: str, message: str) -> None:

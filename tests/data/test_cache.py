@@ -164,6 +164,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "manifest of another": lambda entry: (entry / "manifest.json").write_text("[]"),
     "deep manifest": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
     "file is a link": lambda entry: _link(entry / "tokens_T.bin"),
+    "file is a pipe": lambda entry: _pipe(entry / "tokens_T.bin"),
+    "manifest is a pipe": lambda entry: _pipe(entry / "manifest.json"),
     "entry is a link": lambda entry: _link(entry),
     "entry is a file": lambda entry: (shutil.rmtree(entry), entry.write_text("x")),
 }
@@ -173,6 +175,11 @@ def _link(path: Path) -> None:
     """Moves it away and leaves a link to it, content unchanged."""
     path.rename(path.with_name(f"moved-{path.name}"))
     path.symlink_to(path.with_name(f"moved-{path.name}"))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

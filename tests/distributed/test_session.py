@@ -32,6 +32,23 @@ def test_what_replicas_and_tensor_parallelism_leave_is_the_fsdp_axis(
     assert mesh_axes(ParallelConfig(**parallel), num_ranks) == axes  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("port", "line"),
+    [(None, "environment variable MASTER_PORT expected, but not set"), ("abc", "invalid literal for int")],
+)
+def test_what_a_launcher_left_and_is_no_process_group_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, port: str | None, line: str
+) -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in left.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(UserError, match=f"RANK=0 in the environment, but .*{line}.*; unset what is left"),
+        distributed.session("cpu"),
+    ):
+        pass
+
+
 def test_ranks_that_do_not_divide_are_one_line() -> None:
     message = r"parallel: replicate=2 x tensor=3 needs a multiple of 6 ranks, found 4"
     with pytest.raises(UserError, match=message):
