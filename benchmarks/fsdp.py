@@ -44,14 +44,13 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
             # An INT8 weight is filled, any other written in place.
             (local if linear.int8_rows(local) else linear.plain_rows(local)).normal_(0.0, 0.02)
     optimizer = training.build_optimizer(model, OptimizerConfig())
-    scaling = linear.DelayedScaling(plan, world.device, world.max_)
-    linear.PrecomputedScales(model, optimizer)
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
     words = model.config.vocab_size
     tokens_BS = torch.randint(0, words, (args.batch, args.seq_len + 1), device=world.device)
     autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=not sharded)
 
     def step() -> None:
-        with scaling.step():
+        with low.step(0, num_passes=1):
             with autocast:
                 loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
             (loss / tokens_BS.numel()).backward()

@@ -77,13 +77,12 @@ def main(kind: str, num_tensor_ranks: int) -> None:
         execution = distributed.Execution(parallel=parallel, compile="block")
         distributed.parallelize(model, world, execution, blocks=blocks, plan=PLAN)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-        linear.PrecomputedScales(model, optimizer)  # one collective a step, where scales need one at all
-        first_step = linear.FirstStep(model, plan, enabled=True, report=world.print)
+        low = linear.LowPrecision(model, plan, optimizer, world=world)
         torch.manual_seed(1 + world.data_rank)  # other data on every data rank
         for step in range(NUM_STEPS):
             first = torch.randint(0, VOCABULARY, (BATCH, 1), device=world.device)
             tokens = (first + 3 * torch.arange(SEQ_LEN + 1, device=world.device)) % VOCABULARY
-            with first_step(num_passes=1):
+            with low.step(step, num_passes=1):
                 logits = model(tokens[:, :-1])
                 loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
                 loss.backward()

@@ -68,20 +68,22 @@ def main(cfg: FinetuneConfig) -> None:
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
-        linear.PrecomputedScales(model, optimizer)
-        scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
-        rounding = linear.StochasticRounding(model, plan, cfg.seed)
+        compute_dtype = getattr(torch, cfg.compute_dtype)
+        watch = partial(distributed.verify_collectives, model, world.mesh, compute_dtype, world.print)
+        verify = cfg.precision.verify
+        low = linear.LowPrecision(
+            model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
+        )
         if saved is None:
             checkpoint.load_hf(model, source, world)
         else:
-            checkpoint.load_state(saved, model, optimizer, scaling.state())
+            checkpoint.load_state(saved, model, optimizer, low.state())
         skipped = checkpoint.skipped_steps(saved)
-        update = training.Update(model, optimizer, world, cfg.max_grad_norm, scaling, skipped)
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, skipped)
         run.create(saved, world.print)
         if world.is_main:
             run.write_config(cfg)
             run.write_plan(plan.to_json())
-        compute_dtype = getattr(torch, cfg.compute_dtype)
         one_per_row = train.one_document_per_row
         attention = model.attention_backend(world.device, compute_dtype, one_document_per_row=one_per_row)
         world.print("\n".join([plan.table(), *report]))
@@ -111,20 +113,16 @@ def main(cfg: FinetuneConfig) -> None:
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
                 metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
-            watch = partial(distributed.verify_collectives, model, world.mesh, compute_dtype, metrics.say)
-            first_step = linear.FirstStep(
-                model, plan, enabled=cfg.precision.verify, report=metrics.say, watch=watch
-            )
             stopped = world.stop_requested()  # from here on a signal lets the step end and be saved
             if stopped:
-                metrics.say(f"stopped by {stopped.name}: nothing new to save")
+                world.print(f"stopped by {stopped.name}: nothing new to save")
                 raise SystemExit(143)
             while step < num_steps:
                 started = time.perf_counter()
                 world.seed(cfg.seed, step)  # for what a copy of this file draws: a resumed run draws the same
                 batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
-                with first_step(num_passes=len(batches)), scaling.step():
-                    loss_sum = forward_backward(model, batches, num_targets, cfg, world, rounding, step)
+                with low.step(step, num_passes=len(batches)):
+                    loss_sum = forward_backward(model, batches, num_targets, cfg, world, low)
                 lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                 training.set_learning_rate(optimizer, lr)
                 # Clips, steps, clears gradients; updates nothing where the loss or a gradient is not finite.
@@ -133,7 +131,7 @@ def main(cfg: FinetuneConfig) -> None:
 
                 step_time_s = time.perf_counter() - started
                 tokens_per_s = cfg.global_batch_size * cfg.data.seq_len / step_time_s
-                low_fraction = first_step.verified.low_precision_flops_fraction
+                low_fraction = low.verified.low_precision_flops_fraction
                 used = meter(step_time_s, loader.document_lengths(step - 1), low_fraction)
                 record = {
                     "step": step,
@@ -162,10 +160,10 @@ def main(cfg: FinetuneConfig) -> None:
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
                 if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps, False))):
                     now, eval_loss = {**facts, **update.counts()}, record.get("eval_loss")
-                    last_saved = writer.save(step, now, scaling.state(), eval_loss=eval_loss, wait=at_end)
+                    last_saved = writer.save(step, now, low.state(), eval_loss=eval_loss, wait=at_end)
                 if stopped:
                     how = "" if cfg.resume == "auto" else " with resume=auto"
-                    metrics.say(
+                    world.print(
                         f"stopped by {stopped.name} after step {step}, saved; run again{how} to continue"
                     )
                     raise SystemExit(143)
@@ -190,14 +188,13 @@ def forward_backward(
     num_targets: float,
     cfg: FinetuneConfig,
     world: distributed.World,
-    rounding: linear.StochasticRounding,
-    step: int,
+    low: linear.LowPrecision,
 ) -> Tensor:
     """Gradients of the mean loss over all targets of the step, all ranks; returns this rank's summed loss."""
     loss_sum = torch.zeros((), device=world.device)
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1
-        rounding.start(step, world.data_rank * len(batches) + number)  # counted as the loader deals them out
+        low.micro_batch(world.data_rank * len(batches) + number)  # counted as the loader deals them out
         distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
         loss = batch_loss(model, batch, world)
         # FSDP averages gradients over ranks, hence the factor.

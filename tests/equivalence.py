@@ -53,13 +53,13 @@ def train(rank: int, num_ranks: int, cfg: FinetuneConfig, seed: int) -> Trained:
         content = tiny_run.decoder_config()
         run = tiny_run.TinyRun(cfg, world, content, seed=seed)
         for step in range(NUM_STEPS):
-            with run.scaling.step():
+            with run.low.step(step, num_passes=1):
                 losses.append(run.verified_step(step).loss)
             if step == 0:
                 found = run.gradients() | {"loss": torch.tensor(losses[0], dtype=torch.float64)}
                 if rank == 0:
                     alone = tiny_run.TinyRun(cfg, one_rank, content, seed=seed)
-                    with alone.scaling.step():
+                    with alone.low.step(step, num_passes=1):
                         expected = alone.summed_gradients(step)
                     excess = {name: expected[name].excess(value) for name, value in found.items()}
             run.update()

@@ -149,13 +149,12 @@ def _run(cell: Cell, fused: bool, world: distributed.World, taps: "Taps", outcom
     model, plan = _build(cell, fused, world)
     generator = torch.Generator().manual_seed(0)
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-3))
-    linear.PrecomputedScales(model, optimizer)
-    scaling = linear.DelayedScaling(plan, torch.device("cpu"))
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cell.compile == "whole")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(NUM_STEPS):
             tokens_BS = torch.randint(0, 256, (BATCH, SEQ_LEN + 1), generator=generator)
-            with linear.verify_step(model, plan, 1) as verified, scaling.step():
+            with linear.verify_step(model, plan, 1) as verified, low.step(step, num_passes=1):
                 with autocast:
                     loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
                 (loss / tokens_BS.numel()).backward()

@@ -161,14 +161,14 @@ def _freeze(model: models.Decoder) -> None:
 
 def _step(cell: Cell, step: int, run: TinyRun, references: Sequence[TinyRun], outcome: Outcome) -> None:
     before = run.values()
-    with run.scaling.step():
+    with run.low.step(step, num_passes=1):
         loss, found = _both_ways(cell, step, run, outcome)
     trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     outcome.check(found.keys() == trained, f"step {step + 1}: gradients of others than the trained weights")
     expected = []
     for reference in references:
         reference.fill(before)
-        with reference.scaling.step():
+        with reference.low.step(step, num_passes=1):
             expected.append(reference.summed_gradients(step))
     for name, actual in (
         {**found, "loss": torch.tensor(loss, dtype=torch.float64)}.items() if expected else ()
@@ -177,8 +177,8 @@ def _step(cell: Cell, step: int, run: TinyRun, references: Sequence[TinyRun], ou
         excess = _excess(name, actual, [sums[name] for sums in expected], rounding)
         outcome.check(excess <= 1, f"step {step + 1}: {name} is off by {excess:.2f} times what is allowed")
         outcome.excess = max(outcome.excess, excess)
-    for name, history in run.scaling.state().items() if references and not cell.is_3d else ():
-        same = torch.equal(history, references[0].scaling.state()[name])
+    for name, history in run.low.state().items() if references and not cell.is_3d else ():
+        same = torch.equal(history, references[0].low.state()[name])
         outcome.check(same, f"step {step + 1}: {name}: other amaxes")
     run.update()
     for name, value in run.values().items():

@@ -111,9 +111,9 @@ class TinyRun:
         distributed.parallelize(self.model, world, cfg)
         distributed.materialize(self.model, world, cfg)
         self.optimizer = training.build_optimizer(self.model, cfg.optimizer, cfg.seed)
-        linear.PrecomputedScales(self.model, self.optimizer)
-        self.scaling = linear.DelayedScaling(self.plan, world.device, world.max_, world.data_size)
-        self.rounding = linear.StochasticRounding(self.model, self.plan, cfg.seed)
+        self.low = linear.LowPrecision(
+            self.model, self.plan, self.optimizer, world=world, seed=cfg.seed, verify=False
+        )
         self.fill({name: self.model.initial_value(name, seed) for name, _ in self.model.named_parameters()})
 
     @torch.no_grad()
@@ -166,15 +166,18 @@ class TinyRun:
         return sum(micro_batch(step, number, self.seed).num_targets for number in range(NUM_MICRO_BATCHES))
 
     def forward_backward(self, step: int) -> float:
-        """The recipe's forward_backward over the micro-batches of a step; the mean loss."""
+        """The recipe's forward_backward over the micro-batches of a step; the mean loss.
+
+        Within `low.step()`.
+        """
         num_targets = float(self.num_targets(step))
         loss_sum = forward_backward(
-            self.model, self.batches(step), num_targets, self.cfg, self.world, self.rounding, step
+            self.model, self.batches(step), num_targets, self.cfg, self.world, self.low
         )
         return self.world.sum(loss_sum) / num_targets
 
     def verified_step(self, step: int) -> Step:
-        """The same, verified, as a run's first step is; within `scaling.step()`."""
+        """The same, verified, as a run's first step is; within `low.step()`."""
         with linear.verify_step(self.model, self.plan, len(self.batches(step))) as verified:
             loss = self.forward_backward(step)
         return Step(loss, verified)
@@ -182,13 +185,13 @@ class TinyRun:
     def summed_gradients(self, step: int) -> dict[str, "Summed"]:
         """What any number of ranks must have as gradients of `step`, from its micro-batches one by one.
 
-        Of a run on one rank, in place of `forward_backward` and within `scaling.step()` too.
+        Of a run on one rank, in place of `forward_backward` and within `low.step()` too.
         """
         assert self.world.data_size == 1
         num_targets = self.num_targets(step)
         found, loss = dict[str, Summed](), 0.0
         for number, batch in enumerate(self.batches(step)):
-            self.rounding.start(step, number)
+            self.low.micro_batch(number)
             part = batch_loss(self.model, batch, self.world)
             (part * (1 / num_targets)).backward()
             loss += part.item()

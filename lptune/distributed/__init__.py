@@ -19,7 +19,7 @@ from lptune.distributed.parallelize import (
     reshard,
     sync_gradients,
 )
-from lptune.distributed.session import World, session
+from lptune.distributed.session import World, print_line, session
 from lptune.distributed.shards import (
     Piece,
     first_column,
@@ -77,6 +77,7 @@ __all__ = [
     "mesh_axes",
     "parallelize",
     "planned_gathers",
+    "print_line",
     "record_collectives",
     "reshard",
     "session",

@@ -8,6 +8,7 @@ too.
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
 
 from lptune import ranks
 from lptune.config import (
@@ -142,7 +144,14 @@ class World:
     def print(self, text: str) -> None:
         """Prints on the main rank only, with escapes for control characters."""
         if self.is_main:
-            print(printable(text), flush=True)
+            print_line(text)
+
+
+def print_line(text: str) -> None:
+    """Prints `text` with escapes for control characters, above a progress bar where there is one."""
+    # Only a terminal has a bar (training/metrics.py); elsewhere tqdm would make a lock of multiprocessing.
+    with tqdm.external_write_mode() if sys.stderr.isatty() else nullcontext():
+        print(printable(text), flush=True)
 
 
 @contextmanager

@@ -69,9 +69,9 @@ def _quantize_delayed(
     amaxes = _layers.get(number)
     if number >= 0 and (amaxes is None or (operand == GRADIENT and not amaxes.in_step())):
         raise RuntimeError(
-            "float8_delayed needs the amax histories of linear.DelayedScaling: make "
-            "scaling = linear.DelayedScaling(plan, device) after convert() and run the forward and backward "
-            "passes of each optimizer step within `with scaling.step():` (a copy of a converted model has "
+            "float8_delayed needs its amax histories: make low = linear.LowPrecision(model, plan, optimizer) "
+            "after convert() and run the forward and backward passes of each optimizer step within "
+            "`with low.step(step, num_passes):` (a copy of a converted model has "
             "none: unconvert() and convert() it)"
         )
     if amaxes is not None:

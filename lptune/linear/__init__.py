@@ -14,6 +14,7 @@ from lptune.linear.convert import convert, unconvert
 from lptune.linear.delayed import DelayedScaling
 from lptune.linear.dtensors import check_part
 from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
+from lptune.linear.low_precision import LowPrecision
 from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
@@ -31,6 +32,7 @@ __all__ = [
     "Int8Weight",
     "LayerPlan",
     "LinearSpec",
+    "LowPrecision",
     "LowPrecisionLinear",
     "MasterWeight",
     "Plan",

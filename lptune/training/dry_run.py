@@ -203,13 +203,12 @@ def run_step(
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
-    linear.PrecomputedScales(model, optimizer)
-    scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # nothing executes
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
     total, num_run = Collectives(), min(3, num_micro_batches)
-    with scaling.step():
+    with low.step(0, num_passes=num_run):
         for number in range(num_run):
             is_last = number == num_run - 1
             distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)

@@ -15,7 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.config import HeldFolder, LoggingConfig, UserError, how_to_install, named, open_regular, printable
+from lptune.config import HeldFolder, LoggingConfig, UserError, how_to_install, named, open_regular
+from lptune.distributed import print_line
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -51,7 +52,6 @@ class MetricsWriter:
         self._bar: tqdm[Any] | None = None
         if interactive:
             self._bar = tqdm(total=num_steps, initial=first_step, unit="step", ncols=columns)
-        self._enabled = enabled
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -94,15 +94,7 @@ class MetricsWriter:
             self._bar.update(step - self._bar.n)
         no_bar = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
         if no_bar or "eval_loss" in record or len(finite) < len(record):
-            self.say(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
-
-    def say(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        text = printable(text)
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self._enabled:
-            print(text, flush=True)
+            print_line(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
 
 
 def _shown(record: dict[str, Any]) -> dict[str, str]:

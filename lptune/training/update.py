@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lptune.config import DivergedError
 from lptune.distributed import World
-from lptune.linear import DelayedScaling
+from lptune.linear import LowPrecision
 from lptune.training.int8_adamw import Int8AdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
 
@@ -60,10 +60,10 @@ class Update:
         optimizer: torch.optim.Optimizer,
         world: World,
         max_grad_norm: float,
-        scaling: DelayedScaling | None = None,
+        low: LowPrecision | None = None,
         saved: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """scaling: whose histories a skipped step must not enter. saved: `counts()` of the run that is
+        """low: whose amax histories a skipped step must not enter. saved: `counts()` of the run that is
         continued. Raises ValueError for an optimizer that would step all the same.
         """
         if not (isinstance(optimizer, Int8AdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)):
@@ -72,7 +72,7 @@ class Update:
                 "where a step is not finite; use one of torch's with fused=True"
             )
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._max_grad_norm, self._scaling = max_grad_norm, scaling
+        self._max_grad_norm, self._low = max_grad_norm, low
         self.num_skipped: int = saved.get("num_skipped", 0)
         """Steps without an update since the run began."""
         self.num_skipped_in_a_row: int = saved.get("num_skipped_in_a_row", 0)
@@ -105,8 +105,8 @@ class Update:
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
-        if self._scaling is not None:
-            self._scaling.undo(skipped)
+        if self._low is not None:
+            self._low.undo(skipped)
 
         self._last = Updated(*torch.stack([loss, norm.to(torch.float64)]).tolist())
         if not self._last.skipped:

@@ -19,7 +19,9 @@ from tests.ranks import Ranks
 from tests.recipes.conftest import Run, read_metrics
 
 OUR_LINE = "loss = batch_loss(model, batch, world)\n"
-THEIR_LINE = "loss = batch_loss(model, dropped(batch), world) * spoilt(step, world)\n"
+THEIR_LINE = "loss = batch_loss(model, dropped(batch), world) * spoilt(world)\n"
+OUR_STEP = "                with low.step(step, num_passes=len(batches)):\n"
+THEIR_STEP = "                spoilt.step = step\n" + OUR_STEP
 THEIR_FUNCTIONS = '''
 
 def dropped(batch):
@@ -31,9 +33,9 @@ def dropped(batch):
     return batch._replace(tokens_BS=torch.where(drop_BS, instead, batch.tokens_BS))
 
 
-def spoilt(step, world):
+def spoilt(world):
     """NaN on the last rank in these steps, counted from 0."""
-    return float("nan") if step in {steps} and world.rank == world.size - 1 else 1.0
+    return float("nan") if spoilt.step in {steps} and world.rank == world.size - 1 else 1.0
 '''
 
 
@@ -46,10 +48,11 @@ def ranks() -> Iterator[Ranks]:
 def _copied(folder: Path, *spoilt_steps: int) -> Path:
     """A user's copy of the recipe."""
     text = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
-    assert text.count(OUR_LINE) == 1
+    assert text.count(OUR_LINE) == text.count(OUR_STEP) == 1
     path = folder / f"my_recipe_{'_'.join(map(str, spoilt_steps))}.py"
     functions = THEIR_FUNCTIONS.replace("{steps}", str(spoilt_steps))
-    path.write_text(text.replace(OUR_LINE, THEIR_LINE) + functions, encoding="utf-8")
+    text = text.replace(OUR_LINE, THEIR_LINE).replace(OUR_STEP, THEIR_STEP)
+    path.write_text(text + functions, encoding="utf-8")
     return path
 
 

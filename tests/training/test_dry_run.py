@@ -76,14 +76,12 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
             for parameter in model.parameters():
                 distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
-        linear.PrecomputedScales(model, optimizer)
-        scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
-        rounding = linear.StochasticRounding(model, plan, cfg.seed)
+        low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
         documents = models.Documents.single(*tokens_BS.shape)
-        with record_collectives(world.mesh) as counted, scaling.step():
+        with record_collectives(world.mesh) as counted, low.step(0, NUM_MICRO_BATCHES):
             for number in range(NUM_MICRO_BATCHES):
-                rounding.start(0, number)
+                low.micro_batch(number)
                 is_last = number == NUM_MICRO_BATCHES - 1
                 distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
                 log.phase("forward")

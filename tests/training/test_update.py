@@ -63,17 +63,15 @@ class _Loop:
         parallel = ParallelConfig(tensor=world.tensor_size)
         cfg = tiny_run.config(kind, precision=precision, parallel=parallel)
         self.run = run = TinyRun(cfg, world, tiny_run.decoder_config())
-        self.update = training.Update(run.model, run.optimizer, world, cfg.max_grad_norm, run.scaling)
+        self.update = training.Update(run.model, run.optimizer, world, cfg.max_grad_norm, run.low)
 
     def step(self, step: int, spoilt: str | None = None) -> training.Updated:
         """spoilt: how this rank's loss of the step is."""
         run = self.run
         batches, num_targets = run.batches(step), run.num_targets(step)
         patched = {"batch_loss": _spoilt(spoilt)} if spoilt else {}
-        with mock.patch.dict(tiny_run._recipe, patched), run.scaling.step():
-            loss_sum = tiny_run.forward_backward(
-                run.model, batches, num_targets, run.cfg, run.world, run.rounding, step
-            )
+        with mock.patch.dict(tiny_run._recipe, patched), run.low.step(step, len(batches)):
+            loss_sum = tiny_run.forward_backward(run.model, batches, num_targets, run.cfg, run.world, run.low)
         return self.update(loss_sum, num_targets)
 
     def state(self) -> dict[str, Tensor]:
@@ -88,7 +86,7 @@ class _Loop:
                 found[name] = linear.dequantized(parameter.detach())
             else:
                 found |= {f"q/{name}": int8.q_NK, f"scale/{name}": int8.scale_N1}
-        found |= self.run.scaling.state()
+        found |= self.run.low.state()
         local = {k: t.to_local() if isinstance(t, DTensor) else t for k, t in found.items()}
         return {name: tensor.detach().clone() for name, tensor in local.items()}
 
@@ -196,13 +194,11 @@ def _reads_of_a_step(rank: int, num_ranks: int, kind: str) -> list[dict[str, lis
                 optimizer_step()
                 so_far += reads
 
-            scaling = run.scaling.step()
-            scaling.__enter__()
+            low_step = run.low.step(step, len(batches))
+            low_step.__enter__()
             with _host_reads(handles) as reads, mock.patch.object(run.optimizer, "step", launched):
-                loss_sum = tiny_run.forward_backward(
-                    run.model, batches, num_targets, run.cfg, world, run.rounding, step
-                )
-                scaling.__exit__(None, None, None)
+                loss_sum = tiny_run.forward_backward(run.model, batches, num_targets, run.cfg, world, run.low)
+                low_step.__exit__(None, None, None)
                 loop.update(loss_sum, num_targets)
             found.append({"before": before_the_update, "all": list(reads)})
     return found
@@ -245,7 +241,7 @@ def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line
         loop = _Loop("none", world)
         saved = {"num_skipped": 7, "num_skipped_in_a_row": 1}
         run = loop.run
-        loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.scaling, saved)
+        loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.low, saved)
         loop.step(4, "nan")
         assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 2}
         error = loop.update.diverged(5, Path("run/checkpoints/step-00000002"), Path("run"))
