@@ -36,7 +36,7 @@ CASES = {
 
 
 class Trained(NamedTuple):
-    """Ten steps on some number of ranks."""
+    """Some steps on some number of ranks."""
 
     losses: list[float]
     excess: dict[str, float]
@@ -45,14 +45,14 @@ class Trained(NamedTuple):
     """
 
 
-def train(rank: int, num_ranks: int, cfg: FinetuneConfig, seed: int) -> Trained:
+def train(rank: int, num_ranks: int, cfg: FinetuneConfig, seed: int, num_steps: int = NUM_STEPS) -> Trained:
     """A job for `Ranks`; the excess is known on the first rank only."""
     excess, losses = dict[str, float](), list[float]()
     with distributed.session("cpu", cfg.parallel) as world:
         one_rank = tiny_run.alone_beside(world)
         content = tiny_run.decoder_config()
         run = tiny_run.TinyRun(cfg, world, content, seed=seed)
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             with run.low.step(step, num_passes=1):
                 losses.append(run.verified_step(step).loss)
             if step == 0:
@@ -77,9 +77,9 @@ class Difference(NamedTuple):
     """Of all steps."""
 
 
-def compare(ranks: Ranks, case: str, seed: int) -> list[Difference]:
+def compare(ranks: Ranks, case: str, seed: int, num_steps: int = NUM_STEPS) -> list[Difference]:
     """Of 2 and 4 ranks from one."""
-    found: list[Trained] = [ranks.run(train, n, CASES[case], seed)[0] for n in RANKS]
+    found: list[Trained] = [ranks.run(train, n, CASES[case], seed, num_steps)[0] for n in RANKS]
     one = found[0].losses
     differences = []
     for each in found[1:]:

@@ -4,17 +4,16 @@
         found = ranks.run(job, 2, argument)     # [job(0, 2, argument), job(1, 2, argument)]
         found = ranks.run(other_job, 4)
 
-A rank costs two seconds of importing torch before it does anything, and `tests.launch.run_ranks` pays them
-for every call. Here a fork server imports torch and lptune once, ranks are forked from it, and what they have
+Ranks are forks of a process that has imported torch and lptune (tests/fork_server.py), and what they have
 compiled stays in memory. A job takes the first n ranks and opens its own `distributed.session`, so its mesh
 and its group are a run's own and end with it. Everything goes over gloo on the loopback device.
+`run_ranks` has ranks of its own for one job, so nothing of an earlier one is in their memory.
 
 One rank's error must not wedge the others: they would wait for it in a collective. Its session ends with its
 error, which closes its connections, so the others fail as well; who has not within GRACE_S is killed. After
 any failure the processes are replaced by new ones.
 """
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -23,11 +22,11 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
+from tests import fork_server
 from tests.launch import free_port, rank_environment
 
 GRACE_S = 10.0
 """What ranks have to notice that another one failed."""
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "lptune.linear", "lptune.training"]
 
 
 class RanksFailed(RuntimeError):  # noqa: N818  (a report, not a bug of this module)
@@ -39,8 +38,6 @@ class Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -84,10 +81,8 @@ class Ranks:
 
     def _start(self, num_ranks: int) -> None:
         while len(self._processes) < num_ranks:
-            ours, theirs = self._context.Pipe()
-            # Forked by a server: a rank holds no other rank's end of a pipe.
-            process = self._context.Process(target=_rank_loop, args=(theirs,), daemon=True)
-            process.start()
+            ours, theirs = fork_server.pipe()
+            process = fork_server.process(_rank_loop, theirs, daemon=True)
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -117,6 +112,12 @@ class Ranks:
         self._processes[rank].join(1.0)
         code: int | None = self._processes[rank].exitcode
         return code
+
+
+def run_ranks(num_ranks: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`Ranks.run` in processes that end with the job."""
+    with Ranks(num_ranks) as ranks:
+        return ranks.run(job, num_ranks, *arguments)
 
 
 def _rank_loop(pipe: Connection) -> None:

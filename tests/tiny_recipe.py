@@ -1,12 +1,12 @@
 """A checkpoint and a config with which a recipe runs in seconds, for fixtures and for scripts."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.cli import warm
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,8 +22,7 @@ def environment() -> dict[str, str]:
 
 def make_checkpoint(folder: Path) -> Path:
     """llama3_2/tiny with random weights and a tokenizer that knows a chat template."""
-    command = [sys.executable, "-m", "lptune.cli.main", "new-checkpoint", "llama3_2/tiny", str(folder)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    warm.lptune(["new-checkpoint", "llama3_2/tiny", str(folder)], folder=folder.parent).check_returncode()
     return folder
 
 

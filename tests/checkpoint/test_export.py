@@ -22,7 +22,7 @@ from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.sums import is_as_written
 from lptune.config import CheckpointConfig, ExportConfig, UserError
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 NUM_FILES = 4
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ from torch import nn
 
 from lptune import checkpoint, distributed
 from lptune.config import UserError
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.saving import save
 
 

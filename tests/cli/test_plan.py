@@ -12,14 +12,7 @@ from lptune.cli import plan
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.cli.conftest import Command
 
-LARGE = (
-    "--config",
-    "llama3_1/70b",
-    "--world-size",
-    "512",
-    "global_batch_size=512",
-    "precision.kind=int8_rowcol",
-)
+LARGE = ("--world-size", "512", "global_batch_size=512", "micro_batch_size=1", "precision.kind=int8_rowcol")
 TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.seq_len=64")
 
 
@@ -27,33 +20,44 @@ def _megabytes(number: str, unit: str) -> float:
     return float(number.replace(",", "")) * {"B": 1e-6, "kB": 1e-3, "MB": 1.0, "GB": 1e3}[unit]
 
 
-def test_512_ranks_of_llama_70b_are_planned_within_two_minutes(command: Command) -> None:
+@pytest.mark.parametrize(
+    ("size", "billions", "blocks", "hidden", "mlp"),
+    [
+        ("8b", "8.03", 32, 4096, 14336),
+        # The same of more and larger blocks, in three times the time.
+        pytest.param("70b", "70.55", 80, 8192, 28672, marks=pytest.mark.slow),
+    ],
+)
+def test_512_ranks_of_llama_are_planned_within_two_minutes(
+    size: str, billions: str, blocks: int, hidden: int, mlp: int, command: Command
+) -> None:
     started = time.process_time()
-    code, out, err = command("plan", *LARGE)
+    code, out, err = command("plan", "--config", f"llama3_1/{size}", *LARGE)
     assert (code, err) == (0, "")
     assert time.process_time() - started < 120  # of one core, whatever else runs on it
-    assert "512 x H100 80GB HBM3, mesh fsdp 512; 70.55 billion parameters; attention by varlen" in out
+    assert f"512 x H100 80GB HBM3, mesh fsdp 512; {billions} billion parameters; attention by varlen" in out
     found = {
         (operation, dtype): (int(calls), _megabytes(number, unit))
         for operation, dtype, calls, number, unit in re.findall(
             r"^(\w+) +(\w+) +fsdp \(512\) +(\d+) +([\d.,]+) (\w+)$", out, flags=re.MULTILINE
         )
     }
-    hidden, mlp, kv = 8192, 28672, 1024
-    # 80 blocks, gathered for forward and for backward; sizes are multiples of 512, so no row is padded.
+    kv = 1024
+    # Blocks, gathered for forward and for backward; sizes are multiples of 512, so no row is padded.
     rows = {hidden: hidden + kv + kv + hidden + mlp + mlp, mlp: hidden}  # q, k, v, o, gate, up; down
     low = sum(n * (16 + k) for k, n in rows.items()) + 2 * 2 * hidden  # and two norms in bfloat16
     numbers = sum(n * k for k, n in rows.items()) + 2 * hidden
     root_numbers = 2 * 251 * 512 * hidden + hidden  # embedding and head: 128,256 words are 250.5 a rank
     expected = {
-        ("all_gather", "uint8"): (160, 160 * low / 1e6),
+        ("all_gather", "uint8"): (2 * blocks, 2 * blocks * low / 1e6),
         ("all_gather", "bfloat16"): (1, 2 * root_numbers / 1e6),
-        ("reduce_scatter", "float32"): (81, 4 * (80 * numbers + root_numbers) / 1e6),
+        ("reduce_scatter", "float32"): (blocks + 1, 4 * (blocks * numbers + root_numbers) / 1e6),
     }
     assert found.keys() == expected.keys()
     for key, (calls, megabytes) in expected.items():
         assert found[key][0] == calls
-        assert found[key][1] == pytest.approx(megabytes, abs=51), key  # printed as tenths of a gigabyte
+        # Printed as tenths of a gigabyte. Bytes are counted in tests/training/test_dry_run.py.
+        assert found[key][1] == pytest.approx(megabytes, abs=51), key
 
 
 def test_a_head_that_is_not_tied_after_all_is_planned_as_one(

@@ -1,4 +1,4 @@
-"""`lptune` in a process of its own that need not import torch: it is forked off a server that has.
+"""`lptune` in a process of its own that need not import torch: it is forked off one that has.
 
 Start-up is nine tenths of a command that ends with one line. A test of many such commands runs them here, and
 some as a user does (the `lptune` fixture): command line, streams and exit code are the same.
@@ -8,45 +8,52 @@ import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context
+import time
 from pathlib import Path
+from typing import Any
 
+from tests import fork_server
 from tests.cli.conftest import Finished, clean_environment
-
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "lptune.cli.main",
-        "lptune.checkpoint",
-        "lptune.data",
-        "lptune.distributed",
-        "lptune.linear",
-        "lptune.models.decoder",
-        "lptune.training",
-        "torch._dynamo",  # for whatever makes a model: half of the time of such a command
-    ]
-)
+from tests.launch import free_port, rank_environment
 
 
 def lptune(
-    arguments: list[str], *, folder: Path, environment: dict[str, str] | None = None, timeout_s: float = 60
+    arguments: list[str],
+    *,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    ranks: int = 1,
+    timeout_s: float = 60,
 ) -> Finished:
-    """`lptune ARGUMENTS` in `folder`."""
+    """`lptune ARGUMENTS` in `folder`; on several ranks as under plain torchrun, without lptune's launcher.
+
+    Of several ranks, what the one with the largest exit code said.
+    """
+    deadline = time.monotonic() + timeout_s
+    port = free_port() if ranks > 1 else 0
     with tempfile.TemporaryDirectory() as output:
-        return _lptune(arguments, folder, clean_environment() | (environment or {}), Path(output), timeout_s)
+        processes = []
+        for rank in range(ranks):
+            said = Path(output, str(rank))
+            said.mkdir()
+            variables = rank_environment(rank, ranks, port) if ranks > 1 else {}
+            processes.append(start(arguments, folder, variables | (environment or {}), said))
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if late := [process for process in processes if process.exitcode is None]:
+            for process in late:
+                process.kill()
+            raise TimeoutError(f"lptune {' '.join(arguments)}: still running after {timeout_s} s")
+        worst = max(range(ranks), key=lambda rank: processes[rank].exitcode)
+        stdout, stderr = (
+            Path(output, str(worst), name).read_text(encoding="utf-8") for name in ("stdout", "stderr")
+        )
+        return subprocess.CompletedProcess(arguments, processes[worst].exitcode, stdout, stderr)
 
 
-def _lptune(
-    arguments: list[str], folder: Path, environment: dict[str, str], output: Path, timeout_s: float
-) -> Finished:
-    process = CONTEXT.Process(target=_call, args=(arguments, folder, environment, output))
-    process.start()
-    process.join(timeout_s)
-    if process.exitcode is None:
-        process.kill()
-        raise TimeoutError(f"lptune {' '.join(arguments)}: still running after {timeout_s} s")
-    stdout, stderr = ((output / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+def start(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> Any:
+    """Starts it, a multiprocessing.Process that writes `stdout` and `stderr` in the folder `output`."""
+    return fork_server.process(_call, arguments, folder, clean_environment() | environment, output)
 
 
 def _call(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:

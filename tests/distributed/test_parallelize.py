@@ -21,7 +21,7 @@ from lptune.config import (
 )
 from lptune.distributed import check_compiler, local_rows
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 
 def _decoder_config(tied: bool) -> models.DecoderConfig:

@@ -29,7 +29,7 @@ from lptune.config import (
 )
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear.row_tensor import HEADER_BYTES
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.saving import save
 
 SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
 from tests.faults.run_folder_errors import run_folder_errors
 from tests.faults.runs import Inputs, prepare
-from tests.launch import free_port, rank_environment
 from tests.tiny_recipe import ROOT, environment
 
 
@@ -54,15 +52,7 @@ def _warm(
     arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """The same command line where torch is imported already; several ranks as under plain torchrun."""
-    port = free_port()
-
-    def one(rank: int) -> subprocess.CompletedProcess[str]:
-        environment = extra | (rank_environment(rank, ranks, port) if ranks > 1 else {})
-        return warm.lptune(["run", *arguments], folder=folder, environment=environment, timeout_s=120)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        done = list(pool.map(one, range(ranks)))
-    return max(done, key=lambda each: each.returncode)
+    return warm.lptune(["run", *arguments], folder=folder, environment=extra, ranks=ranks, timeout_s=120)
 
 
 @pytest.fixture(scope="module")

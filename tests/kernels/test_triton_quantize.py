@@ -1,5 +1,6 @@
 """The Triton quantizers give the bits of `lptune.numerics`, whatever they are fed."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.numerics import FORMATS
-from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
+from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 from lptune.kernels.triton import launch, quantize  # isort: skip  # only once there is a device
 
@@ -94,15 +95,29 @@ def _check_all(x: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> Non
     _agree((by_columns, scale), tensor)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("fmt", "power_of_two"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "fmt", "power_of_two"),
+    some_interpreted(
+        [(shape, *case) for shape, case in itertools.product(SHAPES, CASES)],
+        # The one of several programs with every format; those of a part of one with two.
+        [
+            *((SHAPES[-1], *case) for case in CASES),
+            *((shape, *case) for shape in SHAPES[:-1] for case in (CASES[0], CASES[-1])),
+        ],
+    ),
+)
 def test_every_shape_gives_the_reference_bits(shape: tuple[int, int], fmt: str, power_of_two: bool) -> None:
     _check_all(_matrix(*shape, torch.bfloat16), fmt, power_of_two, transposed=True)
 
 
 @pytest.mark.parametrize(
     ("dtype", "fmt", "power_of_two"),
-    [(FLOAT32, *case) for case in CASES] + [(BFLOAT16, "int8", False), (FLOAT16, "e4m3", True)],
+    [
+        # Each format and each rule for scales; their product is in the test of scales of amaxes.
+        *((FLOAT32, *case) for case in some_interpreted(CASES, [CASES[0], *CASES[3:5]])),
+        (BFLOAT16, "int8", False),
+        (FLOAT16, "e4m3", True),
+    ],
 )
 def test_zero_rows_outliers_and_what_is_not_finite(dtype: torch.dtype, fmt: str, power_of_two: bool) -> None:
     x = _hard_rows().to(dtype)

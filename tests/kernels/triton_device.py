@@ -10,14 +10,15 @@ bfloat16 wrongly. Tensor descriptors, int8 and float8 operands of `tl.dot` and i
 """
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import triton
 from packaging.version import Version
 
+Case = TypeVar("Case")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
@@ -41,6 +42,11 @@ if INTERPRETED and Version(triton.__version__) < Version("3.7"):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def some_interpreted(cases: Sequence[Case], few: Sequence[Case]) -> Sequence[Case]:
+    """`cases` on a GPU, `few` of them in the interpreter, where a launch takes a tenth of a second."""
+    return few if INTERPRETED else cases
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,9 @@ def tiny_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
-    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` in a process of its own; fails the test
-    on another exit code. One rank is forked off a process that has imported torch, for the import is half of
-    such a run.
+    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` in processes of its own; fails the test
+    on another exit code. They are forked off one that has imported torch, for the import is most of such a
+    run; with variables of the environment, some of which torch reads at import, they start as a user's do.
     """
 
     def call(
@@ -44,8 +44,8 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
         **env: str,
     ) -> Finished:
         arguments = [recipe, "--config", str(config), *overrides]
-        if ranks == 1 and not env:
-            done = warm.lptune(["run", *arguments], folder=tmp_path, timeout_s=300)
+        if not env:
+            done = warm.lptune(["run", *arguments], folder=tmp_path, ranks=ranks, timeout_s=300)
         else:
             command = [sys.executable, "-m", "lptune", "run", f"--nproc-per-node={ranks}", *arguments]
             done = subprocess.run(

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import yaml
 
-from tests.cli import warm
+from tests import fork_server
 from tests.cli.conftest import ROOT, clean_environment
 from tests.faults.adversary import phases
 from tests.faults.adversary.child import CLOSED, NO_READER, Streams, call
@@ -136,8 +136,7 @@ class Place:
 
 class _Warm:
     def __init__(self, *arguments: object) -> None:
-        self._process = warm.CONTEXT.Process(target=call, args=arguments)
-        self._process.start()
+        self._process = fork_server.process(call, *arguments)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
