@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lptune.checkpoint.manifest import list_checkpoints, verify
@@ -73,7 +74,8 @@ def _signals_to_runs() -> Iterator[Case]:
 
         def send(place: Place, pid: int, number: signal.Signals = number, num_times: int = num_times) -> None:
             for _ in range(num_times):
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):  # the first signal may have ended it
+                    os.kill(pid, number)
                 time.sleep(0.05)
 
         is_late = phase in _AFTER_TRAINING
@@ -104,7 +106,8 @@ def _signals_to_others() -> Iterator[Case]:
         def send(place: Place, pid: int, number: signal.Signals = number, delay_s: float = delay_s) -> None:
             if has_come(place.root / _SAID, pid, to="started"):
                 time.sleep(delay_s)
-                os.kill(pid, number)
+                with suppress(ProcessLookupError):  # a short command may have ended
+                    os.kill(pid, number)
 
         def prepare(place: Place, command: str = command) -> list[str]:
             place.a_finished_run()
