@@ -19,7 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lptune.config.elsewhere import SWITCHES, key_here
-from lptune.config.environment import check_interpolations, masked, reads_environment
+from lptune.config.environment import (
+    TEXTS,
+    check_interpolations,
+    check_reads,
+    marked,
+    masked,
+    reads_environment,
+)
 from lptune.config.errors import UserError, closest
 from lptune.config.text import read_text
 
@@ -44,6 +51,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     _check_keys(cls, values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
+    _fill_in_defaults(cls, values)
     raw = typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=False))
     if str(raw).count("${") > _MAX_INTERPOLATIONS:
         raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
@@ -51,16 +59,22 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         check_interpolations(raw, {key.rpartition(".")[0] for key in key_paths(cls)})
     except UserError as error:
         raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
-    _fill_in_defaults(cls, values)
+    marks, read = None, []
     try:
-        resolved = OmegaConf.to_container(values, resolve=True)
+        marks = _resolved(marked(raw)) if reads_environment(raw) else None
+        resolved = _resolved(raw)
     except OmegaConfBaseException as error:
-        message = masked(f"{error.full_key}: {_first_line(error)}", raw)
+        line = _first_line(error)
+        if marks is not None and not line.startswith("Environment variable"):
+            line = "oc.decode cannot read the value of the variable"  # and would quote it
+        message = masked(f"{error.full_key}: {line}", raw)
         raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
     try:
-        cfg = _build(cls, typing.cast("dict[str, Any]", resolved), "")
+        read = check_reads(marks, resolved, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
+        cfg = _build(cls, resolved, "")
     except UserError as error:
-        raise UserError(f"{_blame(str(error), path, overrides)}: {masked(str(error), raw)}") from None
+        blamed = _blame(str(error), path, overrides)
+        raise UserError(f"{blamed}: {masked(str(error), raw, read)}") from None
     object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
     return cfg
 
@@ -116,6 +130,10 @@ def default(cls: type, key: str) -> Any:
     owner = _hint(cls, section) if section else cls
     value = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
     return None if value is dataclasses.MISSING else _plain(value)
+
+
+def _resolved(raw: Any) -> Any:
+    return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
 
 
 def _plain(value: Any) -> Any:
@@ -231,6 +249,10 @@ def _hint(cls: type, key: str) -> Any:
 
 def _is_text(hint: Any) -> bool:
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
+
+
+def _is_number(hint: Any) -> bool:
+    return bool({hint, *typing.get_args(hint)} & {int, float, bool})
 
 
 def _is_yaml(hint: Any, text: str) -> bool:

@@ -69,7 +69,7 @@ def test_values_of_the_environment_in_a_list_are_written_to_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
-    for key in ("data.source", "precision.skip"):
+    for key in ("data.source", "data.eval_source"):
         cfg = load(tmp_path, BASE, f"{key}=[x, '${{oc.env:LPTUNE_TEST_SECRET}}']")
         assert "s3cret" in str(cfg)
         assert "s3cret" not in to_yaml(cfg)
