@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, UserError, kind_of, lock_file, named, open_regular, read_text
+from lptune.config import MEBI, TEMPORARY, UserError, kind_of, lock_file, named, open_regular, read_text
 
 
 def fsync_path(path: Path) -> None:
@@ -60,7 +60,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` durably; `path` holds the old content or the new, never a part. No link is followed."""
-    partial = path.with_name(f".tmp-{path.name}")
+    partial = path.with_name(f"{TEMPORARY}{path.name}")
     with named(partial):
         with suppress(FileNotFoundError):  # a kill's leftover, or what somebody put there
             partial.unlink()
@@ -132,7 +132,7 @@ def remove_folder(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
         return
-    partial = folder.with_name(f".tmp-removed-{folder.name}")
+    partial = folder.with_name(f"{TEMPORARY}removed-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     folder.rename(partial)
     shutil.rmtree(partial)
@@ -184,7 +184,7 @@ class Scratch:
         else:
             self.number = secrets.randbits(48)
             self._remove_leftovers(final)
-        self.path = final.with_name(f".tmp-{final.name}-{self.number:012x}")
+        self.path = final.with_name(f"{TEMPORARY}{final.name}-{self.number:012x}")
         if number is None:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
@@ -204,7 +204,7 @@ class Scratch:
             self._lock = None
 
     def _remove_leftovers(self, final: Path) -> None:
-        for path in final.parent.glob(f".tmp-{glob.escape(final.name)}-*"):
+        for path in final.parent.glob(f"{TEMPORARY}{glob.escape(final.name)}-*"):
             if re.fullmatch("[0-9a-f]{12}", path.name[-12:]) and kind_of(path) == "a folder":
                 with suppress(OSError, UserError):
                     lock = open_regular(path / self.MARK, os.O_RDWR)

@@ -24,6 +24,7 @@ from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
+    TEMPORARY,
     ExportConfig,
     FinetuneConfig,
     HeldFolder,
@@ -248,7 +249,7 @@ class RunFolder:
         steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
         parts += [(path, "a folder") for path in steps if not path.is_dir()]
         # Anything else where a file is first written is replaced.
-        scratch = [self.path / f".tmp-{name}" for name in RUN_FILES]
+        scratch = [self.path / f"{TEMPORARY}{name}" for name in RUN_FILES]
         parts += [(path, "a file") for path in scratch if kind_of(path) == "a folder"]
         for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
@@ -271,7 +272,9 @@ class RunFolder:
 
 def _leftovers(checkpoints: Path) -> list[Path]:
     """What a killed run left in its folder of checkpoints, by the names that only a run gives."""
-    return [path for name in ("step", "removed-step") for path in checkpoints.glob(f".tmp-{name}-[0-9]*")]
+    return [
+        path for name in ("step", "removed-step") for path in checkpoints.glob(f"{TEMPORARY}{name}-[0-9]*")
+    ]
 
 
 def _owner(path: Path) -> str:

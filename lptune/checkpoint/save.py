@@ -63,7 +63,7 @@ from lptune.checkpoint.stored import (
     model_tensors,
     optimizer_tensors,
 )
-from lptune.config import CheckpointConfig, HeldFolder, UserError
+from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError
 from lptune.distributed import (
     Piece,
     SideGroup,
@@ -250,7 +250,7 @@ class CheckpointWriter:
             torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
 
     def _write(self, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
-        partial = self._folder / f".tmp-{step_folder_name(job.step)}"
+        partial = self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
         num_bytes = self._group.total(job.num_bytes)
         is_main = self._world.is_main
         try:

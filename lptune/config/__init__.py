@@ -15,6 +15,7 @@ from lptune.config.load import as_written, default, key_paths, load_config, to_y
 from lptune.config.paths import (
     RUN_FILES,
     RUN_FOLDERS,
+    TEMPORARY,
     HeldFolder,
     check_inputs_stay,
     check_model_files,
@@ -47,6 +48,7 @@ __all__ = [
     "RUN_FILES",
     "RUN_FOLDERS",
     "SUFFIXES",
+    "TEMPORARY",
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",

@@ -22,6 +22,8 @@ from lptune.config.errors import UserError
 RUN_FILES = (".lock", "config.yaml", "metrics.jsonl", "precision_plan.json", "export.json")
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
 """What a run writes in OUTPUT_DIR."""
+TEMPORARY = ".tmp-"
+"""How the names begin under which these are written, or removed, beside their place."""
 
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
@@ -134,17 +136,40 @@ def check_inputs_stay(cfg: Any) -> None:
     cfg: a config with `output_dir`, and paths among the texts of `model` and `data`. Reads no file.
     """
     output_dir = Path(cfg.output_dir).expanduser()
-    places = [output_dir / name for name in (*RUN_FILES, *RUN_FOLDERS)]
     for section in ("model", "data"):
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
-            for path in _paths(value):
-                # Of a folder of data all files are read, metrics.jsonl among them.
-                is_same = key != "data.cache" and is_within(path, output_dir) and is_within(output_dir, path)
-                if is_same or any(is_within(path, place) for place in places):
+            for path in _paths(key, value):
+                if _is_written(path, output_dir):
                     what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
                     raise UserError(
                         f"output_dir: {cfg.output_dir} would be written over {what}; choose another"
                     )
+
+
+def _is_written(path: Path, output_dir: Path) -> bool:
+    """Whether a run writes, renames or removes `path`, something that it lies in, or, of a folder of data,
+    files in it. Neither of the two need be there.
+    """
+    names = (*RUN_FILES, *RUN_FOLDERS)
+    with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
+        below = _below(path, output_dir)
+        if below is not None and (not below or below[0] in names or below[0].startswith(TEMPORARY)):
+            return True
+    # What is there may be elsewhere, too: a hard link, or another mount of it.
+    places = [*(output_dir / name for name in names), *output_dir.glob(f"{TEMPORARY}*")]
+    return any(is_within(path, place) for place in places)
+
+
+def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
+    """The names that lead from `folder` to `path`; None where they do not."""
+    path, folder = path.resolve(), folder.resolve()
+    there = next(part for part in (folder, *folder.parents) if part.exists())
+    missing = folder.relative_to(there).parts
+    for part in (path, *path.parents):
+        if part.exists() and part.samefile(there):
+            names = path.relative_to(part).parts
+            return names[len(missing) :] if names[: len(missing)] == missing else None
+    return None
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -158,13 +183,18 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(key, item)
 
 
-def _paths(text: str) -> list[Path]:
+def _paths(key: str, text: str) -> list[Path]:
     """The files that a text names, as a path or a pattern of paths; none where it is no path."""
-    if not text or "\n" in text or "{" in text:
-        return []
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown home
+        if key == "data.cache":  # which is made where it is not there
+            return [] if text in ("auto", "none") else [Path(text).expanduser()]
+        if not text:
+            return []
         path = Path(text).expanduser()
-        return [path] if path.exists() else [Path(found) for found in glob.glob(str(path), recursive=True)]
+        if path.exists():
+            return [path]
+        if key in ("model.path", "data.source", "data.eval_source") or not set("\n{") & set(text):
+            return [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from lptune.config import (
     RUN_FILES,
+    RUN_FOLDERS,
+    TEMPORARY,
     DataConfig,
     FinetuneConfig,
     HeldFolder,
@@ -20,10 +22,16 @@ from lptune.config import (
 from lptune.config.paths import is_within
 
 
-def _config(model: Path | str, output_dir: Path | str, source: str = "builtin") -> FinetuneConfig:
+def _config(
+    model: Path | str, output_dir: Path | str, source: str = "builtin", **data: str
+) -> FinetuneConfig:
     return FinetuneConfig(
-        model=ModelConfig(path=str(model)), data=DataConfig(source=source), output_dir=str(output_dir)
+        model=ModelConfig(path=str(model)), data=DataConfig(source=source, **data), output_dir=str(output_dir)
     )
+
+
+PARTIAL = [f"{TEMPORARY}{name}" for name in (*RUN_FILES, "export-0123456789ab", "removed-export")]
+"""Names beside its own under which a run writes or removes."""
 
 
 @pytest.fixture
@@ -60,7 +68,7 @@ def test_a_model_below_a_folder_that_the_run_renames_is_refused_and_one_beside_i
     check_inputs_stay(_config(tmp_path / "models/Llama", tmp_path))
 
 
-@pytest.mark.parametrize("name", [*RUN_FILES, "export/rows.jsonl", "logs/rank-1.log"])
+@pytest.mark.parametrize("name", [*RUN_FILES, *PARTIAL, "export/rows.jsonl", "logs/rank-1.log"])
 def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     rows = run / name
     rows.parent.mkdir(exist_ok=True)
@@ -79,6 +87,41 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     other = run / "rows.jsonl"
     other.write_text("{}")
     check_inputs_stay(_config(run.parent / "sub", run, str(other)))
+
+
+def test_a_model_under_a_temporary_name_of_the_run_is_refused(run: Path) -> None:
+    for name in PARTIAL:
+        (run / name).mkdir()
+        with pytest.raises(UserError, match=r"written over the model in model\.path"):
+            check_inputs_stay(_config(run / name, run))
+        (run / name).rmdir()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("output_dir", ["runs/new", "runs/../runs/new", "alias/new", "runs/newer/../new"])
+def test_a_cache_is_refused_in_the_place_of_a_run_whether_or_not_the_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str, is_there: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/new/checkpoints" if is_there else tmp_path / "runs").mkdir(parents=True)
+    (tmp_path / "alias").symlink_to("runs")
+    below = ["", *RUN_FILES, *RUN_FOLDERS, *PARTIAL, "checkpoints/c", "x/../export", ".tmp-config.yaml/c"]
+    for spelling in ("runs/new", "alias/new", str(tmp_path / "runs/new")):
+        for name in below:
+            with pytest.raises(UserError, match=r"output_dir: .* would be written over .*which data\.cache"):
+                check_inputs_stay(_config("model", output_dir, cache=f"{spelling}/{name}"))
+    for cache in ("runs", "runs/newer", "runs/new/cache", "runs/new/x/export", "auto", "none", "new/export"):
+        check_inputs_stay(_config("model", output_dir, cache=cache))
+
+
+def test_a_source_with_a_brace_in_its_path_is_refused_like_any_other(tmp_path: Path) -> None:
+    run = tmp_path / "{run}"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+    for source in (run / "metrics.jsonl", run / "m*.jsonl"):
+        with pytest.raises(UserError, match=r"which data\.source names"):
+            check_inputs_stay(_config("model", run, str(source)))
+    check_inputs_stay(_config("model", run, chat_template="{{ 1 }}/**", prompt_template="{a}\n*"))
 
 
 def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(
