@@ -26,27 +26,27 @@ def cases(rng: random.Random) -> Iterator[Case]:
 # ---- secrets
 
 _READ = "${oc.env:TOP_SECRET}"
-# Form -> (the key's value, that of another key).
+# Form -> (the key's value, that of data.cache: a variable may decide it, and these few rows are not cached).
 _FORMS = {
     "plain": (_READ, None),
     "with spaces": ("${ oc.env : TOP_SECRET }", None),
     "as a default": ("${oc.env:NOT_THERE,${oc.env:TOP_SECRET}}", None),
     "within text": (f"a{_READ}b", None),
     "decoded": ("${oc.decode:${oc.env:TOP_SECRET}}", None),
-    "of a nested name": ("${oc.env:${data.split}}", "TOP_SECRET"),
-    "of a nested resolver": ("${oc.${data.split}:TOP_SECRET}", "env"),
-    "of a nested key": ("${${data.split}:TOP_SECRET}", "oc.env"),
-    "through another key": ("${data.split}", _READ),
+    "of a nested name": ("${oc.env:${data.cache}}", "TOP_SECRET"),
+    "of a nested resolver": ("${oc.${data.cache}:TOP_SECRET}", "env"),
+    "of a nested key": ("${${data.cache}:TOP_SECRET}", "oc.env"),
+    "through another key": ("${data.cache}", _READ),
     "escaped": ("\\${oc.env:TOP_SECRET}", None),
     "escaped twice": ("\\\\${oc.env:TOP_SECRET}", None),
     "escaped and decoded": ("${oc.decode:'\\${oc.env:TOP_SECRET}'}", None),
-    "escaped and put together": ("${oc.decode:${data.split}}", "\\${oc.env:TOP_SECRET}"),
+    "escaped and put together": ("${oc.decode:${data.cache}}", "\\${oc.env:TOP_SECRET}"),
     "in a list": ([_READ], None),
     "in a mapping": ({"source": "rows.jsonl", "system_prompt": _READ}, None),
     "as the name of a key": ({_READ: "x"}, None),
     "created": ("${oc.create:{a: ${oc.env:TOP_SECRET}}}", None),
-    "selected": ("${oc.select:data.split}", _READ),
-    "deprecated": ("${oc.deprecated:data.split}", _READ),
+    "selected": ("${oc.select:data.cache}", _READ),
+    "deprecated": ("${oc.deprecated:data.cache}", _READ),
     "of an older resolver": ("${env:TOP_SECRET}", None),
 }
 _PLACE_KEYS = (
@@ -54,7 +54,7 @@ _PLACE_KEYS = (
     "resume",
 )  # fmt: skip
 """What a variable decides of them is told where the place is named."""
-_KEYS = [key for key in key_paths(FinetuneConfig) if key != "data.split"]
+_KEYS = [key for key in key_paths(FinetuneConfig) if key != "data.cache"]
 
 
 def _secrets(rng: random.Random) -> Iterator[Case]:
@@ -67,12 +67,12 @@ def _secrets(rng: random.Random) -> Iterator[Case]:
         def prepare(
             place: Place, key: str = key, form: str = form, is_argument: bool = is_argument
         ) -> list[str]:
-            value, of_split = _FORMS[form]
-            split = [] if of_split is None else [f"data.split={of_split}"]
+            value, of_other = _FORMS[form]
+            other = [] if of_other is None else [f"data.cache={of_other}"]
             if is_argument:
-                return place.job(*split, f"{key}={value}")
+                return place.job(*other, f"{key}={value}")
             _set(place.config, key, value)
-            return place.job(*split)
+            return place.job(*other)
 
         yield Case(
             subject="secrets",
