@@ -213,6 +213,8 @@ def _parse_override(cls: type, override: str) -> DictConfig:
         else:
             _check_depth(text)
             values = OmegaConf.from_dotlist([override])
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: holds a byte that is no UTF-8; write it as text") from None
     except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise UserError(f"{where}: {_first_line(error)}") from None
     _check_keys(cls, values, where)

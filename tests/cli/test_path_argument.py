@@ -13,7 +13,6 @@ ODD = {"a byte that is no UTF-8": os.fsdecode(b"odd\xff"), "a control character"
 LAYOUTS: list[tuple[str, list[str]]] = [
     ("output_dir", ["validate", "job.yaml", "output_dir={}"]),
     ("model.path", ["validate", "job.yaml", "model.path={}"]),
-    ("data.source[1]", ["validate", "job.yaml", 'data.source=[builtin, "{}"]']),
     ("resume", ["run", "full_finetune", "--config", "job.yaml", "resume={}"]),
     ("config", ["run", "full_finetune", "--config", "{}.yaml"]),
     ("DEST", ["export", "run", "{}"]),
@@ -39,6 +38,17 @@ def test_a_path_that_is_no_printable_text_is_one_line_at_the_start(
     assert f"its path holds {what}; rename it, or choose another" in stderr
     assert "\x1b" not in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_a_path_in_a_list_is_refused_with_its_entry(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    code, stdout, stderr = command("validate", "job.yaml", r'data.source=[builtin, "odd\nrow\e[31m"]')
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert "data.source[1]: " in stderr
+    assert "its path holds a control character; rename it, or choose another" in stderr
+    code, stdout, stderr = command("validate", "job.yaml", os.fsdecode(b'data.source=[builtin, "odd\xff"]'))
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert "holds a byte that is no UTF-8; write it as text" in stderr
 
 
 def test_the_folders_above_a_path_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

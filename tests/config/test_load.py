@@ -95,8 +95,8 @@ def test_a_mistake_in_the_file_is_one_line_with_its_key_or_line(
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("model.path=", "model.path: is empty; name a file or folder"),
         (
-            "model.path=a\ud800",
-            "model.path: 'a\\ud800': cannot be written in utf-8, the encoding of file names here; a locale of UTF-8 or PYTHONUTF8=1 changes that",
+            "model.path=/a\ud800",
+            "model.path: '/a\\ud800': its path holds a byte that is no UTF-8; rename it, or choose another",
         ),
     ],
 )
