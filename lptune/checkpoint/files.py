@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The bytes of the file at `path`, of which there may be `max_bytes`."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -112,8 +113,13 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    with named(path), path.open("rb") as file:
+    with named(path), _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(path: Path) -> BufferedReader:
+    """A regular file, or a link to one, as in the hub's cache; no pipe, for which it would wait."""
+    return open(open_regular(path, os.O_RDONLY, follow=True), "rb")
 
 
 def publish_folder(partial: Path, final: Path) -> None:
