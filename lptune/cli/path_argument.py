@@ -10,7 +10,8 @@ from lptune.config import check_path
 
 
 class PathArgument(click.Path):
-    """A path, as a `Path`; `~` is the home, quoted or not. UserError (one line) for one that could not be opened, or not be printed.
+    """A path, as a `Path`; `~` is the home, quoted or not. UserError (one line) for one that could not be
+    opened, or not be printed.
     """
 
     def __init__(self) -> None:
