@@ -53,10 +53,10 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     from huggingface_hub.errors import HFValidationError
 
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
-    check_outside_checkpoints(folder)
-    hub.check_place(folder)
-    check_model_files(folder)
     try:
+        check_outside_checkpoints(folder)
+        hub.check_place(folder)
+        check_model_files(folder)
         with hub.asked():
             commit, digests = _list(repo, revision)
             before = {name for name in digests if (folder / name).exists()}

@@ -73,8 +73,9 @@ def check_place(folder: Path) -> None:
     """Refuses a folder that holds something other than a download, perhaps an interrupted one, and notes of a
     download that huggingface_hub would write through.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file; choose another --output-dir")
+    if kind_of(folder) and not folder.is_dir():
+        what = kind_of(folder) if folder.exists() else "a link to nowhere"
+        raise UserError(f"{folder}: is {what}; choose another --output-dir")
     cache = folder / ".cache"
     for path in (cache, *cache.rglob("*")):
         kind = kind_of(path)

@@ -61,7 +61,7 @@ def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
     """Write a random-initialised checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) to the new folder DEST."""
-    from lptune.checkpoint.files import Scratch, publish_folder, write_json
+    from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why, write_json
 
     config = _preset(preset)
     check_new_folder(dest)
@@ -87,6 +87,8 @@ def new_checkpoint(
                 dest.rmdir()
             scratch.unmark()
             publish_folder(partial, dest)
+        except WRITE_ERRORS as error:  # a full disk, or DEST is no longer empty
+            raise UserError(f"{dest}: cannot be written: {why(error)}") from None
         finally:
             scratch.remove()
     click.echo(

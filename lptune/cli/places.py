@@ -13,18 +13,22 @@ def check_new_folder(dest: Path) -> None:
         raise UserError(
             f"{dest}: a finished folder is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
         )
-    if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
-        raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
-    for above in reversed(dest.parents):
-        if above.name == ".." and not above.parent.is_dir():  # of a folder to be made, `..` is no place yet
-            raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
-        if os.path.lexists(above) and not above.is_dir():
-            raise UserError(f"{dest}: a file is in the way of this folder")
-    if is_mount_point(dest):
-        raise UserError(
-            f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, as in "
-            f"{dest / 'my-model'}"
-        )
+    try:
+        if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
+            raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
+        for above in reversed(dest.parents):
+            # Of a folder to be made `..` is no place yet.
+            if above.name == ".." and not above.parent.is_dir():
+                raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
+            if os.path.lexists(above) and not above.is_dir():
+                raise UserError(f"{dest}: a file is in the way of this folder")
+        if is_mount_point(dest):
+            raise UserError(
+                f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, "
+                f"as in {dest / 'my-model'}"
+            )
+    except OSError as error:
+        raise UserError(f"{dest}: cannot be looked at ({error.strerror}); choose another DEST") from None
     check_outside_checkpoints(dest)
 
 

@@ -309,6 +309,20 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize(
+    ("target", "what"), [("dest", "a link to nowhere"), ("nowhere", "a link to nowhere"), ("file", "a link")]
+)
+def test_a_link_that_leads_to_no_folder_is_no_place_for_a_download(
+    here: Command, tmp_path: Path, target: str, what: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "dest").symlink_to(target)
+    message = f"error: dest: is {what}; choose another --output-dir\n"
+    assert here("download", "owner/good", "--output-dir", "dest") == (2, "", message)
+    assert not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "file").read_text() == "precious"
+
+
 THEIRS = [
     "config.json",
     "model.safetensors",
