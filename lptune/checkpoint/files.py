@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The bytes of the file at `path`, of which there may be `max_bytes`."""
     try:
-        with open(open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
+        with _open(path) as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -111,11 +112,14 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of the bytes of a file, or of a link's target. UserError for what is no regular file: a pipe
-    would be waited for, a device may have no end.
-    """
-    with named(path), open(open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
+    """Hex digest of a file's bytes, or of a link's target. UserError for what is no regular file."""
+    with named(path), _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(path: Path) -> BufferedReader:
+    """A regular file, or a link to one, as in the hub's cache; no pipe, for which it would wait."""
+    return open(open_regular(path, os.O_RDONLY, follow=True), "rb")
 
 
 def publish_folder(partial: Path, final: Path) -> None:

@@ -30,6 +30,7 @@ from lptune.config import (
     HeldFolder,
     UserError,
     check_inputs_stay,
+    is_mount_point,
     is_within,
     kind_of,
     lock_file,
@@ -258,6 +259,11 @@ class RunFolder:
                     f"output_dir: {path} is {found}, where a run has {wanted}; move it away or choose "
                     f"another folder{other}"
                 )
+        if is_mount_point(self.export):
+            raise UserError(
+                f"output_dir: {self.export} is a mount point, which a run cannot replace by its export; "
+                "unmount it or choose another folder"
+            )
         # Of the other files the old ones are replaced by a rename, whoever they belong to.
         written = [self.path / name for name in (".lock", *RUN_FOLDERS)]
         written += [*list_checkpoints(self.checkpoints), *_leftovers(self.checkpoints)]

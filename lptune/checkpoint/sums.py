@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lptune.checkpoint.files import Scratch, num_threads, read_bytes, sha256, why, write_text
-from lptune.config import MEBI, UserError
+from lptune.config import MEBI, UserError, kind_of
 
 NAME = "SHA256SUMS"
 _CARD = "README.md"
@@ -54,6 +54,8 @@ def verify_sums(folder: Path) -> int:
 def is_as_written(folder: Path) -> bool:
     """Whether `folder` is an export to which nothing was added, and of which nothing was changed."""
     if folder.is_symlink() or not (folder / NAME).is_file():
+        return False
+    if any(kind_of(path) != "a file" for path in folder.iterdir()):
         return False
     try:
         wanted, card = _read_sums(folder)

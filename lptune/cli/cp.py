@@ -1,6 +1,6 @@
 """`lptune cp`: take a recipe or a config home and change it there. The copy runs by its path."""
 
-import shutil
+import os
 from pathlib import Path
 
 import click
@@ -28,13 +28,19 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
         dest.parent.mkdir(parents=True)
     if kind_of(dest) and not force:  # a link to nowhere is there, too
         raise UserError(f"{dest}: exists; add --force to overwrite it")
-    if dest.is_dir() or (dest.exists() and dest.samefile(source)):
+    if dest.exists() and (not dest.is_file() or dest.samefile(source)):  # /dev/stdout is a link, to a pipe
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
-    is_new = not kind_of(dest)
+    # Renamed into place: what a link leads to, or shares its bytes with DEST, is not written to.
+    partial = dest.with_name(f".tmp-lptune-{os.getpid()}")
     try:
-        shutil.copyfile(source, dest)
+        with partial.open("xb") as file:
+            try:
+                file.write(source.read_bytes())
+                file.flush()
+                partial.replace(dest)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
-        if is_new:
-            dest.unlink(missing_ok=True)
         raise UserError(f"{name}: cannot be copied to {dest}: {error.strerror}") from None
     click.echo(f"copied {name} to {dest}")

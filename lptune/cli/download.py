@@ -6,6 +6,7 @@ the environment (HF_TOKEN) or `hf auth login`, never from the command line, wher
 and process lists.
 """
 
+import glob
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 
 from lptune.cli import hub
 from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import check_outside_checkpoints
 from lptune.config import UserError, check_model_files
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
@@ -44,41 +46,52 @@ def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> Non
 def download(repo: str, revision: str, output_dir: Path | None) -> None:
     """Download the checkpoint REPO (e.g. Qwen/Qwen3-0.6B) and print the commit it came from.
 
-    Gated repositories need HF_TOKEN in the environment.
+    Gated repositories need HF_TOKEN in the environment. A folder that is there must be empty or an earlier
+    download of REPO, which is completed; a config.json that you have edited there stays.
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file; choose another --output-dir")
-    check_model_files(folder)
     try:
+        check_outside_checkpoints(folder)
+        hub.check_place(folder)
+        check_model_files(folder)
         with hub.asked():
-            commit, names = _list(repo, revision)
+            commit, digests = _list(repo, revision)
+            before = {name for name in digests if (folder / name).exists()}
+            changed = hub.changed_files(folder, repo, commit, digests)
             huggingface_hub.snapshot_download(
                 repo,
                 revision=commit,
                 local_dir=folder,
                 allow_patterns=list(ALLOWED),
-                ignore_patterns=list(IGNORED),
+                ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
             )
-        hub.check_download(folder, [name for name in names if _is_wanted(name)], commit)
+        hub.check_download(folder, digests.keys() - changed, commit, before)
     except UserError:
         raise
     except HFValidationError:
         raise UserError(f"{repo}: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
     except Exception as error:
         raise UserError(f"{repo}: {_reason(error, revision)}") from None
+    for name in changed:
+        click.echo(
+            f"kept: {folder / name}, which was changed since it was downloaded; remove it to get the hub's"
+        )
     click.echo(f"downloaded {repo} to {folder}")
     click.echo(f"pinned: lptune download {repo} --revision {commit} --output-dir {folder}")
 
 
-def _list(repo: str, revision: str) -> tuple[str, list[str]]:
-    """The commit of `revision`, and its files."""
+def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
+    """The commit of `revision`; digest by name of the files that are fetched, empty where the hub tells
+    none.
+    """
     import huggingface_hub
 
-    info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=hub.WAIT_S)
+    info = huggingface_hub.HfApi().model_info(
+        repo, revision=revision, timeout=hub.WAIT_S, files_metadata=True
+    )
     names = [str(sibling.rfilename) for sibling in info.siblings or []]
     if not any(name.endswith(".safetensors") and "/" not in name for name in names):
         pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
@@ -86,7 +99,11 @@ def _list(repo: str, revision: str) -> tuple[str, list[str]]:
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
         raise ValueError(f"{info.sha!r:.60} is no commit")
-    return str(info.sha), names
+    digests = {}
+    for name, sibling in zip(names, info.siblings or [], strict=True):
+        if _is_wanted(name):
+            digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
+    return str(info.sha), digests
 
 
 def _is_wanted(name: str) -> bool:

@@ -11,6 +11,7 @@ import click
 
 from lptune.cli import hub, interrupts
 from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import check_new_folder
 from lptune.config import ExportConfig, UserError
 
 if TYPE_CHECKING:
@@ -45,12 +46,7 @@ def export(
     """
     if private and repo is None:
         raise click.UsageError("--private belongs to --push-to-hub, which is not given")
-    if dest.name in ("", ".."):
-        raise UserError(
-            f"{dest}: an export is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
-        )
-    if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
-        raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
+    check_new_folder(dest)
     if repo is not None:
         _check_hub(repo)
     from lptune.checkpoint import export_hf, read_about, read_index

@@ -5,13 +5,15 @@ hub does not list its files. So what came is compared with what was asked for.
 """
 
 import hashlib
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from lptune.config import UserError
+from lptune.config import UserError, kind_of, open_regular
 
 WAIT_S = 30.0
 """For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
@@ -67,47 +69,149 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def check_download(folder: Path, names: Sequence[str], commit: str) -> None:
+def check_place(folder: Path) -> None:
+    """Refuses a folder that holds something other than a download, perhaps an interrupted one, and notes of a
+    download that huggingface_hub would write through.
+    """
+    if kind_of(folder) and not folder.is_dir():
+        what = kind_of(folder) if folder.exists() else "a link to nowhere"
+        raise UserError(f"{folder}: is {what}; choose another --output-dir")
+    cache = folder / ".cache"
+    for path in (cache, *cache.rglob("*")):
+        kind = kind_of(path)
+        if kind == "a file" and path.lstat().st_nlink > 1:
+            kind = "a hard link"
+        if kind not in ("", "a file", "a folder"):
+            raise UserError(f"{path}: is {kind}, through which a download would write; remove it")
+    is_download = (folder / _NOTES).is_dir()
+    if folder.is_dir() and not is_download and any(path != cache for path in folder.iterdir()):
+        raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
+
+
+def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, str]) -> list[str]:
+    """The files in `folder` that were edited since they were downloaded and are to be left as they are.
+
+    digests: those that the hub has of the files of `commit`, by name; empty where it tells none.
+    Raises UserError where the folder holds a download of another repository, and for a file that the download
+    would overwrite although it is neither what an earlier one wrote nor what this one will write: one that
+    came from elsewhere, edited weights, and an edit of what has changed on the hub, too.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    notes = _notes(folder)
+    for other in {note.commit for note in notes.values()} - {commit}:
+        try:
+            HfApi().model_info(repo, revision=other, timeout=WAIT_S)
+        except RevisionNotFoundError:
+            raise UserError(
+                f"{folder}: holds a download of commit {other[:12]}, which {repo} does not have; choose "
+                "another --output-dir"
+            ) from None
+    changed = []
+    for name, digest in digests.items():
+        file, note = folder / name, notes.get(name)
+        if not kind_of(file) or (note and note.commit == commit and note.is_newer_than(file)):
+            continue
+        if _has_digest(file, digest) or (note and note.describes(file)):
+            continue
+        is_same_on_hub = note and (note.commit == commit or note.etag == digest)
+        if not is_same_on_hub or name.endswith(".safetensors"):
+            raise UserError(
+                f"{file}: is not as it was downloaded from {repo}, and would be overwritten; move it away, "
+                "or choose another --output-dir"
+            )
+        changed.append(name)
+    return changed
+
+
+def check_download(folder: Path, names: Iterable[str], commit: str, before: Iterable[str]) -> None:
     """Raises UserError unless each of `names` is in `folder`, of `commit` and with the bytes of the hub.
 
-    A file with other bytes is removed: huggingface_hub would take it for downloaded, and a run for whole.
+    A file with other bytes is removed, unless it was there `before`: huggingface_hub would take it for
+    downloaded, and a run for whole.
     """
     notes = _notes(folder)
     for name in names:
-        if not (folder / name).is_file() or notes.get(name, ("", ""))[0] != commit:
+        if not (folder / name).is_file() or name not in notes or notes[name].commit != commit:
             raise UserError(
                 f"{folder / name}: did not come from the hub as of {commit[:12]}; download it again"
             )
     try:
-        verify_digests(folder)
+        _compare({name: notes[name] for name in names}, folder)
     except _OtherBytesError as error:
+        if error.file.name in before:
+            raise
         error.file.unlink()
-        raise
+        raise UserError(str(error).replace("remove it and download", "download")) from None
 
 
 class _OtherBytesError(UserError):
     def __init__(self, file: Path) -> None:
-        super().__init__(f"{file}: is not what the hub sent (its sha256 differs); download it again")
+        super().__init__(
+            f"{file}: is not what the hub sent (its sha256 differs); remove it and download it again"
+        )
         self.file = file
 
 
 def verify_digests(folder: Path) -> int:
     """Compares files with the sha256 that the hub sent along (large ones have it as their etag); how many."""
+    return _compare(_notes(folder), folder)
+
+
+def _compare(notes: Mapping[str, "_Note"], folder: Path) -> int:
     num_hashed = 0
-    for name, (_, etag) in _notes(folder).items():
+    for name, note in notes.items():
         file = folder / name
-        if re.fullmatch(r"[0-9a-f]{64}", etag) and file.is_file():
-            with file.open("rb") as content:
-                if hashlib.file_digest(content, "sha256").hexdigest() != etag:
-                    raise _OtherBytesError(file)
+        if len(note.etag) == 64 and file.is_file():
+            if not _has_digest(file, note.etag):
+                raise _OtherBytesError(file)
             num_hashed += 1
     return num_hashed
 
 
-def _notes(folder: Path) -> dict[str, tuple[str, str]]:
-    """huggingface_hub's notes of a download: file -> (commit, etag)."""
+_NOTES = ".cache/huggingface/download"
+
+
+class _Note(NamedTuple):
+    """What huggingface_hub notes of a file that it has downloaded."""
+
+    commit: str
+    etag: str
+    """On the hub: sha256 of a large file, git's SHA-1 of a small one. A mirror may send anything."""
+    time_s: float
+    """When it was written, in seconds since 1970."""
+
+    def is_newer_than(self, file: Path) -> bool:
+        """As huggingface_hub tells whether a file is still the one that it wrote."""
+        return file.stat().st_mtime - 1 <= self.time_s
+
+    def describes(self, file: Path) -> bool:
+        """Whether `file` has the bytes that were downloaded."""
+        is_digest = re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", self.etag)
+        return _has_digest(file, self.etag) if is_digest else self.is_newer_than(file)
+
+
+def _notes(folder: Path) -> dict[str, _Note]:
+    """Those of the files in `folder` itself, by name; without what is no note."""
     notes = {}
-    for path in sorted((folder / ".cache/huggingface/download").glob("*.metadata")):
-        commit, etag, *_ = [*path.read_text(encoding="utf-8", errors="replace").splitlines(), "", ""]
-        notes[path.name.removesuffix(".metadata")] = (commit, etag)
+    for path in sorted((folder / _NOTES).glob("*.metadata")):
+        with open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            lines = file.read(1000).splitlines()
+        if (
+            len(lines) == 3
+            and re.fullmatch("[0-9a-f]{40}", lines[0])
+            and re.fullmatch(r"\d+\.?\d*", lines[2])
+        ):
+            notes[path.name.removesuffix(".metadata")] = _Note(lines[0], lines[1], float(lines[2]))
     return notes
+
+
+def _has_digest(file: Path, digest: str) -> bool:
+    """digest: a sha256, or the SHA-1 by which git names a file; nothing has any other."""
+    with open(open_regular(file, os.O_RDONLY), "rb") as content:
+        if len(digest) == 64:
+            return hashlib.file_digest(content, "sha256").hexdigest() == digest
+        header = b"blob %d\0" % os.fstat(content.fileno()).st_size
+        git = hashlib.file_digest(content, lambda: hashlib.sha1(header, usedforsecurity=False))
+    return git.hexdigest() == digest

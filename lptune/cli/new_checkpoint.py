@@ -15,6 +15,7 @@ import click
 
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import check_new_folder
 from lptune.config import UserError, closest
 
 if TYPE_CHECKING:
@@ -60,13 +61,10 @@ def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
     """Write a random-initialised checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) to the new folder DEST."""
-    from lptune.checkpoint.files import Scratch, publish_folder, write_json
+    from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why, write_json
 
     config = _preset(preset)
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
-    if not dest.parent.is_dir() and any(part.is_file() for part in dest.parents):
-        raise UserError(f"{dest}: a file is in the way of this folder")
+    check_new_folder(dest)
     config["vocab_size"] = vocab_size or max(config["vocab_size"], _SMALL_VOCAB_SIZE)
     tokenizer = train_tokenizer(_lines(text), config["vocab_size"])
     ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
@@ -89,6 +87,8 @@ def new_checkpoint(
                 dest.rmdir()
             scratch.unmark()
             publish_folder(partial, dest)
+        except WRITE_ERRORS as error:  # a full disk, or DEST is no longer empty
+            raise UserError(f"{dest}: cannot be written: {why(error)}") from None
         finally:
             scratch.remove()
     click.echo(

@@ -10,7 +10,9 @@ from lptune.config import check_path
 
 
 class PathArgument(click.Path):
-    """A path, as a `Path`. UserError (one line) for one that could not be opened, or not be printed."""
+    """A path, as a `Path`; `~` is the home, quoted or not. UserError (one line) for one that could not be
+    opened, or not be printed.
+    """
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -18,4 +20,4 @@ class PathArgument(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""
         check_path(param.get_error_hint(ctx).strip("'") if param else "path", os.fspath(value))
-        return super().convert(value, param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)

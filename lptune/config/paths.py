@@ -11,6 +11,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -52,17 +53,35 @@ def kind_of(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
 
 
+def is_mount_point(path: Path) -> bool:
+    """Whether something is mounted at `path`: a file system, or a folder of the same one (a bind mount).
+
+    Such a folder can be neither renamed nor replaced by a rename.
+    """
+    if not path.is_dir():
+        return False
+    real = os.path.realpath(path)
+    with (
+        suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
+    ):
+        places = (line.split(" ")[4] for line in mounts)  # blanks and line ends in them are written as \ooo
+        if real in (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places):
+            return True
+    return os.path.ismount(real)
+
+
 def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
-    """A descriptor of the regular file at `path`. Waits for no pipe.
+    """A descriptor of the regular file at `path`. Follows no link, unless `follow`, and waits for no pipe.
 
     flags: of os.open. follow: follow a link at `path`. Raises OSError as os.open does, and UserError for what
     is no regular file.
     """
-    flags |= 0 if follow else os.O_NOFOLLOW
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags, mode)
     except OSError:
-        if not follow and kind_of(path) not in ("", "a file"):
+        if kind_of(path) not in ("", "a file", "a link" if follow else ""):
             raise _not_regular(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -76,12 +76,17 @@ def _says_something(log: Path) -> bool:
 
 def _append(folder: Path, name: str) -> BinaryIO:
     """The log `name` in `folder`, to write at its end. OSError for a link, a pipe and everything else that is
-    no regular file: the run's folder may have been made by others.
+    no regular file: the run's folder may have been made by others. One that has another name, too (a hard
+    link), is somebody else's file and left to that name.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         descriptor = os.open(name, flags, 0o644, dir_fd=within)
+        if os.fstat(descriptor).st_nlink > 1:
+            os.close(descriptor)
+            os.unlink(name, dir_fd=within)
+            descriptor = os.open(name, flags | os.O_EXCL, 0o644, dir_fd=within)
     finally:
         os.close(within)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

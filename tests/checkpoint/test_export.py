@@ -20,7 +20,7 @@ from lptune.checkpoint import export as module
 from lptune.checkpoint.about import About, base_digests
 from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
-from lptune.checkpoint.sums import is_as_written
+from lptune.checkpoint.sums import is_as_written, verify_sums
 from lptune.config import CheckpointConfig, ExportConfig, UserError
 from tests.ranks import run_ranks
 
@@ -308,6 +308,10 @@ def test_an_export_goes_for_the_next_one_only_while_nothing_in_it_was_changed(
     changes: list[Callable[[], object]] = [
         lambda: (folder / "README.md").write_text("my card"),
         lambda: (folder / "README.md").unlink(),
+        lambda: (folder / "README.md").rename(tmp_path / "card") and _pipe(folder / "README.md"),
+        lambda: (folder / "config.json").rename(tmp_path / "config") and _pipe(folder / "config.json"),
+        lambda: (folder / "SHA256SUMS").unlink() or _pipe(folder / "SHA256SUMS"),
+        lambda: (folder / "README.md").rename(tmp_path / "card") and _link(folder / "README.md", "../card"),
         lambda: (folder / "notes").mkdir(),
         lambda: (folder / "notes.txt").write_text("mine"),
         lambda: (folder / "config.json").write_text("{}"),
@@ -323,6 +327,27 @@ def test_an_export_goes_for_the_next_one_only_while_nothing_in_it_was_changed(
         assert said.endswith(f"-> old-export-{number}\n")
         assert next(os.walk(tmp_path / f"old-export-{number}"))[1:] == before
         assert is_as_written(folder)
+
+
+def _pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def _link(path: Path, target: str) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+def test_a_pipe_in_an_export_is_named_and_not_waited_for(tmp_path: Path, base: Path, trained: Path) -> None:
+    folder = _export(trained, base, tmp_path / "export")
+    (folder / "tokenizer.json").rename(tmp_path / "t")
+    (folder / "tokenizer.json").symlink_to("../t")  # as in the hub's cache
+    assert verify_sums(folder) == len(list(folder.iterdir())) - 2
+    (tmp_path / "t").unlink()
+    _pipe(tmp_path / "t")
+    with pytest.raises(UserError, match=r"tokenizer\.json: is a link, where a regular file is needed"):
+        verify_sums(folder)
 
 
 def test_two_exports_and_folders_that_look_like_theirs_are_kept_apart(

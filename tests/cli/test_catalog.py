@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,23 @@ def test_cp_never_overwrites_unless_forced(command: Command) -> None:
     Path("link.py").symlink_to("elsewhere.py")
     assert command("cp", "full_finetune", "link.py")[2].startswith("error: link.py: exists")
     assert not Path("elsewhere.py").exists()
+    assert command("cp", "full_finetune", "link.py", "--force")[0] == 0
+    assert not Path("link.py").is_symlink()
+    assert not Path("elsewhere.py").exists()
+    Path("precious").write_text("precious")
+    os.link("precious", "second_name.py")
+    Path("to_precious.py").symlink_to("precious")
+    for name in ("second_name.py", "to_precious.py"):
+        assert command("cp", "full_finetune", name, "--force") == (0, f"copied full_finetune to {name}\n", "")
+        assert Path(name).read_text() == catalog.recipes()["full_finetune"].read_text()
+        assert Path(name).stat().st_mode == Path("mine.py").stat().st_mode == Path("precious").stat().st_mode
+    assert Path("precious").read_text() == "precious"
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")  # as /dev/stdout is
+    for name in ("pipe", "to_pipe"):
+        message = f"error: {name}: cannot be overwritten by full_finetune; choose another DEST\n"
+        assert command("cp", "full_finetune", name, "--force") == (2, "", message)
+    assert not list(Path().glob(".tmp*"))
     own = str(catalog.recipes()["full_finetune"])
     assert command("cp", "full_finetune", own, "--force")[0] == 2
     assert Path(own).stat().st_size

@@ -2,7 +2,9 @@
 
 # ruff: noqa: E501  (messages are compared whole)
 
+import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,6 +41,11 @@ WANTED = {
 REPOSITORIES = {"owner/good": FILES, "owner/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}
 
 
+def git_sha1(content: bytes) -> str:
+    """As the hub names small files."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub as a download asks for."""
 
@@ -73,11 +80,11 @@ class Hub(BaseHTTPRequestHandler):
             files = REPOSITORIES[name]
             if parts[4:5] == ["tree"]:
                 tree = [
-                    {"type": "file", "oid": "a" * 40, "size": len(data), "path": file}
+                    {"type": "file", "oid": git_sha1(data), "size": len(data), "path": file}
                     for file, data in files.items()
                 ]
                 return self.send(json.dumps(tree).encode())
-            siblings = [{"rfilename": file} for file in files]
+            siblings = [{"rfilename": file, "blobId": git_sha1(data)} for file, data in files.items()]
             return self.send(
                 json.dumps({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}).encode()
             )
@@ -89,7 +96,7 @@ class Hub(BaseHTTPRequestHandler):
     def send(self, content: bytes, *, etag: str = "", commit: str = COMMIT) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{etag or format(hash(content) & 0xFFFFFFFF, "040x")}"')
+        self.send_header("ETag", f'"{etag or git_sha1(content)}"')
         self.send_header("X-Repo-Commit", commit)
         self.end_headers()
         if self.command == "GET":
@@ -296,3 +303,184 @@ def test_an_option_of_torchtunes_download_is_answered_without_repeating_its_valu
     assert (code, stdout) == (2, "")
     assert said in stderr
     assert "s3cret" not in stderr
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("target", "what"), [("dest", "a link to nowhere"), ("nowhere", "a link to nowhere"), ("file", "a link")]
+)
+def test_a_link_that_leads_to_no_folder_is_no_place_for_a_download(
+    here: Command, tmp_path: Path, target: str, what: str
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "dest").symlink_to(target)
+    message = f"error: dest: is {what}; choose another --output-dir\n"
+    assert here("download", "owner/good", "--output-dir", "dest") == (2, "", message)
+    assert not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+THEIRS = [
+    "config.json",
+    "model.safetensors",
+    "checkpoints/step-00000004/state.json",
+    "export/config.json",
+    "notes",
+]
+
+
+@pytest.mark.parametrize("dest", ["mine", "linked", "checkpoints/good"])
+@pytest.mark.parametrize("file", THEIRS)
+def test_a_folder_that_is_no_download_is_left_as_it_is(
+    here: Command, tmp_path: Path, file: str, dest: str
+) -> None:
+    theirs = tmp_path / "mine" / file
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("trained for a month")
+    (tmp_path / "linked").symlink_to("mine")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "good").symlink_to("../mine")
+    before = _contents(tmp_path / "mine")
+    assert here("download", "owner/good", *([] if "/" in dest else ["--output-dir", dest])) == (
+        2,
+        "",
+        f"error: {dest}: is not empty, and no download lies there; choose another --output-dir\n",
+    )
+    assert _contents(tmp_path / "mine") == before
+    assert Hub.requested == []
+
+
+def test_an_edited_config_survives_a_rerun_that_completes_the_download(here: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    assert here("download", "owner/good")[0] == 0
+    _edit(folder / "config.json")
+    (folder / "model.safetensors").unlink()
+    (folder / "notes.txt").write_text("mine")
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr) == (0, "")
+    kept = "kept: checkpoints/good/config.json, which was changed since it was downloaded; remove it to get the hub's"
+    assert stdout.splitlines()[0] == kept
+    assert (folder / "config.json").read_bytes() == b"edited"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def _edit(file: Path) -> None:
+    file.write_bytes(b"edited")
+    later = file.stat().st_mtime + 5
+    os.utime(file, (later, later))
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_changed_weights_and_files_from_elsewhere_are_named_and_left(
+    here: Command, tmp_path: Path, is_noted: bool
+) -> None:
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    name = "model.safetensors" if is_noted else "config.json"
+    _edit(folder / name)
+    if not is_noted:
+        (folder / f".cache/huggingface/download/{name}.metadata").unlink()
+    before = _contents(folder)
+    assert here("download", "owner/good") == (
+        2,
+        "",
+        f"error: checkpoints/good/{name}: is not as it was downloaded from owner/good, and would be overwritten; "
+        "move it away, or choose another --output-dir\n",
+    )
+    assert _contents(folder) == before
+
+
+def test_a_kill_before_huggingface_hub_has_noted_a_file_is_no_obstacle(here: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    for path in (folder / ".cache/huggingface/download").iterdir():
+        path.unlink()
+    assert here("download", "owner/good")[0] == 0
+
+
+NEWER = "f" * 40
+
+
+@pytest.mark.parametrize(
+    ("edited", "upstream", "is_kept"),
+    [("", "config.json", None), ("config.json", "config.json", False), ("config.json", "merges.txt", True)],
+)
+def test_a_newer_commit_replaces_what_was_not_edited(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str, upstream: str, is_kept: bool
+) -> None:
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    if edited:  # with the time of the file that it was, as `cp -p` does
+        was = (folder / edited).stat().st_mtime
+        (folder / edited).write_bytes(b"edited")
+        os.utime(folder / edited, (was, was))
+    files = FILES | {upstream: b"newer"}
+
+    def odd(hub: Hub, path: str) -> bool:
+        if path == LIST or path.endswith(f"revision/{NEWER}"):
+            siblings = [{"rfilename": file, "blobId": git_sha1(data)} for file, data in files.items()]
+            _listed(sha=NEWER, siblings=siblings)(hub)
+        elif path.endswith(f"tree/{NEWER}"):
+            tree = [{"type": "file", "oid": git_sha1(d), "size": len(d), "path": f} for f, d in files.items()]
+            hub.send(json.dumps(tree).encode())
+        elif NEWER in path:
+            hub.send(files[path.partition(f"{NEWER}/")[2]], commit=NEWER)
+        return path == LIST or NEWER in path
+
+    monkeypatch.setattr(Hub, "odd", odd)
+    before = _contents(folder)
+    code, stdout, stderr = here("download", "owner/good")
+    if is_kept is False:
+        assert (code, stdout) == (2, "")
+        assert "config.json: is not as it was downloaded from owner/good" in stderr
+        assert _contents(folder) == before
+        return
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith("kept: ") is bool(is_kept)
+    assert (folder / upstream).read_bytes() == b"newer"
+    assert (folder / "config.json").read_bytes() == (b"edited" if is_kept else b"newer")
+
+
+def test_a_download_of_another_repository_is_left_as_it_is(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert here("download", "owner/good", "--output-dir", "d")[0] == 0
+    for path in (tmp_path / "d/.cache/huggingface/download").glob("*.metadata"):
+        path.write_text(path.read_text().replace(COMMIT, "e" * 40))
+    before = _contents(tmp_path / "d")
+    assert here("download", "owner/good", "--output-dir", "d") == (
+        2,
+        "",
+        "error: d: holds a download of commit eeeeeeeeeeee, which owner/good does not have; choose another "
+        "--output-dir\n",
+    )
+    assert _contents(tmp_path / "d") == before
+
+
+@pytest.mark.parametrize(
+    "name", ["", "huggingface", "huggingface/download", "huggingface/download/config.json.lock"]
+)
+@pytest.mark.parametrize("kind", ["a link", "a hard link", "a pipe"])
+def test_nothing_is_written_through_a_link_among_the_notes_of_a_download(
+    here: Command, tmp_path: Path, name: str, kind: str
+) -> None:
+    victim = tmp_path / "victim"
+    planted = tmp_path / "d/.cache" / name
+    planted.parent.mkdir(parents=True)
+    if kind == "a pipe":
+        os.mkfifo(planted)
+    elif kind == "a hard link":
+        victim.write_text("precious")
+        os.link(victim, planted)
+    else:
+        victim.mkdir()
+        planted.symlink_to(victim)
+    message = f"error: {planted.relative_to(tmp_path)}: is {kind}, through which a download would write; remove it\n"
+    assert here("download", "owner/good", "--output-dir", "d") == (2, "", message)
+    assert list(victim.iterdir()) == [] if kind == "a link" else True
+    assert kind != "a hard link" or victim.read_text() == "precious"

@@ -124,7 +124,7 @@ def _flip(file: Path) -> None:
     ("arguments", "message"),
     [
         (["{run}", "full"], "full: exists and is not an empty folder; choose another DEST"),
-        (["{run}", "."], ".: an export is renamed into place, so give DEST a name, as in my-model"),
+        (["{run}", "."], ".: a finished folder is renamed into place, so give DEST a name, as in my-model"),
         (["new", "out"], "new: the run has no checkpoint yet"),
         (["{run}", "out", "--max-shard-gib=-1"], "export.max_shard_gib: must be at least 0, found -1.0"),
         (["{run}", "out", "--private"], "--private belongs to --push-to-hub"),
@@ -230,7 +230,8 @@ def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Com
     weights.write_bytes(content)
     code, _, err = command("verify", str(export))
     assert code == 2
-    assert err == f"error: {weights}: is not what the hub sent (its sha256 differs); download it again\n"
+    why = "is not what the hub sent (its sha256 differs); remove it and download it again"
+    assert err == f"error: {weights}: {why}\n"
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -5,6 +5,7 @@
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,22 @@ def test_nothing_is_written_into_a_folder_that_holds_something(command: Command)
     assert [path.name for path in Path("full").iterdir()] == ["mine.txt"]
     Path("empty").mkdir()
     assert command("new-checkpoint", "llama3_2/tiny", "empty")[0] == 0
+
+
+def test_what_is_written_to_dest_meanwhile_stays_and_is_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights = new_checkpoint._write_weights
+
+    def meanwhile(*arguments: Any) -> int:
+        Path("empty", "mine.txt").write_text("mine")
+        return write_weights(*arguments)
+
+    monkeypatch.setattr(new_checkpoint, "_write_weights", meanwhile)
+    Path("empty").mkdir()
+    message = "error: empty: cannot be written: empty: Directory not empty\n"
+    assert command("new-checkpoint", "llama3_2/tiny", "empty") == (2, "", message)
+    assert [path.name for path in Path().rglob("*")] == ["empty", "mine.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Where a command may make a folder."""
+
+import os
+import re
+from pathlib import Path
+
+from lptune.config import UserError, is_mount_point
+
+
+def check_new_folder(dest: Path) -> None:
+    """Refuses a DEST to which a finished folder cannot be renamed. It may be missing, or an empty folder."""
+    if dest.name in ("", ".."):
+        raise UserError(
+            f"{dest}: a finished folder is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
+        )
+    try:
+        if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
+            raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
+        for above in reversed(dest.parents):
+            # Of a folder to be made `..` is no place yet.
+            if above.name == ".." and not above.parent.is_dir():
+                raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
+            if os.path.lexists(above) and not above.is_dir():
+                raise UserError(f"{dest}: a file is in the way of this folder")
+        if is_mount_point(dest):
+            raise UserError(
+                f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, "
+                f"as in {dest / 'my-model'}"
+            )
+    except OSError as error:
+        raise UserError(f"{dest}: cannot be looked at ({error.strerror}); choose another DEST") from None
+    check_outside_checkpoints(dest)
+
+
+def check_outside_checkpoints(dest: Path) -> None:
+    """Refuses a place among a run's checkpoints, where it would be taken for one, or for a part of one."""
+    real = Path(os.path.realpath(dest))
+    for place in (real, *real.parents):
+        if place.parent.name == "checkpoints" and (
+            re.fullmatch(r"step-\d{8}", place.name) or any(place.parent.glob("step-*/manifest.json"))
+        ):
+            raise UserError(f"{dest}: is among the checkpoints of a run, {place.parent}; choose another")
