@@ -6,7 +6,6 @@ of this name, or a stranger's package.
 """
 
 import importlib.metadata
-import importlib.util
 import re
 import shlex
 import sys
@@ -26,7 +25,9 @@ def how_to_install(extra: str) -> str:
     packages = [name.strip() for name, _, marker in required if of_extra.search(marker)]
     if not packages:
         return f"install the packages that lptune's pyproject.toml lists as the extra {extra!r}"
-    has_pip = importlib.util.find_spec("pip") is not None
+    has_pip = any(
+        importlib.metadata.distributions(name="pip")
+    )  # to look for the module runs setuptools' hook
     pip = [sys.executable, "-m", "pip", "install"]
     uv = ["uv", "pip", "install", "--python", sys.executable]
     return "run: " + shlex.join([*(pip if has_pip else uv), *packages])

@@ -1,7 +1,6 @@
 """The command in an error installs the package that was missed, into the Python that missed it."""
 
 import importlib.metadata
-import importlib.util
 import shlex
 import sys
 
@@ -26,7 +25,7 @@ def test_the_command_names_this_python_and_the_packages_of_the_extra(extra: str)
 
 
 def test_an_environment_without_pip_gets_the_command_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter(()))
     assert how_to_install("data").startswith(f"run: uv pip install --python {sys.executable} 'pyarrow>=")
 
 
