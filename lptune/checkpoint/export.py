@@ -113,7 +113,8 @@ def _export(
             files = plan_files(source, cfg)
             if group.rank == 0:
                 _check_space(folder, files, source)
-                folder.parent.mkdir(parents=True, exist_ok=True)
+                if not replace:  # a run's own folder is there, or was removed while it trained
+                    folder.parent.mkdir(parents=True, exist_ok=True)
                 made = Scratch(folder)
         number = group.of_main(made.number if made else 0)
         scratch = (made or Scratch(folder, number)).path

@@ -350,6 +350,17 @@ def test_a_pipe_in_an_export_is_named_and_not_waited_for(tmp_path: Path, base: P
         verify_sums(folder)
 
 
+def test_the_export_of_a_run_whose_folder_was_removed_makes_no_other(
+    tmp_path: Path, base: Path, trained: Path
+) -> None:
+    source = checkpoint.read_index(base)
+    with pytest.raises(UserError, match="the export cannot be written: .*: No such file or directory"):
+        checkpoint.export_hf(trained, source, tmp_path / "gone" / "export", ExportConfig())
+    assert not (tmp_path / "gone").exists()
+    checkpoint.export_hf(trained, source, tmp_path / "new" / "export", ExportConfig(), replace=False)
+    assert (tmp_path / "new" / "export" / "config.json").is_file()
+
+
 def test_two_exports_and_folders_that_look_like_theirs_are_kept_apart(
     tmp_path: Path, base: Path, trained: Path
 ) -> None:
