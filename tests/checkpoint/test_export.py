@@ -354,7 +354,7 @@ def test_the_export_of_a_run_whose_folder_was_removed_makes_no_other(
     tmp_path: Path, base: Path, trained: Path
 ) -> None:
     source = checkpoint.read_index(base)
-    with pytest.raises(UserError, match="the export cannot be written: .*: No such file or directory"):
+    with pytest.raises(UserError, match=r"the export cannot be written: .*: No such file or directory"):
         checkpoint.export_hf(trained, source, tmp_path / "gone" / "export", ExportConfig())
     assert not (tmp_path / "gone").exists()
     checkpoint.export_hf(trained, source, tmp_path / "new" / "export", ExportConfig(), replace=False)
