@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import argparse
 
 _PEER_GRACE_S = 1.0
+_OF_A_RANK = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def stay_on_loopback() -> None:
@@ -56,15 +58,20 @@ def stay_on_loopback() -> None:
 def is_rank() -> bool:
     """Was this process started by torchrun (or by a cluster that sets the same variables)?
 
-    Raises UserError for variables that are no launcher's.
+    Raises UserError for variables that are no launcher's. Those that count for a rank only are removed from
+    the environment of a process that is none.
     """
-    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    if not given:
+    required = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not required:
+        for name in _OF_A_RANK:
+            os.environ.pop(name, None)
         return False
-    if not all(re.fullmatch(r"\d{1,9}", value) for value in given.values()) or len(given) < 2:
-        found = ", ".join(f"{name}={value}" for name, value in given.items())
+    given = required | {name: os.environ[name] for name in _OF_A_RANK if name in os.environ}
+    odd = {name: value for name, value in given.items() if not re.fullmatch(r"\d{1,9}", value)}
+    if odd or len(required) < 2:
+        found = ", ".join(f"{name}={value}" for name, value in (odd or required).items())
         raise UserError(
-            f"run: {found} in the environment: a launcher sets both RANK and WORLD_SIZE, to numbers; unset "
+            f"run: {found} in the environment: a launcher sets RANK, WORLD_SIZE and the like to numbers; unset "
             "what is left of one"
         )
     return True
@@ -106,7 +113,10 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     # The launcher may have died before that line.
     if os.environ.get(ranks.LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        os._exit(1)
+        with suppress(OSError):
+            line = f"error: the launcher that started this rank is gone; unset {ranks.LAUNCHER} if none did\n"
+            os.write(2, line.encode())
+        os._exit(2)
 
 
 # ---- in the launcher

@@ -209,7 +209,9 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
         env=environment,
         capture_output=True,
     )
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert (done.returncode, done.stdout) == (2, b"")
+    line = b"error: the launcher that started this rank is gone; unset LPTUNE_LAUNCHER_PID if none did\n"
+    assert done.stderr == line
 
 
 @linux_only
@@ -329,7 +331,8 @@ RUN = ("run", "r.py", "--config", "quickstart")
     [
         (RUN, {"RANK": "0"}, "run: RANK=0 in the environment"),
         (RUN, {"WORLD_SIZE": "2"}, "run: WORLD_SIZE=2 in the environment"),
-        (RUN, {"RANK": "a", "WORLD_SIZE": "2"}, "run: RANK=a, WORLD_SIZE=2 in the environment"),
+        (RUN, {"RANK": "a", "WORLD_SIZE": "2"}, "run: RANK=a in the environment"),
+        (RUN, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "a"}, "run: LOCAL_RANK=a in the environment"),
         (
             ("run", LONG, "--config", "quickstart"),
             {},
