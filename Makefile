@@ -32,10 +32,11 @@ help:
 	@touch $@
 
 # The build that pip would take: for a CPU where an index or a folder of such builds is configured, else PyPI's for CUDA. Downloaded
-# first, since pip prefers files whose digests it knows. For yet another build: install it into .venv, `touch .venv/.torch`.
+# first, since pip prefers files whose digests it knows. A build of this version that torch.txt does not list: install it into .venv, then
+# `touch .venv/.torch`.
 .venv/.torch: requirements/torch.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "error: lptune needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
+	  echo "error: requirements/ are for Python 3.11 and 3.12, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/torch $(TORCH)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links .venv/torch -r requirements/torch.txt

@@ -193,7 +193,8 @@ class Scratch:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
             self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            lock_file(self._lock, wait=False)
+            with suppress(OSError):  # without a lock the next writer removes what a kill leaves here
+                lock_file(self._lock, wait=False)
             unlocked.rename(self.path / self.MARK)
 
     def unmark(self) -> None:

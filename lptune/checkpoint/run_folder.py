@@ -86,10 +86,11 @@ class RunFolder:
         text = ""
         if self.metrics.exists():
             descriptor = open_regular(self.metrics, os.O_RDONLY)
-            with named(self.metrics), open(descriptor, encoding="utf-8", errors="replace") as file:
+            with named(self.metrics), open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
                 text = file.read()
         for line in text.splitlines(keepends=True):
             try:
+                line.encode()  # what is no UTF-8 is no run's
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None

@@ -71,8 +71,8 @@ def is_rank() -> bool:
     if odd or len(required) < 2:
         found = ", ".join(f"{name}={value}" for name, value in (odd or required).items())
         raise UserError(
-            f"run: {found} in the environment: a launcher sets RANK, WORLD_SIZE and the like to numbers; unset "
-            "what is left of one"
+            f"run: {found} in the environment: a launcher sets RANK, WORLD_SIZE and the like to numbers; "
+            "unset what is left of one"
         )
     return True
 

@@ -25,6 +25,7 @@ _ALLOWED = (
     (re.compile(rf"\$\{{\s*oc\.decode\s*:\s*{_READ}\s*\}}"), _READ),
 )
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+_LEAST = 4  # characters: a shorter value is no secret, and its letters are in every message
 _VARIABLE = re.compile(r"oc\.env\s*:\s*(\w+)")
 
 _PLACES = {"model.path", "data.source", "data.eval_source", "data.cache", "resume", "output_dir"}
@@ -74,10 +75,11 @@ def marked(raw: Any) -> Any:
 
 
 def check_reads(marks: Any, values: Any, may_read: Callable[[str], bool]) -> list[str]:
-    """The texts that the environment decides, alone or in part. Raises UserError, which begins with the key
-    and holds no value, where a key may not read it, or has a list or a section of it.
+    """The texts and numbers that the environment decides, alone or in part, as they are printed.
 
-    marks: `marked`, resolved; values: the config, resolved. may_read: called with a dotted key.
+    Raises UserError, which begins with the key and holds no value, where a key may not read it, or has a list
+    or a section of it. marks: `marked`, resolved; values: the config, resolved. may_read: called with a
+    dotted key.
     """
     read = []
     for key, value in _read(marks, values, ""):
@@ -90,7 +92,7 @@ def check_reads(marks: Any, values: Any, may_read: Callable[[str], bool]) -> lis
             raise UserError(
                 f"{key}: the environment gives a list or a section, and may give one value; write it out"
             )
-        read += [value] if isinstance(value, str) else []
+        read += [] if isinstance(value, bool) else [str(value)]
     return read
 
 
@@ -113,11 +115,13 @@ def reads_environment(raw: Any) -> bool:
 
 def masked(message: str, raw: Any, read: Sequence[str] = ()) -> str:
     """`message` with `${oc.env:NAME}` in the place of the values of the variables that `raw` names, and
-    `${oc.env}` in that of the texts `read`, as oc.decode has made them.
+    `${oc.env}` in that of the texts and numbers `read`, as oc.decode has made them.
     """
     hidden = [(os.environ.get(name, ""), f"${{oc.env:{name}}}") for name in _VARIABLE.findall(str(raw))]
     for value, mask in [*hidden, *((text, "${oc.env}") for text in read)]:
-        for written in {value, repr(value)[1:-1]} - {""}:
+        if len(value) < _LEAST:
+            continue
+        for written in {value, repr(value)[1:-1]}:
             message = message.replace(written, mask)
             # An error shows the beginning of a long value, and an ellipsis.
             shown = next((n for n in range(len(written), 2, -1) if f"{written[:n]}…" in message), 0)

@@ -67,8 +67,8 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         line = _first_line(error)
         if marks is not None and not line.startswith("Environment variable"):
             line = "oc.decode cannot read the value of the variable"  # and would quote it
-        message = masked(f"{error.full_key}: {line}", raw)
-        raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
+        message = f"{error.full_key}: {line}"
+        raise UserError(f"{_blame(message, path, overrides)}: {masked(message, raw)}") from None
     try:
         read = check_reads(marks, resolved, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
         cfg = _build(cls, resolved, "")

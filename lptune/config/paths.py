@@ -159,6 +159,11 @@ def check_inputs_stay(cfg: Any) -> None:
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
             for path in _paths(key, value):
                 if _is_written(path, output_dir):
+                    if key == "data.cache":
+                        raise UserError(
+                            f"data.cache: {path} is in output_dir ({cfg.output_dir}), where the run writes; "
+                            "choose another"
+                        )
                     what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
                     raise UserError(
                         f"output_dir: {cfg.output_dir} would be written over {what}; choose another"

@@ -6,6 +6,7 @@ line lists the columns and names the key to set.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
 
 def _with_files(source: str, rows: Sequence[Row]) -> str:
     """`source`, and of a folder or a glob the files that the first rows are of."""
-    files = list(dict.fromkeys(row.place.rsplit(" ", 2)[0] for row in rows))
+    files = list(dict.fromkeys(re.sub(r" (line|row) \d+$", "", row.place) for row in rows))
     return source if files in ([], [source]) else f"{source} ({listed(files)})"
 
 

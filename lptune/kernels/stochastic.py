@@ -75,7 +75,7 @@ def _quantize_stochastic(
     key, micro_batch = int(layer[KEY]), int(layer[MICRO_BATCH])
     if key == 0:
         raise RuntimeError(
-            "stochastic rounding has no random key: call linear.LowPrecision.micro_batch(number) "
+            "stochastic rounding has no random key: call low.micro_batch(number) of linear.LowPrecision "
             "before each forward and backward"
         )
     if part := int(layer[PART]):

@@ -128,6 +128,9 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
     if not spec.multiplies_in_8_bits:
         return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
+    if device is not None and device.type == "cuda" and not spec.emulate:
+        for operation in (*spec.operations, "quantize"):  # what cannot run here is told now, not in a step
+            choose_backend(operation, device.type)
     if device is None or spec.emulate or choose_backend(spec.operations[0], device.type) != "reference":
         return spec
     if spec.scaling == "mx" or requested_backend() == "reference":

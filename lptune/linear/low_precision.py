@@ -15,7 +15,7 @@ Four parts make it up. A kind of precision that does not use one pays nothing fo
     rounding    the random bits of `precision.stochastic_rounding`                 stochastic.py
     first step  counted and compared with the plan                                 verify.py
 
-Training without scales is right and slower. Training without histories or random bits is an error of the
+Training without scales is right and slower. Training without histories or random keys is an error of the
 kernels. A loop without `step` is still verified, but by less (`verify_first_update`).
 """
 
@@ -34,7 +34,7 @@ from lptune.linear.verify import FirstStep, Verified
 
 
 class Ranks(Protocol):
-    """What of `distributed.World` is used here."""
+    """The part of `distributed.World` that is used here."""
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +72,7 @@ class LowPrecision:
 
         Raises UserError where weights are to be gathered in 8 bits and `model` is not sharded.
         """
-        PrecomputedScales(model, *optimizers)  # gathers find it by their layers' numbers
+        self._scales = PrecomputedScales(model, *optimizers)  # gathers find it by their layers' numbers
         if world is None:
             device = next(iter(model.parameters())).device
             self._histories = DelayedScaling(plan, device)
@@ -97,6 +97,7 @@ class LowPrecision:
                 yield
         finally:
             self._step = None
+            self._rounding.stop()
 
     def micro_batch(self, number: int) -> None:
         """Before each forward pass of a step. number: of the micro-batch within the global batch, counted
@@ -104,7 +105,7 @@ class LowPrecision:
         outside of `step`.
         """
         if self._step is None:
-            raise RuntimeError("LowPrecision.micro_batch belongs into `with low.step(step, num_passes):`")
+            raise RuntimeError("LowPrecision.micro_batch belongs inside `with low.step(step, num_passes):`")
         self._rounding.start(self._step, number)
 
     def undo(self, skipped: Tensor) -> None:

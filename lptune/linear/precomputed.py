@@ -53,7 +53,7 @@ class PrecomputedScales:
                 continue
             if not isinstance(module.weight, DTensor):
                 raise UserError(
-                    f"PrecomputedScales comes after fully_shard; {name or 'model'} is not sharded"
+                    f"make linear.LowPrecision after fully_shard: {name or 'model'} is not sharded"
                 )
             self._weights[module.number] = _Weight(name, module)
             set_amax_source(module.number, self)

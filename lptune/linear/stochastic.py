@@ -38,3 +38,9 @@ class StochasticRounding:
                 handle[KEY] = max(1, random_key(self._seed, step, name))
             handle[MICRO_BATCH] = micro_batch
         self._step = step
+
+    def stop(self) -> None:
+        """No random key any more: a backward pass before the next `start` is an error."""
+        for handle in self._handles.values():
+            handle[KEY] = 0
+        self._step = -1

@@ -27,7 +27,7 @@ def lptune(
 ) -> Finished:
     """`lptune ARGUMENTS` in `folder`; on several ranks as under plain torchrun, without lptune's launcher.
 
-    Of several ranks, what the one with the largest exit code said.
+    Of several ranks, what one that a signal ended said, else the one with the largest exit code.
     """
     deadline = time.monotonic() + timeout_s
     port = free_port() if ranks > 1 else 0
@@ -44,7 +44,8 @@ def lptune(
             for process in late:
                 process.kill()
             raise TimeoutError(f"lptune {' '.join(arguments)}: still running after {timeout_s} s")
-        worst = max(range(ranks), key=lambda rank: processes[rank].exitcode)
+        codes = [process.exitcode for process in processes]
+        worst = max(range(ranks), key=lambda rank: (codes[rank] < 0, abs(codes[rank])))
         stdout, stderr = (
             Path(output, str(worst), name).read_text(encoding="utf-8") for name in ("stdout", "stderr")
         )

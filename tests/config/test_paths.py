@@ -108,7 +108,7 @@ def test_a_cache_is_refused_in_the_place_of_a_run_whether_or_not_the_run_has_beg
     below = ["", *RUN_FILES, *RUN_FOLDERS, *PARTIAL, "checkpoints/c", "x/../export", ".tmp-config.yaml/c"]
     for spelling in ("runs/new", "alias/new", str(tmp_path / "runs/new")):
         for name in below:
-            with pytest.raises(UserError, match=r"output_dir: .* would be written over .*which data\.cache"):
+            with pytest.raises(UserError, match=r"data\.cache: .* is in output_dir .*, where the run writes"):
                 check_inputs_stay(_config("model", output_dir, cache=f"{spelling}/{name}"))
     for cache in ("runs", "runs/newer", "runs/new/cache", "runs/new/x/export", "auto", "none", "new/export"):
         check_inputs_stay(_config("model", output_dir, cache=cache))

@@ -309,6 +309,12 @@ def test_an_error_of_a_folders_columns_names_the_files(tokenizer: Tokenizer, tmp
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     with pytest.raises(UserError, match=r"a.jsonl, \S+b.jsonl\) has no column 'zz'"):
         run(str(tmp_path), tokenizer, prompt_column="zz")
+    texts = tmp_path / "two words"
+    texts.mkdir()
+    for name in ("my notes.txt", "b.txt"):  # whole files have no number of a line
+        (texts / name).write_text("a b c")
+    with pytest.raises(UserError, match=r"two words/b.txt, \S+two words/my notes.txt\)"):
+        run(str(texts), tokenizer, prompt_column="zz")
 
 
 def test_a_weight_that_leaves_nothing_of_a_source_is_one_line(

@@ -84,10 +84,16 @@ def test_random_bits_go_by_seed_step_and_number() -> None:
 def test_a_loop_that_leaves_a_piece_out_is_an_error_and_not_another_kind() -> None:
     model, plan, optimizer = _model(PrecisionConfig(kind="int8_rowcol", stochastic_rounding=True))
     low = linear.LowPrecision(model, plan, optimizer)
-    no_key = pytest.raises(RuntimeError, match=r"call linear\.LowPrecision\.micro_batch")
+    no_key = pytest.raises(RuntimeError, match=r"call low\.micro_batch\(number\) of linear\.LowPrecision")
     with no_key, low.step(0, num_passes=1):
         _loss(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"belongs into `with low\.step"):
+    with low.step(1, num_passes=1):
+        low.micro_batch(0)
+        _loss(model, 0).backward()
+    for context in (nullcontext(), low.step(2, num_passes=1)):  # the key of an earlier step is none of theirs
+        with pytest.raises(RuntimeError, match=r"call low\.micro_batch"), context:
+            _loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"belongs inside `with low\.step"):
         low.micro_batch(0)
     model, plan, optimizer = _model(PrecisionConfig(kind="float8_delayed", emulate=True))
     with pytest.raises(RuntimeError, match=r"make low = linear\.LowPrecision"):

@@ -16,7 +16,6 @@ DONE, REFUSED, EITHER = frozenset({0}), frozenset({2}), frozenset({0, 2})
 
 OWN = ("work/run", "work/run/*")
 """For `may_change`: what a run that goes on in its own folder writes anew."""
-_CONTROL = {*range(32), 127, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {9, 10}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +41,6 @@ class Case:
     is_cold: bool = False
     then: Callable[[Place, Finished], str] | None = None
     """What else must hold: a complaint, or nothing."""
-    known: str = ""
-    """Why it fails today."""
 
     @property
     def title(self) -> str:
@@ -126,7 +123,7 @@ def _about_its_words(case: Case, done: Finished) -> list[str]:
             text = said.decode(errors="replace")
         if "Traceback" in text:
             wrong.append(f"a traceback on {name}")
-        if raw := sorted({hex(ord(c)) for c in text if ord(c) in _CONTROL}):
+        if raw := sorted({hex(ord(c)) for c in text if not c.isprintable() and c not in "\n\t"}):
             wrong.append(f"raw control characters on {name}: {', '.join(raw)}")
         lines = [line for line in text.split("\n") if line.startswith("error:")]
         wanted = int(name == "stderr" and done.code in (2, 3))
