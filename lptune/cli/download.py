@@ -54,7 +54,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
 
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
     try:
-        check_outside_checkpoints(folder)
+        check_outside_checkpoints(folder, "--output-dir")
         hub.check_place(folder)
         check_model_files(folder)
         commit, digests = _list(repo, revision)
