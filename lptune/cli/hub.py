@@ -18,6 +18,9 @@ from lptune.config import UserError, kind_of, open_regular
 WAIT_S = 30.0
 """For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
 
+UPLOAD_WAIT_S = 300.0
+"""For an answer to an upload: the hub takes its time over a commit of large files. Not the whole upload's."""
+
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
 """What huggingface_hub raises over an answer that it does not understand."""
 
