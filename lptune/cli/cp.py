@@ -5,9 +5,10 @@ from pathlib import Path
 
 import click
 
-from lptune.cli import catalog
+from lptune.cli import catalog, interrupts
 from lptune.cli.path_argument import PathArgument
-from lptune.config import UserError, kind_of
+from lptune.cli.places import check_above
+from lptune.config import TEMPORARY, UserError, kind_of
 
 
 @click.command()
@@ -23,24 +24,25 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
     if not dest.parent.is_dir():
         if not parents:
             raise UserError(f"{dest.parent}: no such folder; make it, or add --parents")
-        if any(part.exists() and not part.is_dir() for part in dest.parents):
-            raise UserError(f"{dest.parent}: a file is in the way of this folder")
-        dest.parent.mkdir(parents=True)
+        check_above(dest)
     if kind_of(dest) and not force:  # a link to nowhere is there, too
         raise UserError(f"{dest}: exists; add --force to overwrite it")
     if dest.exists() and (not dest.is_file() or dest.samefile(source)):  # /dev/stdout is a link, to a pipe
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
     # Renamed into place: what a link leads to, or shares its bytes with DEST, is not written to.
-    partial = dest.with_name(f".tmp-lptune-{os.getpid()}")
-    try:
-        with partial.open("xb") as file:
+    partial = dest.with_name(f"{TEMPORARY}lptune-{os.getpid()}")
+    with interrupts.Undoing():
+        try:
+            dest.parent.mkdir(parents=True, exist_ok=True)
             try:
-                file.write(source.read_bytes())
-                file.flush()
+                with partial.open("xb") as file:
+                    file.write(source.read_bytes())
                 partial.replace(dest)
+            except FileExistsError:  # of another process: not ours to remove
+                raise
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
-    except OSError as error:
-        raise UserError(f"{name}: cannot be copied to {dest}: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(f"{name}: cannot be copied to {dest}: {error.strerror}") from None
     click.echo(f"copied {name} to {dest}")

@@ -54,13 +54,13 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
 
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
     try:
-        check_outside_checkpoints(folder)
+        check_outside_checkpoints(folder, "--output-dir")
         hub.check_place(folder)
         check_model_files(folder)
+        commit, digests = _list(repo, revision)
+        before = {name for name in digests if (folder / name).exists()}
+        changed = hub.changed_files(folder, repo, commit, digests)
         with hub.asked():
-            commit, digests = _list(repo, revision)
-            before = {name for name in digests if (folder / name).exists()}
-            changed = hub.changed_files(folder, repo, commit, digests)
             huggingface_hub.snapshot_download(
                 repo,
                 revision=commit,
@@ -68,7 +68,8 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
                 allow_patterns=list(ALLOWED),
                 ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
             )
-        hub.check_download(folder, digests.keys() - changed, commit, before)
+        fetched = {name: digest for name, digest in digests.items() if name not in changed}
+        hub.check_download(folder, fetched, commit, before)
     except UserError:
         raise
     except HFValidationError:
@@ -89,19 +90,22 @@ def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
     """
     import huggingface_hub
 
-    info = huggingface_hub.HfApi().model_info(
-        repo, revision=revision, timeout=hub.WAIT_S, files_metadata=True
-    )
+    with hub.asked():
+        info = huggingface_hub.HfApi().model_info(
+            repo, revision=revision, timeout=hub.WAIT_S, files_metadata=True
+        )
     names = [str(sibling.rfilename) for sibling in info.siblings or []]
     if not any(name.endswith(".safetensors") and "/" not in name for name in names):
         pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
         reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
-        raise ValueError(f"{info.sha!r:.60} is no commit")
+        raise hub.OddAnswerError(f"{info.sha!r:.60} is no commit")
     digests = {}
     for name, sibling in zip(names, info.siblings or [], strict=True):
         if _is_wanted(name):
+            if not name.isprintable():  # half of a surrogate pair, or a NUL, which no path can hold
+                raise hub.OddAnswerError(f"{name!a:.60} is no file name")
             digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
     return str(info.sha), digests
 

@@ -99,16 +99,15 @@ def _check_hub(repo: str) -> None:
 
 def _push(folder: Path, repo: str, private: bool, step: int) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-    disable_progress_bars()
     try:
         api = HfApi()
-        # Nothing is said of an existing repository's visibility.
-        api.create_repo(repo, private=private or None, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message=f"Weights of step {step}"
-        ).commit_url
+        with hub.asked():  # nothing is said of an existing repository's visibility
+            api.create_repo(repo, private=private or None, exist_ok=True)
+        with hub.asked(hub.UPLOAD_WAIT_S):
+            return api.upload_folder(
+                repo_id=repo, folder_path=folder, commit_message=f"Weights of step {step}"
+            ).commit_url
     except Exception as error:
         raise UserError(
             f"--push-to-hub {repo}: {_reason(error)}; the export is in {folder}, `hf upload {repo} {folder}` "

@@ -1,7 +1,7 @@
 """The Hugging Face hub, and whatever else answers at HF_ENDPOINT: a proxy's page, half an answer, or nothing.
 
-huggingface_hub checks little of what it is sent, and it takes a folder that is there for downloaded where the
-hub does not list its files. So what came is compared with what was asked for.
+huggingface_hub checks little of what it receives, and where the hub lists no files, it takes a folder that
+exists for a finished download. So what came is compared with what was asked for.
 """
 
 import hashlib
@@ -18,23 +18,38 @@ from lptune.config import UserError, kind_of, open_regular
 WAIT_S = 30.0
 """For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
 
+UPLOAD_WAIT_S = 300.0
+"""For an answer to an upload: the hub takes its time over a commit of large files. Not the whole upload's."""
+
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
+"""What huggingface_hub raises over an answer that it does not understand."""
+
+
+class OddAnswerError(Exception):
+    """What no hub answers."""
 
 
 @contextmanager
-def asked() -> Iterator[None]:
-    """Questions to the hub within end after a time without an answer. Where nobody watches a terminal, stderr
-    is left to errors.
+def asked(wait_s: float | None = None) -> Iterator[None]:
+    """Around calls of huggingface_hub, and nothing else: what they raise over a malformed answer becomes an
+    OddAnswerError, which the same exception of our own code must not.
+
+    A question ends after `wait_s` seconds without an answer, WAIT_S by default. Unless stderr is a terminal,
+    only errors are written there.
     """
-    from huggingface_hub import utils
+    from huggingface_hub import errors, utils
 
     if not sys.stderr.isatty():
         utils.disable_progress_bars()  # type: ignore[attr-defined]
         utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     client = utils.get_session()  # type: ignore[attr-defined]
-    before, client.timeout = client.timeout, WAIT_S
+    before, client.timeout = client.timeout, WAIT_S if wait_s is None else wait_s
     try:
         yield
+    except (errors.HFValidationError, OSError):  # OSError: of the hub's errors, too
+        raise
+    except _MALFORMED as error:
+        raise OddAnswerError(f"{type(error).__name__}: {_first_line(error)}") from error
     finally:
         client.timeout = before
 
@@ -42,7 +57,7 @@ def asked() -> Iterator[None]:
 def reason(error: Exception, doing: str) -> str:
     """What went wrong, in one line. doing: what did not work, as `cannot be downloaded`.
 
-    An exception that is none of the hub's, of what it answers or of the system's is a bug, and raised.
+    An exception that is neither the hub's or the system's nor about an answer is a bug, and raised.
     """
     from huggingface_hub import constants, errors
 
@@ -57,10 +72,10 @@ def reason(error: Exception, doing: str) -> str:
         if type(error).__name__ == "ConnectError" or isinstance(error, errors.LocalEntryNotFoundError):
             return f"{doing}: {endpoint} cannot be reached, or does not answer as a hub does"
         return f"{doing}: {_first_line(error)}"
-    if isinstance(error, _MALFORMED):
+    if isinstance(error, OddAnswerError):
         return (
-            f"{doing}: {endpoint} does not answer as a hub does ({type(error).__name__}: "
-            f"{_first_line(error):.80}); check HF_ENDPOINT, and whether a proxy or a login page is in between"
+            f"{doing}: {endpoint} does not answer as a hub does ({_first_line(error):.100}); check "
+            "HF_ENDPOINT, and whether a proxy or a login page is in between"
         )
     raise error
 
@@ -77,22 +92,26 @@ def check_place(folder: Path) -> None:
         what = kind_of(folder) if folder.exists() else "a link to nowhere"
         raise UserError(f"{folder}: is {what}; choose another --output-dir")
     cache = folder / ".cache"
-    for path in (cache, *cache.rglob("*")):
+    is_download = (folder / _NOTES).is_dir()
+    if folder.is_dir() and not is_download and any(path != cache for path in folder.iterdir()):
+        raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
+    # Only where huggingface_hub writes: a cache of the user may lie beside it, in .cache/huggingface/hub.
+    notes, above = folder / _NOTES, (folder / _NOTES).parent
+    written = (above / name for name in (".gitignore", ".gitignore.lock", "CACHEDIR.TAG"))
+    for path in (cache, above, *written, notes, *notes.rglob("*")):
         kind = kind_of(path)
         if kind == "a file" and path.lstat().st_nlink > 1:
             kind = "a hard link"
         if kind not in ("", "a file", "a folder"):
             raise UserError(f"{path}: is {kind}, through which a download would write; remove it")
-    is_download = (folder / _NOTES).is_dir()
-    if folder.is_dir() and not is_download and any(path != cache for path in folder.iterdir()):
-        raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
 
 
 def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, str]) -> list[str]:
     """The files in `folder` that were edited since they were downloaded and are to be left as they are.
 
     digests: those that the hub has of the files of `commit`, by name; empty where it tells none.
-    Raises UserError where the folder holds a download of another repository, and for a file that the download
+    Raises UserError where the folder holds a download of another repository, for what is no regular file and
+    has the name of one that the hub has, and for a file that the download
     would overwrite although it is neither what an earlier one wrote nor what this one will write: one that
     came from elsewhere, edited weights, and an edit of what has changed on the hub, too.
     """
@@ -102,21 +121,30 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
     notes = _notes(folder)
     for other in {note.commit for note in notes.values()} - {commit}:
         try:
-            HfApi().model_info(repo, revision=other, timeout=WAIT_S)
+            with asked():
+                HfApi().model_info(repo, revision=other, timeout=WAIT_S)
         except RevisionNotFoundError:
             raise UserError(
-                f"{folder}: holds a download of commit {other[:12]}, which {repo} does not have; choose "
-                "another --output-dir"
+                f"{folder}: holds a download of commit {other[:12]}, which {repo} does not have: it is of "
+                f"another repository, or the commit was removed from {repo}; choose another --output-dir"
             ) from None
     changed = []
     for name, digest in digests.items():
         file, note = folder / name, notes.get(name)
-        if not kind_of(file) or (note and note.commit == commit and note.is_newer_than(file)):
+        kind, is_weights = kind_of(file), name.endswith(".safetensors")
+        if kind not in ("", "a file"):
+            raise UserError(
+                f"{file}: is {kind}, where the hub has a file; move it away, or choose another --output-dir"
+            )
+        if not kind:
+            continue
+        # Weights are hashed once, at the end (check_download); a small file's time may be that of another.
+        if is_weights and note and note.commit == commit and note.is_newer_than(file):
             continue
         if _has_digest(file, digest) or (note and note.describes(file)):
             continue
         is_same_on_hub = note and (note.commit == commit or note.etag == digest)
-        if not is_same_on_hub or name.endswith(".safetensors"):
+        if not is_same_on_hub or is_weights:
             raise UserError(
                 f"{file}: is not as it was downloaded from {repo}, and would be overwritten; move it away, "
                 "or choose another --output-dir"
@@ -125,20 +153,20 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
     return changed
 
 
-def check_download(folder: Path, names: Iterable[str], commit: str, before: Iterable[str]) -> None:
-    """Raises UserError unless each of `names` is in `folder`, of `commit` and with the bytes of the hub.
+def check_download(folder: Path, digests: Mapping[str, str], commit: str, before: Iterable[str]) -> None:
+    """Raises UserError unless each file of `digests` is in `folder`, of `commit`, with the bytes of the hub.
 
-    A file with other bytes is removed, unless it was there `before`: huggingface_hub would take it for
-    downloaded, and a run for whole.
+    digests: as in `changed_files`. A file with other bytes is removed, unless it was there `before`:
+    huggingface_hub would take it for downloaded, and a run for whole.
     """
     notes = _notes(folder)
-    for name in names:
+    for name in digests:
         if not (folder / name).is_file() or name not in notes or notes[name].commit != commit:
             raise UserError(
                 f"{folder / name}: did not come from the hub as of {commit[:12]}; download it again"
             )
     try:
-        _compare({name: notes[name] for name in names}, folder)
+        _compare(folder, {name: _expected(digest, notes[name].etag) for name, digest in digests.items()})
     except _OtherBytesError as error:
         if error.file.name in before:
             raise
@@ -148,23 +176,30 @@ def check_download(folder: Path, names: Iterable[str], commit: str, before: Iter
 
 class _OtherBytesError(UserError):
     def __init__(self, file: Path) -> None:
-        super().__init__(
-            f"{file}: is not what the hub sent (its sha256 differs); remove it and download it again"
-        )
+        super().__init__(f"{file}: is not what the hub has (another digest); remove it and download it again")
         self.file = file
 
 
 def verify_digests(folder: Path) -> int:
     """Compares files with the sha256 that the hub sent along (large ones have it as their etag); how many."""
-    return _compare(_notes(folder), folder)
+    return _compare(folder, {name: _expected("", note.etag) for name, note in _notes(folder).items()})
 
 
-def _compare(notes: Mapping[str, "_Note"], folder: Path) -> int:
+def _expected(listed: str, etag: str) -> set[str]:
+    """The digests that a file must have: the sha256 that the hub lists or sent, else the SHA-1 that it lists.
+
+    Not each SHA-1: what a mirror lists of a large file may be that of the pointer to it.
+    """
+    large = {digest for digest in (listed, etag) if re.fullmatch("[0-9a-f]{64}", digest)}
+    return large or {digest for digest in (listed,) if re.fullmatch("[0-9a-f]{40}", digest)}
+
+
+def _compare(folder: Path, expected: Mapping[str, set[str]]) -> int:
     num_hashed = 0
-    for name, note in notes.items():
+    for name, digests in expected.items():
         file = folder / name
-        if len(note.etag) == 64 and file.is_file():
-            if not _has_digest(file, note.etag):
+        if digests and file.is_file():
+            if not all(_has_digest(file, digest) for digest in digests):
                 raise _OtherBytesError(file)
             num_hashed += 1
     return num_hashed

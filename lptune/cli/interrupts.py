@@ -21,7 +21,10 @@ def listen() -> None:
 
 
 class Undoing:
-    """A signal within raises SystemExit, at the end at the latest: a library may catch the first one."""
+    """The first signal within raises SystemExit, at the end at the latest: a library may catch it.
+
+    Later ones do nothing, so that none ends the undoing; the exit code is that of the first.
+    """
 
     def __enter__(self) -> None:
         global _undoes
@@ -36,9 +39,11 @@ class Undoing:
 
 def _react(number: int, _: object) -> None:
     global _received
-    _received = 128 + number
+    is_first, _received = not _received, _received or 128 + number
     if _undoes:
-        raise SystemExit(_received)
+        if is_first:
+            raise SystemExit(_received)
+        return
     try:  # noqa: SIM105  (contextlib takes a while to import, and this comes first of all)
         sys.stdout.flush()
     except Exception:  # in the middle of a write of its own, say

@@ -10,8 +10,9 @@ from lptune.config import check_path
 
 
 class PathArgument(click.Path):
-    """A path, as a `Path`; `~` is the home, quoted or not. UserError (one line) for one that could not be
-    opened, or not be printed.
+    """A path, as a `Path`. Expands `~` itself, since a quoted one reaches us unexpanded.
+
+    Raises UserError for a path that cannot be opened or printed.
     """
 
     def __init__(self) -> None:

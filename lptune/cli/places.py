@@ -1,10 +1,9 @@
 """Where a command may make a folder."""
 
 import os
-import re
 from pathlib import Path
 
-from lptune.config import UserError, is_mount_point
+from lptune.config import UserError, is_mount_point, kind_of
 
 
 def check_new_folder(dest: Path) -> None:
@@ -17,11 +16,10 @@ def check_new_folder(dest: Path) -> None:
         if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
             raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
         for above in reversed(dest.parents):
-            # Of a folder to be made `..` is no place yet.
+            # A folder that does not exist yet has no `..`.
             if above.name == ".." and not above.parent.is_dir():
                 raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
-            if os.path.lexists(above) and not above.is_dir():
-                raise UserError(f"{dest}: a file is in the way of this folder")
+        check_above(dest)
         if is_mount_point(dest):
             raise UserError(
                 f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, "
@@ -32,11 +30,18 @@ def check_new_folder(dest: Path) -> None:
     check_outside_checkpoints(dest)
 
 
-def check_outside_checkpoints(dest: Path) -> None:
+def check_above(dest: Path) -> None:
+    """Refuses a `dest` above which something other than a folder stands."""
+    for above in reversed(dest.parents):
+        if os.path.lexists(above) and not above.is_dir():
+            raise UserError(f"{above}: is {kind_of(above)}, where a folder is needed")
+
+
+def check_outside_checkpoints(dest: Path, option: str = "DEST") -> None:
     """Refuses a place among a run's checkpoints, where it would be taken for one, or for a part of one."""
     real = Path(os.path.realpath(dest))
     for place in (real, *real.parents):
-        if place.parent.name == "checkpoints" and (
-            re.fullmatch(r"step-\d{8}", place.name) or any(place.parent.glob("step-*/manifest.json"))
-        ):
-            raise UserError(f"{dest}: is among the checkpoints of a run, {place.parent}; choose another")
+        if place.parent.name == "checkpoints" and any(place.parent.glob("step-*/manifest.json")):
+            raise UserError(
+                f"{dest}: is among the checkpoints of a run, {place.parent}; choose another {option}"
+            )

@@ -59,7 +59,10 @@ def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
     assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
     assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
     assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
-    assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents")[0] == 2
+    refused = "error: mine.py: is a file, where a folder is needed\n"
+    assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents") == (2, "", refused)
+    code, _, stderr = command("cp", "full_finetune", "/proc/x/y/z.py", "--parents")
+    assert (code, stderr.count("\n")) == (2, 1)
 
 
 def test_cp_never_overwrites_unless_forced(command: Command) -> None:

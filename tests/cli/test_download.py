@@ -5,6 +5,7 @@
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -202,6 +203,10 @@ def _listed(**fields: object) -> Callable[[Hub], None]:
     return _body(json.dumps({"id": "owner/good", "sha": COMMIT, "siblings": siblings, **fields}).encode())
 
 
+def _cut(hub: Hub) -> None:
+    hub.send(b"weigh", etag=git_sha1(b"weights"))
+
+
 NO_HUB = "does not answer as a hub does"
 
 
@@ -217,15 +222,17 @@ NO_HUB = "does not answer as a hub does"
         (LIST, _body(100_000 * b"["), NO_HUB),
         (LIST, _listed(siblings=[1]), NO_HUB),
         (LIST, _listed(siblings=[{"rfilename": 5}]), "holds no safetensors"),
-        (LIST, _listed(sha=None), "(ValueError: None is no commit)"),
-        (LIST, _listed(sha="../../../outside"), "(ValueError: '../../../outside' is no commit)"),
+        (LIST, _listed(sha=None), "(None is no commit)"),
+        (LIST, _listed(sha="../../../outside"), "('../../../outside' is no commit)"),
         (LIST, lambda hub: hub.refuse(500, ""), "500 Internal Server Error"),
         (TREE, _body(b"<html>please log in</html>"), NO_HUB),
         (TREE, _body(b"{}"), "did not come from the hub as of 0123456789ab; download it again"),
         (TREE, _body(b"[5]"), NO_HUB),
         (WEIGHTS, lambda hub: hub.refuse(403, ""), "403 Forbidden"),
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),
-        (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "is not what the hub sent"),
+        (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "is not what the hub has"),
+        (WEIGHTS, _cut, "is not what the hub has"),
+        (LIST, _listed(siblings=[{"rfilename": "model.safetensors"}, {"rfilename": "\0.json"}]), "is no file name"),
     ],
 )  # fmt: skip
 def test_what_no_hub_answers_is_one_line_and_leaves_no_weights_that_a_run_would_take(
@@ -456,8 +463,8 @@ def test_a_download_of_another_repository_is_left_as_it_is(
     assert here("download", "owner/good", "--output-dir", "d") == (
         2,
         "",
-        "error: d: holds a download of commit eeeeeeeeeeee, which owner/good does not have; choose another "
-        "--output-dir\n",
+        "error: d: holds a download of commit eeeeeeeeeeee, which owner/good does not have: it is of another "
+        "repository, or the commit was removed from owner/good; choose another --output-dir\n",
     )
     assert _contents(tmp_path / "d") == before
 
@@ -484,3 +491,52 @@ def test_nothing_is_written_through_a_link_among_the_notes_of_a_download(
     assert here("download", "owner/good", "--output-dir", "d") == (2, "", message)
     assert list(victim.iterdir()) == [] if kind == "a link" else True
     assert kind != "a hard link" or victim.read_text() == "precious"
+
+
+def test_a_cache_of_the_user_beside_the_notes_is_left_alone(here: Command, tmp_path: Path) -> None:
+    snapshot = tmp_path / "home/.cache/huggingface/hub/models--x/snapshots/1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    assert here("download", "owner/good", "--output-dir", "home")[0] == 0
+    shutil.rmtree(tmp_path / "home/.cache/huggingface/download")
+    message = "error: home: is not empty, and no download lies there; choose another --output-dir\n"
+    assert here("download", "owner/good", "--output-dir", "home") == (2, "", message)
+    assert (snapshot / "config.json").is_symlink()
+
+
+def test_an_edit_with_an_older_time_is_seen(here: Command, tmp_path: Path) -> None:
+    config = tmp_path / "checkpoints/good/config.json"
+    assert here("download", "owner/good")[0] == 0
+    config.write_bytes(b"edited")
+    os.utime(config, (1, 1))
+    code, stdout, _ = here("download", "owner/good")
+    assert (code, stdout.splitlines()[0].partition(",")[0]) == (0, "kept: checkpoints/good/config.json")
+    assert config.read_bytes() == b"edited"
+
+
+def test_a_folder_with_the_name_of_a_file_is_named(here: Command, tmp_path: Path) -> None:
+    config = tmp_path / "checkpoints/good/config.json"
+    assert here("download", "owner/good")[0] == 0
+    config.unlink()
+    config.mkdir()
+    os.utime(config, (1, 1))
+    message = (
+        "error: checkpoints/good/config.json: is a folder, where the hub has a file; move it away, or choose "
+        "another --output-dir\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+
+
+@pytest.mark.parametrize("name", ["check_place", "changed_files", "check_download"])
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, AttributeError, AssertionError])
+def test_a_bug_of_ours_is_not_said_to_be_the_hubs(
+    here: Command, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    def broken(*_: object) -> None:
+        raise error("a bug")
+
+    monkeypatch.setattr(f"lptune.cli.hub.{name}", broken)
+    code, _, stderr = here("download", "owner/good")
+    assert code == 1
+    assert "Traceback" in stderr
+    assert NO_HUB not in stderr

@@ -10,10 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from safetensors import safe_open
 
 from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
+from lptune.cli.export import _push as push_to_hub
+from lptune.config import UserError
 from tests.cli import warm
 from tests.cli.conftest import Command, Finished
 
@@ -230,7 +233,7 @@ def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Com
     weights.write_bytes(content)
     code, _, err = command("verify", str(export))
     assert code == 2
-    why = "is not what the hub sent (its sha256 differs); remove it and download it again"
+    why = "is not what the hub has (another digest); remove it and download it again"
     assert err == f"error: {weights}: {why}\n"
 
 
@@ -356,3 +359,16 @@ def test_a_token_that_may_not_write_leaves_the_export_and_says_how_to_send_it(
     assert "the token may not write there" in done.stderr
     assert "the export is in out, `hf upload owner/name out` sends it" in done.stderr
     assert _digests(tmp_path / "out") == _digests(finished_run / "export")
+
+
+def test_a_hub_that_never_answers_a_push_is_given_up(
+    tmp_path: Path, hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(Hub, "do_POST", lambda _: over.wait(5))
+    monkeypatch.setattr(constants, "ENDPOINT", hub["HF_ENDPOINT"])
+    monkeypatch.setattr("lptune.cli.hub.WAIT_S", 0.2)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(UserError, match="does not take it: timed out; the export is in"):
+        push_to_hub(tmp_path, "owner/name", False, 1)
+    over.set()

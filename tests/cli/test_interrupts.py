@@ -48,3 +48,30 @@ def test_a_signal_while_a_folder_is_written_leaves_nothing_of_it(
     code, stdout, stderr = command("new-checkpoint", "llama3_2/tiny", "new")
     assert (code, stdout, stderr) == (128 + number, "", "")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_second_signal_does_not_end_the_undoing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_received", 0)
+    undone = []
+
+    def disturbed() -> None:
+        with interrupts.Undoing():
+            try:
+                interrupts._react(signal.SIGINT, None)
+            finally:
+                interrupts._react(signal.SIGTERM, None)
+                undone.append("all")
+
+    with pytest.raises(SystemExit) as exit_:
+        disturbed()
+    assert (exit_.value.code, undone) == (130, ["all"])
+
+
+def test_a_signal_while_a_file_is_copied_leaves_nothing_of_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_received", 0)
+    monkeypatch.setattr(Path, "replace", lambda *_: interrupts._react(signal.SIGTERM, None))
+    monkeypatch.setattr(os, "_exit", lambda code: None)  # as it would end without anything undone
+    assert command("cp", "full_finetune", "mine.py") == (143, "", "")
+    assert not any(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from tests.cli.conftest import Command
 
 MAKE = {"export": ["run"], "new-checkpoint": ["llama3_2/tiny"]}
 TAKEN = "{dest}: exists and is not an empty folder; choose another DEST"
-AMONG = "{dest}: is among the checkpoints of a run, {here}/run/checkpoints; choose another"
+AMONG = "{dest}: is among the checkpoints of a run, {here}/run/checkpoints; choose another {option}"
 CASES = {
     ".": ".: a finished folder is renamed into place, so give DEST a name, as in my-model",
     "victim/..": "victim/..: a finished folder is renamed into place, so give DEST a name, as in victim/../my-model",
@@ -23,8 +23,8 @@ CASES = {
     "nowhere/../victim": "nowhere: no such folder; make it, or write DEST without it",
     "nowhere/../new": "nowhere: no such folder; make it, or write DEST without it",
     "nowhere/../empty/../new": "nowhere: no such folder; make it, or write DEST without it",
-    "dangling/new": "dangling/new: a file is in the way of this folder",
-    "victim/file/new": "victim/file/new: a file is in the way of this folder",
+    "dangling/new": "dangling: is a link, where a folder is needed",
+    "victim/file/new": "victim/file: is a file, where a folder is needed",
     "run/checkpoints/step-00000009": AMONG,
     "run/checkpoints/new": AMONG,
     "to_run/checkpoints/step-00000004/new": AMONG,
@@ -51,7 +51,7 @@ def test_a_dest_in_which_nothing_can_be_made_is_one_line_and_changes_nothing(
     command: Command, here: Path, made_by: str, dest: str
 ) -> None:
     before = sorted(here.rglob("*"))
-    message = CASES[dest].format(dest=dest, here=here)
+    message = CASES[dest].format(dest=dest, here=here, option="DEST")
     assert command(made_by, *MAKE[made_by], dest) == (2, "", f"error: {message}\n")
     assert sorted(here.rglob("*")) == before
 
@@ -59,8 +59,12 @@ def test_a_dest_in_which_nothing_can_be_made_is_one_line_and_changes_nothing(
 def test_a_download_is_not_put_among_the_checkpoints_of_a_run(command: Command, here: Path) -> None:
     for name in ("step-00000009", "model"):
         dest = f"run/checkpoints/{name}"
-        message = f"error: {AMONG.format(dest=dest, here=here)}\n"
+        message = f"error: {AMONG.format(dest=dest, here=here, option='--output-dir')}\n"
         assert command("download", "owner/name", "--output-dir", dest) == (2, "", message)
+
+
+def test_a_folder_that_is_no_runs_is_not_taken_for_its_checkpoints(tmp_path: Path) -> None:
+    places.check_outside_checkpoints(tmp_path / "checkpoints/step-00000001")
 
 
 def test_a_mount_point_is_known_before_the_work(
