@@ -139,6 +139,18 @@ def test_what_decoding_makes_of_a_value_is_in_no_error(
         assert key.partition("[")[0] in str(raised.value)
 
 
+def test_a_number_of_the_environment_is_in_no_error_and_short_values_garble_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, "-1.5e-3")
+    with pytest.raises(UserError, match=r"optimizer\.lr: must be .*found \$\{oc\.env\}") as caught:
+        load(tmp_path, BASE, f"optimizer.lr={DECODED}")
+    assert "0015" not in str(caught.value)
+    monkeypatch.setenv(NAME, "a")
+    with pytest.raises(UserError, match=r"data\.text_column: Interpolation key 'no\.key' not found"):
+        load(tmp_path, BASE, f"output_dir={READ}", "data.text_column=${no.key}")
+
+
 def test_a_number_and_a_choice_may_come_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lptune.config import UserError
+from lptune import linear
+from lptune.config import PrecisionConfig, UserError
 from lptune.kernels import choose_backend
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
@@ -100,6 +101,18 @@ def test_without_triton_a_gpu_is_refused_and_does_not_take_slower_kernels(
         choose_backend(operation, "cuda")
     monkeypatch.setenv("LPTUNE_KERNELS", "reference")
     assert choose_backend(operation, "cuda") == "reference"
+
+
+@pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_rowwise", "int8_rowcol"])
+def test_a_conversion_tells_that_triton_is_missing_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    with pytest.raises(UserError, match="need Triton"):
+        linear.convert(model, PrecisionConfig(kind=kind), device=torch.device("cuda"))
 
 
 def test_a_run_on_cpu_needs_no_triton() -> None:
