@@ -29,8 +29,8 @@ import lptune.models.decoder
 import lptune.training
 
 torch.set_num_threads(1)
-# With a GPU autograd would start a thread, which no fork keeps. Asking torch for one would start CUDA.
-if shutil.which(os.environ.get("CXX", "g++")) and not Path("/dev/nvidiactl").exists():
+# In a build for GPUs autograd starts threads, with or without a GPU, which no fork keeps.
+if shutil.which(os.environ.get("CXX", "g++")) and torch.version.cuda is None and torch.version.hip is None:
     torch.hub.tqdm.monitor_interval = 0  # its progress bars are watched by a thread
     torch.compile(lambda x, y: (x * y).relu() + x)(torch.ones(8), torch.ones(8, requires_grad=True))
     torch._dynamo.reset()
