@@ -432,7 +432,7 @@ def test_a_weight_that_tensor_parallelism_left_in_a_dtensor_has_the_bits_of_a_hi
 def test_precomputed_scales_come_after_fully_shard() -> None:
     model = _model(_precision("int8_tensorwise"))
     linear.gather_in_8_bits(model, torch.bfloat16)
-    with pytest.raises(UserError, match=r"comes after fully_shard; 0\.0 is not sharded"):
+    with pytest.raises(UserError, match=r"make linear\.LowPrecision after fully_shard: 0\.0 is not sharded"):
         linear.PrecomputedScales(model)
 
 
