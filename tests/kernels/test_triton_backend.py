@@ -88,13 +88,17 @@ def test_before_ampere_torch_runs_int8(monkeypatch: pytest.MonkeyPatch, has_trit
     assert choose_backend("quantize", "cuda") == "reference"
 
 
-@pytest.mark.parametrize("operation", ["int8_gemm", "float8_rowwise_gemm", "quantize", "other_block_gemm"])
-def test_without_triton_a_gpu_is_refused_and_does_not_take_slower_kernels(
-    monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+@pytest.fixture
+def hopper_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("operation", ["int8_gemm", "float8_rowwise_gemm", "quantize", "other_block_gemm"])
+def test_without_triton_a_gpu_is_refused_and_does_not_take_slower_kernels(
+    monkeypatch: pytest.MonkeyPatch, hopper_without_triton: None, operation: str
+) -> None:
     with pytest.raises(
         UserError, match=r"^device: the kernels for CUDA need Triton, and this Python has none; "
     ):
@@ -105,11 +109,8 @@ def test_without_triton_a_gpu_is_refused_and_does_not_take_slower_kernels(
 
 @pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_rowwise", "int8_rowcol"])
 def test_a_conversion_tells_that_triton_is_missing_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    hopper_without_triton: None, kind: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     with pytest.raises(UserError, match="need Triton"):
         linear.convert(model, PrecisionConfig(kind=kind), device=torch.device("cuda"))

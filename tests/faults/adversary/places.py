@@ -253,7 +253,7 @@ _NAMES = (
     "ä" * 200, "a\nb",
     "a\x1b]0;x\x07b", "a\udcffb", "a\u202eb", "victim", "victim/file", "pipe", "itself", "/dev/null",
     "/dev/full",
-    "/proc/self/mem", "/proc/self/fd/0", "/root/../etc/passwd", "${oc.env:TOP_SECRET}", "*", "[",
+    "/proc/self/mem", "/proc/self/fd/0", "/usr/../etc/passwd", "${oc.env:TOP_SECRET}", "*", "[",
     "a{b}c", "%s%n",
 )  # fmt: skip
 
