@@ -25,7 +25,7 @@ ALLOWED = {
     "data": {"config"},
     "distributed": {"config", "numerics", "kernels", "linear", "models", "ranks"},
     "checkpoint": {"config", "numerics", "kernels", "linear", "models", "distributed", "ranks"},
-    "training": {"config", "numerics", "kernels", "linear", "models", "distributed"},
+    "training": {"config", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "report": {"config"},
     "cli": {"config", "models", "data", "checkpoint", "training", "ranks"},
 }  # fmt: skip

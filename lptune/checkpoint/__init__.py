@@ -2,7 +2,7 @@
 
 from lptune.checkpoint.about import About, read_about
 from lptune.checkpoint.export import export_hf
-from lptune.checkpoint.hf import HFIndex, load_hf, match_tensors, read_config, read_index
+from lptune.checkpoint.hf import Base, HFIndex, load_hf, match_tensors, read_base, read_config, read_index
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import (
@@ -10,19 +10,22 @@ from lptune.checkpoint.resume import (
     check_unchanged,
     find_checkpoint,
     newest_verified,
-    run_facts,
     skipped_steps,
     started_on,
 )
+from lptune.checkpoint.run import Run, RunWriter, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 
 __all__ = [
     "About",
+    "Base",
     "CheckpointWriter",
     "HFIndex",
     "Manifest",
+    "Run",
     "RunFolder",
+    "RunWriter",
     "check_fingerprint",
     "check_unchanged",
     "export_hf",
@@ -32,11 +35,12 @@ __all__ = [
     "load_state",
     "match_tensors",
     "newest_verified",
+    "open_run",
     "open_run_folder",
     "read_about",
+    "read_base",
     "read_config",
     "read_index",
-    "run_facts",
     "skipped_steps",
     "started_on",
     "verify",

@@ -15,7 +15,7 @@ import lptune
 from lptune.checkpoint.files import read_json, sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import FinetuneConfig, SourceConfig, UserError, as_written, source_names
+from lptune.config import RunConfig, SourceConfig, UserError, as_written, source_names
 
 Facts = Mapping[str, Any]
 """What state.json says beside the step."""
@@ -41,7 +41,7 @@ class About:
     """Versions."""
 
 
-def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
+def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     """The block `about` of state.json. chat_template: the tokenizer's, as the run sees it."""
     about = About(
         model=str(Path(cfg.model.path).expanduser().absolute()),
@@ -56,7 +56,7 @@ def about_run(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
     return asdict(about)
 
 
-def _sources_as_written(cfg: FinetuneConfig) -> tuple[SourceConfig, ...]:
+def _sources_as_written(cfg: RunConfig) -> tuple[SourceConfig, ...]:
     """As the config names them: no value of the environment goes into a model card."""
     written = as_written(cfg)["data"]["source"]
     if isinstance(written, str):

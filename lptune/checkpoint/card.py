@@ -22,7 +22,7 @@ import torch
 import lptune
 from lptune.checkpoint.about import About, Facts, read_about, read_state
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import RunConfig, UserError
 from lptune.linear import PLAN_COLUMNS, Plan
 
 _HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache
@@ -46,7 +46,7 @@ class Part:
     torch: str
 
 
-def run_parts(cfg: FinetuneConfig, plan: Plan, saved: Manifest | None) -> list[dict[str, Any]]:
+def run_parts(cfg: RunConfig, plan: Plan, saved: Manifest | None) -> list[dict[str, Any]]:
     """`parts` of state.json, from the first step to what now begins. saved: what the run continues."""
     before = [] if saved is None else read_parts(saved)
     now = Part(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lptune.checkpoint.export import plan_files
 from lptune.checkpoint.hf import read_index
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import RunConfig, UserError
 from lptune.distributed.collectives import size_text
 
 BYTES_PER_PARAMETER = 12
@@ -12,7 +12,7 @@ BYTES_PER_PARAMETER = 12
 _ITEM_BYTES = {"original": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def disk_report(cfg: FinetuneConfig, num_parameters: int, model: Path | None) -> str:
+def disk_report(cfg: RunConfig, num_parameters: int, model: Path | None) -> str:
     """One line. model: the imported folder, by whose tensors the export goes; None: it is not there."""
     checkpoint = BYTES_PER_PARAMETER * num_parameters
     kept, more = _num_kept(cfg)
@@ -36,7 +36,7 @@ def disk_report(cfg: FinetuneConfig, num_parameters: int, model: Path | None) ->
     return f"disk of output_dir: at most {size_text(total)}: {' and '.join(parts)}{ends}"
 
 
-def _num_kept(cfg: FinetuneConfig) -> tuple[int, str]:
+def _num_kept(cfg: RunConfig) -> tuple[int, str]:
     keep = cfg.checkpoint
     kept, more = keep.keep_last + keep.keep_best, f", keep_best={keep.keep_best}" if keep.keep_best else ""
     if keep.keep_every and cfg.num_steps is not None:
@@ -44,7 +44,7 @@ def _num_kept(cfg: FinetuneConfig) -> tuple[int, str]:
     return kept, more
 
 
-def _export_bytes(cfg: FinetuneConfig, num_parameters: int, model: Path | None) -> tuple[int, str]:
+def _export_bytes(cfg: RunConfig, num_parameters: int, model: Path | None) -> tuple[int, str]:
     """And what was taken for granted."""
     if model is not None:
         try:

@@ -120,6 +120,33 @@ def read_index(folder: Path) -> HFIndex:
     raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
 
 
+@dataclass(frozen=True)
+class Base:
+    """The model that a run starts from: a folder's tensors, of which only the headers are read, and the
+    decoder that its config.json describes.
+    """
+
+    index: HFIndex
+    config: models.DecoderConfig
+
+    @property
+    def folder(self) -> Path:
+        """Of config.json, the tensors and the tokenizer."""
+        return self.index.folder
+
+    def build_on_meta(self) -> models.Decoder:
+        """The decoder without storage. Raises UserError where its parameters are not the folder's tensors."""
+        model = models.build_on_meta(self.config)
+        match_tensors(model, self.index)
+        return model
+
+
+def read_base(path: str, say: Callable[[str], None]) -> Base:
+    """The folder at `path`, which may begin with ~. say, errors: as of `read_config`."""
+    index = read_index(Path(path).expanduser())
+    return Base(index, read_config(index, say))
+
+
 def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:
     """The decoder of a folder: config.json, and what the stored tensors say of its head.
 

@@ -13,7 +13,15 @@ from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerp
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
-from lptune.config import PRECISION_KINDS, FinetuneConfig, UserError, as_written, default, key_paths
+from lptune.config import (
+    PRECISION_KINDS,
+    FinetuneConfig,
+    RunConfig,
+    UserError,
+    as_written,
+    default,
+    key_paths,
+)
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
 
@@ -111,7 +119,7 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
 
 
 def run_facts(
-    cfg: FinetuneConfig,
+    cfg: RunConfig,
     plan: Plan,
     saved: Manifest | None,
     num_steps: int,
@@ -180,7 +188,7 @@ def check_fingerprint(manifest: Manifest | None, facts: Facts, world: World) -> 
             )
 
 
-def _decides_rows(cfg: FinetuneConfig, chat_template: str | None) -> dict[str, Any]:
+def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     """What the training rows are made by, beside the files of data.source: value or digest by name."""
     values = as_written(cfg)["data"].items()
     found = {f"data.{key}": value for key, value in values if not key.startswith("eval_s") and key != "cache"}
@@ -218,21 +226,24 @@ def _check_same_on_all_ranks(fingerprint: Facts, world: World) -> None:
             )
 
 
-def check_unchanged(manifest: Manifest, facts: Facts, say: Callable[[str], None]) -> None:
+def check_unchanged(
+    manifest: Manifest, facts: Facts, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
+) -> None:
     """Refuses to call a run finished whose config has changed, naming every changed key and both values.
 
     manifest: the checkpoint after which no step is left. A change has an effect only on steps that are still
     to come. say: called with one line where another version of lptune wrote a checkpoint that cannot be
-    compared, or not in whole. A key that it did not have is compared with the key's default.
+    compared, or not in whole. cls: the config's class, whose default stands for a key that the checkpoint
+    does not have.
     """
     saved, path = read_state(manifest).get("config"), manifest.folder / "state.json"
     if not isinstance(saved, dict):
         say(f"note: {path} does not say which config the run had, so nothing was compared with this one")
         return
-    known = key_paths(FinetuneConfig)
+    known = key_paths(cls)
     if removed := [key for key in saved if key not in known]:
         say(f"note: {path}: not compared, since this version has no such key: {', '.join(removed)}")
-    before = {key: saved.get(key, default(FinetuneConfig, key)) for key in facts["config"]}
+    before = {key: saved.get(key, default(cls, key)) for key in facts["config"]}
     changed = [
         f"{key} {before[key]!r:.200} (now {value!r:.200})"
         for key, value in facts["config"].items()

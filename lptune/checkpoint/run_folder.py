@@ -26,8 +26,8 @@ from lptune.config import (
     RUN_FOLDERS,
     TEMPORARY,
     ExportConfig,
-    FinetuneConfig,
     HeldFolder,
+    RunConfig,
     UserError,
     check_inputs_stay,
     is_mount_point,
@@ -311,7 +311,7 @@ def _read_exported(path: Path, export: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def open_run_folder(cfg: FinetuneConfig, world: World) -> Iterator[RunFolder]:
+def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     """The folder of a run, checked, and locked if it holds one; `create` makes it. All ranks call it.
 
     An OSError within that names a path of that folder (a disk that fills up, fails or vanishes) is a

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, UserError, check_batches, closest, key_paths, load_config
+from lptune.config import RunConfig, UserError, check_batches, closest, key_paths, load_config
 from lptune.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -55,10 +55,8 @@ def plan(
     cls = recipe.config_class(recipe_path)
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # none is read
     cfg = load_config(cls, path, [*no_data, *arguments[named:]])
-    if not isinstance(cfg, FinetuneConfig):
-        raise UserError(
-            f"plan: {recipe_path.stem} does not take a FinetuneConfig, which is what can be planned"
-        )
+    if not isinstance(cfg, RunConfig):
+        raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is no RunConfig")
 
     if device_name is not None and cfg.device == "cpu":
         raise UserError(
@@ -98,7 +96,7 @@ def _device(name: str | None) -> Device:
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
-def _model(cfg: FinetuneConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
+def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
     """The model, where it was read, and its folder if it is there."""
     from lptune import models
 

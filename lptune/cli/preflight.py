@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lptune.config import (
-    FinetuneConfig,
+    RunConfig,
     check_batches,
     check_inputs_stay,
     check_model_folder,
@@ -26,7 +26,7 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsyst
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
-def check(cfg: FinetuneConfig, num_machines: int | None, num_local_ranks: int | None) -> None:
+def check(cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None) -> None:
     """Raises UserError (one line) for what keeps `cfg` from running here.
 
     num_local_ranks: on each of the machines. Both are None where only torchrun knows.
@@ -43,7 +43,7 @@ def check(cfg: FinetuneConfig, num_machines: int | None, num_local_ranks: int | 
         check_sources("data.eval_source", cfg.data.eval_sources)
 
 
-def _check_device(cfg: FinetuneConfig, num_local_ranks: int) -> None:
+def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:
     if cfg.device == "cuda" and not _may_have_gpu():
         raise no_gpu_error("this machine has no GPU")
     precision = cfg.precision

@@ -38,6 +38,7 @@ from lptune.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RunConfig,
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
@@ -61,6 +62,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
     "UserError",

@@ -2,7 +2,8 @@
 
 Every key of a config is a field below, frozen, typed, with its meaning under it. A YAML holds only what
 differs from these defaults; `key=value` on the command line overrides both. A check that needs one field
-stands in that dataclass's `__post_init__`; a check that needs several sections stands in `FinetuneConfig`.
+stands in that dataclass's `__post_init__`, one that needs several sections in that of `RunConfig` or
+`FinetuneConfig`.
 
 Checks here see values only. Whether a file exists, a tensor fits or a kernel can run is told by whoever opens
 it.
@@ -254,8 +255,8 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
-    """A fine-tuning run."""
+class RunConfig:
+    """What every run needs, whatever its loss is; a recipe's own config adds its keys to these."""
 
     model: ModelConfig
     data: DataConfig
@@ -290,16 +291,17 @@ class FinetuneConfig:
     diverged_after_steps: int = 3
     """A step whose loss or gradient norm is not finite updates nothing; so many of them in a row end the run
     with exit code 3. 1: the first one does."""
-    eval_every_steps: int = 100
-    """Evaluate on the held-out rows every so many steps, before the first and after the last; 0: never."""
-    num_samples: int = 0
-    """Held-out prompts answered greedily, printed before and after training."""
     resume: str = "auto"
     """auto (continue OUTPUT_DIR's newest checkpoint, if any) | none | the path of a checkpoint."""
     output_dir: str = "runs/finetune"
     """The run's folder."""
     seed: int = 0
     """Decides data order and every random bit."""
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Tokens of a micro-batch, padding among them."""
+        return self.micro_batch_size * self.data.seq_len
 
     def __post_init__(self) -> None:
         one_of("device", self.device, ("auto", "cpu", "cuda"))
@@ -328,11 +330,35 @@ class FinetuneConfig:
             at_least("num_steps", self.num_steps, 1)
         at_least("max_grad_norm", self.max_grad_norm, 0)
         at_least("diverged_after_steps", self.diverged_after_steps, 1)
-        at_least("eval_every_steps", self.eval_every_steps, 0)
-        at_least("num_samples", self.num_samples, 0)
         at_least("seed", self.seed, 0)
         check_path("output_dir", self.output_dir)
         check_path("resume", self.resume)
+        if self.export.enabled and not self.checkpoint.at_end:
+            raise UserError(
+                "checkpoint.at_end: false leaves nothing to export; set export.enabled=false as well"
+            )
+        output_dir, model = (
+            Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
+        )
+        if model in (output_dir, output_dir / "export"):
+            raise UserError(
+                f"output_dir: {self.output_dir} would be written over the model in model.path; choose another"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(RunConfig):
+    """A fine-tuning run, evaluated on held-out rows."""
+
+    eval_every_steps: int = 100
+    """Evaluate on the held-out rows every so many steps, before the first and after the last; 0: never."""
+    num_samples: int = 0
+    """Held-out prompts answered greedily, printed before and after training."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("eval_every_steps", self.eval_every_steps, 0)
+        at_least("num_samples", self.num_samples, 0)
         evaluates = bool(self.data.eval_fraction or self.data.eval_source)
         if self.checkpoint.keep_best and not (evaluates and self.eval_every_steps):
             raise UserError(
@@ -344,17 +370,6 @@ class FinetuneConfig:
                 f"checkpoint.keep_best: goes by evaluations, so checkpoint.every_steps "
                 f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
                 f"({self.eval_every_steps})"
-            )
-        if self.export.enabled and not self.checkpoint.at_end:
-            raise UserError(
-                "checkpoint.at_end: false leaves nothing to export; set export.enabled=false as well"
-            )
-        output_dir, model = (
-            Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
-        )
-        if model in (output_dir, output_dir / "export"):
-            raise UserError(
-                f"output_dir: {self.output_dir} would be written over the model in model.path; choose another"
             )
         if self.num_samples and not evaluates:
             raise UserError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import check_batches
+from lptune.config import RunConfig, check_batches
 from lptune.data.rows import EMPTY_ROW, Batch, Rows
 
 
@@ -36,6 +36,18 @@ class Loader:
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.micro_batches_per_rank = global_batch_size // micro_batch_size // num_ranks
+
+    @classmethod
+    def for_run(cls, rows: Rows, cfg: RunConfig, *, rank: int, num_ranks: int) -> "Loader":
+        """With the seed and the batch sizes of `cfg`."""
+        return cls(
+            rows,
+            seed=cfg.seed,
+            global_batch_size=cfg.global_batch_size,
+            micro_batch_size=cfg.micro_batch_size,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of step `step` (counted from 0), in order."""

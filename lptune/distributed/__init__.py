@@ -11,6 +11,7 @@ from lptune.distributed.collectives import (
 from lptune.distributed.parallelize import (
     Execution,
     Settings,
+    accumulate,
     check_compiler,
     checkpoint_activations,
     compile_forward,
@@ -59,6 +60,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "World",
+    "accumulate",
     "axis_names",
     "check_compiler",
     "checkpoint_activations",

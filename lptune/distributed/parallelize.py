@@ -16,9 +16,9 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,8 +29,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lptune.config import ParallelConfig, UserError
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder
-from lptune.linear import gather_in_8_bits
+from lptune.linear import LowPrecision, gather_in_8_bits
 from lptune.models import Decoder, activate_attention
+
+BatchT = TypeVar("BatchT")
 
 
 class Settings(Protocol):
@@ -55,7 +57,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The settings without the rest of a FinetuneConfig, for a loop of your own."""
+    """The settings without the rest of a RunConfig, for a loop of your own."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compute_dtype: str = "bfloat16"
@@ -145,6 +147,22 @@ def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> No
     assert isinstance(model, FSDPModule), "parallelize() comes first"
     model.set_requires_gradient_sync(is_last or each)
     model.set_requires_all_reduce(is_last)
+
+
+def accumulate(
+    model: nn.Module, batches: Sequence[BatchT], world: World, cfg: Settings, low: LowPrecision
+) -> Iterator[BatchT]:
+    """Yields this rank's micro-batches of a step one by one, for a forward and backward each.
+
+    Their gradients are summed on this rank, and reduced over ranks after the last one, or after each with
+    `parallel.reduce_every_micro_batch`. low: its random bits depend on the number of a micro-batch within the
+    global batch, in the order in which `data.Loader` deals them out to ranks.
+    """
+    for number, batch in enumerate(batches):
+        low.micro_batch(world.data_rank * len(batches) + number)
+        is_last = number == len(batches) - 1
+        sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
+        yield batch
 
 
 def reshard(model: nn.Module) -> None:

@@ -3,20 +3,28 @@
 from lptune.training.generate import greedy
 from lptune.training.metrics import MetricsWriter, check_logging
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
-from lptune.training.schedule import learning_rate, set_learning_rate
+from lptune.training.record import StepMeter
+from lptune.training.samples import show_samples
+from lptune.training.schedule import is_due, learning_rate, set_learning_rate
+from lptune.training.settings import check_settings, describe_run
 from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 __all__ = [
     "MetricsWriter",
+    "StepMeter",
     "Update",
     "Updated",
     "UtilizationMeter",
     "build_optimizer",
     "check_logging",
+    "check_settings",
     "clip_grad_norm",
+    "describe_run",
     "greedy",
+    "is_due",
     "learning_rate",
     "peak_memory_gib",
     "set_learning_rate",
+    "show_samples",
 ]

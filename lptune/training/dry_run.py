@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import FinetuneConfig, ParallelConfig, UserError
+from lptune.config import ParallelConfig, RunConfig, UserError
 from lptune.devices import Device
 from lptune.distributed import Collectives, World
 from lptune.distributed.collectives import flop_text, size_text
@@ -135,7 +135,7 @@ class DryRun:
 
 
 def dry_run(
-    cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int, device: Device | None = None
+    cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device | None = None
 ) -> DryRun:
     """What one step of `cfg` takes on each of `world_size` ranks; cfg.device: `auto` stands for cuda.
 
@@ -191,7 +191,7 @@ def run_step(
     model: models.Decoder,
     plan: linear.Plan,
     world: World,
-    cfg: FinetuneConfig,
+    cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
 ) -> tuple[Collectives, Counter[str]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from lptune import models
-from lptune.config import FinetuneConfig, UserError
+from lptune.config import RunConfig, UserError
 from lptune.devices import Device
 from lptune.distributed.collectives import size_text
 from lptune.training.dry_run import DryRun, dry_run
@@ -43,7 +43,7 @@ def verdict(found: DryRun, device: Device) -> str:
 
 
 def remedies(
-    cfg: FinetuneConfig, model_config: models.DecoderConfig, world_size: int, device: Device
+    cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device
 ) -> Iterator[str]:
     """A line for each change that was planned, when it has been: what it takes, and whether it fits.
 
@@ -66,7 +66,7 @@ def remedies(
             yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
 
 
-def _changes(cfg: FinetuneConfig, world_size: int) -> Iterator[Remedy]:
+def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     parallel = cfg.parallel
     if not parallel.reshard_after_forward:
         yield {"parallel.reshard_after_forward": True}
@@ -91,7 +91,7 @@ def _changes(cfg: FinetuneConfig, world_size: int) -> Iterator[Remedy]:
 
 
 def _plan(
-    cfg: FinetuneConfig, change: Remedy, model_config: models.DecoderConfig, world_size: int, device: Device
+    cfg: RunConfig, change: Remedy, model_config: models.DecoderConfig, world_size: int, device: Device
 ) -> DryRun:
     in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
     at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}

@@ -37,8 +37,11 @@ class MetricsWriter:
     """Writes a step's record everywhere it goes. On ranks other than the main one it does nothing."""
 
     def __init__(
-        self, path: Path, cfg: LoggingConfig, *, enabled: bool, first_step: int, num_steps: int
+        self, path: Path, cfg: LoggingConfig, enabled: bool, first_step: int, num_steps: int
     ) -> None:
+        """path: of metrics.jsonl. enabled: on the main rank. Steps are counted from `first_step`, the number
+        of those that were done before, to `num_steps`.
+        """
         self._path, self._file, self._folder = path, None, None
         if enabled:
             self._folder = HeldFolder(path.parent)

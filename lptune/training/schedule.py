@@ -1,5 +1,5 @@
-"""The learning rate as a function of the step alone, so that there is nothing to save and nothing to
-restore.
+"""Functions of the step alone: the learning rate, and when something is due. So there is nothing to save and
+nothing to restore.
 """
 
 import math
@@ -28,3 +28,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def is_due(step: int, every_steps: int, is_last: bool = False) -> bool:
+    """Whether what is done every `every_steps` steps, and after the last one, is due; never for 0."""
+    return every_steps > 0 and (is_last or step % every_steps == 0)

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lptune import data, distributed
-from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.stored import fused_rows_of, model_tensors, optimizer_tensors
 from lptune.linear import dequantized
 from lptune.ranks import preemption
@@ -28,13 +27,17 @@ STOP_AFTER, STOP_ON_RANK = "STOP_AFTER_STEP", "STOP_ON_RANK"
 # (line, whether ours comes after it, ours)
 _INSERTED = (
     (r"from lptune import checkpoint, .*", True, "from tests.faults import observe"),
-    (r"run\.create\(saved, world\.print\)", True, "observe.loaded(run.path, saved, model, optimizer, world)"),
+    (
+        r"run\.begin\(plan, report\)",
+        True,
+        "observe.loaded(run.path, run.step, model, optimizer, world)",
+    ),
     (
         r"batches.* = loader\.micro_batches\(step\).*",
         True,
         "observe.batches(run.path, step + 1, batches, world)",
     ),
-    (r"record = \{", False, "observe.stop(step, world)"),
+    (r"record = meter\.record\(.*", False, "observe.stop(step, world)"),
 )
 
 
@@ -99,13 +102,13 @@ def stop(step: int, world: distributed.World) -> None:
 
 def loaded(
     folder: Path,
-    saved: Manifest | None,
+    step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: distributed.World,
 ) -> None:
     """Writes every weight and moment, whole, if the run goes on from a checkpoint. A collective."""
-    if saved is None:
+    if step == 0:
         return
     distributed.reshard(model)
     fused, whole = distributed.fused_rows(model), dict[str, Tensor]()
@@ -113,4 +116,4 @@ def loaded(
         full = distributed.full_tensor(dequantized(tensor), fused_rows_of(fused, name))
         whole[name] = full.detach().cpu().contiguous().clone()
     if world.is_main:
-        save_file(whole, folder / f"loaded-{saved.step}.safetensors")
+        save_file(whole, folder / f"loaded-{step}.safetensors")

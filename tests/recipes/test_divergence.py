@@ -20,8 +20,8 @@ from tests.recipes.conftest import Run, read_metrics
 
 OUR_LINE = "loss = batch_loss(model, batch, world)\n"
 THEIR_LINE = "loss = batch_loss(model, dropped(batch), world) * spoilt(world)\n"
-OUR_STEP = "                with low.step(step, num_passes=len(batches)):\n"
-THEIR_STEP = "                spoilt.step = step\n" + OUR_STEP
+OUR_STEP = "                    with low.step(step, num_passes=len(batches)):\n"
+THEIR_STEP = "                    spoilt.step = step\n" + OUR_STEP
 THEIR_FUNCTIONS = '''
 
 def dropped(batch):

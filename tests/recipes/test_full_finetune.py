@@ -256,7 +256,8 @@ def test_samples_that_run_out_of_memory_do_not_cost_the_export(run_recipe: Run, 
     copy.write_text(
         Path("recipes/full_finetune.py").read_text(encoding="utf-8")
         + "\n\ndef show_samples(*args):\n    if args[-1] == 'after training':\n"
-        "        raise torch.OutOfMemoryError('out of memory')\n",
+        "        raise torch.OutOfMemoryError('out of memory')\n\n\n"
+        "training.show_samples = show_samples\n",
         encoding="utf-8",
     )
     done = run_recipe("num_steps=1", "data.eval_fraction=0.1", recipe=str(copy), code=1)

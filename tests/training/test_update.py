@@ -69,8 +69,8 @@ class _Loop:
         """spoilt: how this rank's loss of the step is."""
         run = self.run
         batches, num_targets = run.batches(step), run.num_targets(step)
-        patched = {"batch_loss": _spoilt(spoilt)} if spoilt else {}
-        with mock.patch.dict(tiny_run._recipe, patched), run.low.step(step, len(batches)):
+        loss = _spoilt(spoilt) if spoilt else BATCH_LOSS
+        with mock.patch.object(tiny_run, "batch_loss", loss), run.low.step(step, len(batches)):
             loss_sum = tiny_run.forward_backward(run.model, batches, num_targets, run.cfg, run.world, run.low)
         return self.update(loss_sum, num_targets)
 

@@ -1,0 +1,244 @@
+"""A run, as its recipe holds it: its folder, the checkpoint that it continues, its saves and its export.
+
+    with checkpoint.open_run(cfg, world) as run:
+        run.find_checkpoint()                                 which step to continue from, if any
+        run.check_continues(plan, num_steps, digest, …)       the same model, data and seed as before?
+        if run.is_finished(num_steps): return
+        ...                                                   build the model and its optimizer
+        run.load(base, model, optimizer, low)                 weights of the checkpoint, or of the base model
+        run.begin(plan, report)                               makes the folder
+        with run.saver(model, optimizer, low, update) as saver:
+            ...                                               train; saver.save(step)
+        run.export(base)
+
+A recipe decides when each of these happens. A Run never trains: none of its methods takes a batch, a loss or
+a function to call.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lptune.checkpoint.about import Facts
+from lptune.checkpoint.export import export_hf
+from lptune.checkpoint.hf import Base, load_hf
+from lptune.checkpoint.load import load_state
+from lptune.checkpoint.manifest import Manifest
+from lptune.checkpoint.resume import (
+    check_fingerprint,
+    check_unchanged,
+    find_checkpoint,
+    run_facts,
+    skipped_steps,
+    started_on,
+)
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.save import CheckpointWriter
+from lptune.config import RunConfig
+from lptune.distributed import World
+from lptune.linear import LowPrecision, Plan
+
+
+class Counts(Protocol):
+    """The part of `training.Update` that a checkpoint stores."""
+
+    def counts(self) -> dict[str, int]:
+        """How many steps were skipped, by name."""
+
+
+class Run:
+    """One run on this rank. All ranks make one and call its methods in the same order."""
+
+    def __init__(self, cfg: RunConfig, world: World, folder: RunFolder) -> None:
+        self.folder = folder
+        self.step = 0
+        """Of the newest checkpoint: the one that the run continues, or has saved since; 0: there is none."""
+        self.started_on = date.today()
+        """The day that chat templates which write a date see, in every part of the run."""
+        self.skipped: dict[str, int] = {}
+        """`training.Update.counts` of the checkpoint that the run continues."""
+        self._cfg, self._world = cfg, world
+        self._saved: Manifest | None = None
+        self._newest: Path | None = None
+        self._has_saved = False
+        self._facts: Facts = {}
+
+    @property
+    def path(self) -> Path:
+        """`output_dir`."""
+        return self.folder.path
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl, one JSON object for each step."""
+        return self.folder.metrics
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl holds a held-out loss of `step`. A collective."""
+        return self.folder.has_evaluation(step)
+
+    def find_checkpoint(self) -> None:
+        """Finds and verifies the checkpoint that `resume` asks for, and sets `step`, `started_on` and
+        `skipped` by it. A collective. Raises UserError as `resume.find_checkpoint` does.
+        """
+        self._saved = find_checkpoint(
+            self.folder.checkpoints, self._cfg.resume, self._world, self._world.print
+        )
+        if self._saved is not None:
+            self.step, self._newest = self._saved.step, self._saved.folder
+            self.started_on = started_on(self._saved)
+            self.skipped = skipped_steps(self._saved)
+
+    def check_continues(
+        self, plan: Plan, num_steps: int, data_digest: str, chat_template: str | None
+    ) -> None:
+        """Raises UserError where the ranks, or this run and its checkpoint, differ in what must not change.
+
+        plan: the precision of the steps to come. num_steps: at which the run ends. data_digest: of the
+        training rows. chat_template: the tokenizer's, as the run uses it. A collective.
+        """
+        self._facts = run_facts(
+            self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template
+        )
+        check_fingerprint(self._saved, self._facts, self._world)
+
+    def is_finished(self, num_steps: int) -> bool:
+        """Whether no step is left, and no export; says so. Raises UserError where the config has changed
+        since the last step, or the export is there in another form than the config asks for.
+        """
+        if self._saved is None or self.step < num_steps:
+            return False
+        check_unchanged(self._saved, self._facts, self._world.print, type(self._cfg))
+        exports = self._cfg.export.enabled
+        if exports and not self.folder.is_exported(self.step, self._cfg.export):
+            return False
+        and_exported = " and exported" if exports else ""
+        kind = self._cfg.precision.kind
+        done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
+        self._world.print(f"already finished: {done}; for more raise num_steps or change output_dir")
+        return True
+
+    def load(self, base: Base, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision) -> int:
+        """Fills `model`, `optimizer` and `low` from the checkpoint that the run continues, or `model` from
+        `base`. Returns the step to go on from. A collective.
+        """
+        if self._saved is None:
+            load_hf(model, base.index, self._world)
+        else:
+            load_state(self._saved, model, optimizer, low.state())
+        return self.step
+
+    def begin(self, plan: Plan, report: Sequence[str]) -> None:
+        """Makes the run's folder or prepares it for the steps to come, and prints the plan and `report`.
+        A collective.
+        """
+        self.folder.create(self._saved, self._world.print)
+        if self._world.is_main:
+            self.folder.write_config(self._cfg)
+            self.folder.write_plan(plan.to_json())
+        self._world.print("\n".join([plan.table(), *report]))
+        if self._saved is not None:
+            self._world.print(f"continuing {self._saved.folder}")
+
+    def writer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
+    ) -> "RunWriter":
+        """For the saves of the steps to come. A context; a collective."""
+        return RunWriter(self, model, optimizer, low, update)
+
+    def stopped(self, by: Signals) -> SystemExit:
+        """What ends a run that the signal `by` stopped between two steps: exit code 143, with a line."""
+        again = "run again" if self._cfg.resume == "auto" else "run again with resume=auto"
+        what = (
+            f" after step {self.step}, saved; {again} to continue"
+            if self._has_saved
+            else ": nothing new to save"
+        )
+        self._world.print(f"stopped by {by.name}{what}")
+        return SystemExit(143)
+
+    def export(self, base: Base) -> None:
+        """Writes the newest checkpoint as a Hugging Face folder if `export.enabled`. Prints where the result
+        is. A collective.
+        """
+        if not self._cfg.export.enabled:
+            newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
+            self._world.print(f"no export (export.enabled: false); {newest}")
+            return
+        assert self._newest is not None  # the config's own check: an export needs checkpoint.at_end
+        export_hf(self._newest, base.index, self.folder.export, self._cfg.export, self._world)
+        if self._world.is_main:
+            self.folder.write_exported(self.step, self._cfg.export)
+        self._world.print(f"export: {self.folder.export} (read back and compared with {self._newest})")
+
+
+class RunWriter:
+    """Saves of a run: tensors of the model, the optimizer and low precision, and what state.json says of
+    them.
+
+    As a context it waits at its end for what is being written.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        low: LowPrecision,
+        update: Counts,
+    ) -> None:
+        self._run, self._low, self._update = run, low, update
+        self._files = CheckpointWriter(
+            run.folder.checkpoints, model, optimizer, run._world, run._cfg.checkpoint
+        )
+
+    def __enter__(self) -> "RunWriter":
+        self._files.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._files.__exit__(kind, error, traceback)
+
+    def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
+        """Publishes the state after `step` as checkpoints/step-N. A collective.
+
+        eval_loss: of this step, for checkpoint.keep_best. wait: return when it is published, and not already
+        when it is being written in the background. Raises UserError as `CheckpointWriter.save` does.
+        """
+        run, facts = self._run, {**self._run._facts, **self._update.counts()}
+        run._newest = self._files.save(step, facts, self._low.state(), eval_loss=eval_loss, wait=wait)
+        run.step, run._has_saved = step, True
+
+    def is_overdue(self) -> bool:
+        """`CheckpointWriter.is_overdue`: by `checkpoint.every_minutes`, on this rank's clock."""
+        return self._files.is_overdue()
+
+    def check(self) -> None:
+        """Raises what a save in the background failed with, if it has."""
+        self._files.check()
+
+    def wait(self) -> Path | None:
+        """Waits until nothing is being written. Returns the newest checkpoint: of this run, or the one that
+        it continues. Raises as `check` does.
+        """
+        return self._files.wait() or self._run._newest
+
+
+@contextmanager
+def open_run(cfg: RunConfig, world: World) -> Iterator[Run]:
+    """The run of `cfg`, whose folder is checked, and locked if it is there already. A collective.
+
+    Raises UserError where the folder cannot be a run's. An OSError within the context that names a path of
+    that folder is a UserError too (run_folder.py).
+    """
+    with open_run_folder(cfg, world) as folder:
+        yield Run(cfg, world, folder)

@@ -1,0 +1,51 @@
+"""What a run is told of its settings: errors that need no file, and one line that says what will run."""
+
+import torch
+
+from lptune.config import RunConfig, check_batches
+from lptune.distributed import World, check_compiler, describe_mesh
+from lptune.linear import Plan
+from lptune.models import Decoder
+from lptune.training.metrics import check_logging
+
+
+def check_settings(cfg: RunConfig, world: World) -> None:
+    """Raises UserError for what can be wrong before any file is read: an extra or a compiler that is not
+    installed, batches that do not divide among the ranks.
+    """
+    check_logging(cfg.logging)
+    check_compiler(cfg.compile)
+    check_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
+
+
+def describe_run(
+    model: Decoder,
+    plan: Plan,
+    cfg: RunConfig,
+    world: World,
+    step: int,
+    num_steps: int,
+    one_document_per_row: bool,
+) -> list[str]:
+    """Lines to print before training: which steps, of how many tokens, on which mesh, by which kernels.
+
+    model: parallelized. step: the first one to come, counted from 0. one_document_per_row: whether rows hold
+    one document each, which decides the kernel of attention.
+    """
+    lines, most = [], model.config.max_position_embeddings
+    if cfg.data.seq_len > most:
+        lines.append(
+            f"note: data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
+            f"(max_position_embeddings {most})"
+        )
+    compute_dtype = getattr(torch, cfg.compute_dtype)
+    attention = model.attention_backend(
+        world.device, compute_dtype, one_document_per_row=one_document_per_row
+    )
+    backend = plan.backend(world.device.type)
+    lines.append(
+        f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
+        f"{describe_mesh(model, world)}, attention by {attention}"
+        + (f", 8-bit GEMMs by {backend}" if backend else "")
+    )
+    return lines
