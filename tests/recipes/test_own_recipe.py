@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import UserError, load_config
 from lptune.cli import recipe
+from lptune.config import UserError, load_config
 from tests.cli import warm
 from tests.recipes.conftest import Run, losses
-from tests.tiny_recipe import environment
 
 RECIPE = '''
 """Continued pre-training with a z-loss, without evaluation."""
@@ -30,7 +29,10 @@ class ZLossConfig(RunConfig):
 
 
 def main(cfg: ZLossConfig) -> None:
-    with distributed.session(cfg.device, cfg.parallel, cfg.seed) as world, checkpoint.open_run(cfg, world) as run:
+    with (
+        distributed.session(cfg.device, cfg.parallel, cfg.seed) as world,
+        checkpoint.open_run(cfg, world) as run,
+    ):
         training.check_settings(cfg, world)
         base = checkpoint.read_base(cfg.model.path, world.print)
         model = base.build_on_meta()
@@ -82,8 +84,9 @@ def main(cfg: ZLossConfig) -> None:
 
 def z_loss(model, batch, cfg):
     logits = model(batch.tokens_BS).float().flatten(0, 1)
-    log_z = logits.logsumexp(-1)[batch.labels_BS.flatten() != -100]
-    return F.cross_entropy(logits, batch.labels_BS.flatten(), reduction="sum") + cfg.z_loss * log_z.square().sum()
+    labels = batch.labels_BS.flatten()
+    log_z = logits.logsumexp(-1)[labels != -100]
+    return F.cross_entropy(logits, labels, reduction="sum") + cfg.z_loss * log_z.square().sum()
 '''
 
 
