@@ -1,21 +1,14 @@
 """Files: Hugging Face folders in and out, training state, the run folder. Nothing is ever unpickled."""
 
-from lptune.checkpoint.about import About, read_about
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, HFIndex, load_hf, match_tensors, read_base, read_config, read_index
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
-from lptune.checkpoint.resume import (
-    check_fingerprint,
-    check_unchanged,
-    find_checkpoint,
-    newest_verified,
-    skipped_steps,
-    started_on,
-)
+from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, newest_verified
 from lptune.checkpoint.run import Run, RunWriter, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
+from lptune.checkpoint.state import About, RunState, read_state
 
 __all__ = [
     "About",
@@ -25,6 +18,7 @@ __all__ = [
     "Manifest",
     "Run",
     "RunFolder",
+    "RunState",
     "RunWriter",
     "check_fingerprint",
     "check_unchanged",
@@ -37,11 +31,9 @@ __all__ = [
     "newest_verified",
     "open_run",
     "open_run_folder",
-    "read_about",
     "read_base",
     "read_config",
     "read_index",
-    "skipped_steps",
-    "started_on",
+    "read_state",
     "verify",
 ]

@@ -20,8 +20,7 @@ from typing import Any, get_type_hints
 import torch
 
 import lptune
-from lptune.checkpoint.about import About, Facts, read_about, read_state
-from lptune.checkpoint.manifest import Manifest
+from lptune.checkpoint.state import About, RunState
 from lptune.config import RunConfig, UserError
 from lptune.linear import PLAN_COLUMNS, Plan
 
@@ -46,7 +45,7 @@ class Part:
     torch: str
 
 
-def run_parts(cfg: RunConfig, plan: Plan, saved: Manifest | None) -> list[dict[str, Any]]:
+def run_parts(cfg: RunConfig, plan: Plan, saved: RunState | None) -> list[dict[str, Any]]:
     """`parts` of state.json, from the first step to what now begins. saved: what the run continues."""
     before = [] if saved is None else read_parts(saved)
     now = Part(
@@ -63,21 +62,19 @@ def run_parts(cfg: RunConfig, plan: Plan, saved: Manifest | None) -> list[dict[s
     return [asdict(part) for part in before]
 
 
-def read_parts(manifest: Manifest) -> list[Part]:
+def read_parts(state: RunState) -> list[Part]:
     """Of a verified checkpoint; one part that was not recorded, if an older version of lptune wrote it."""
-    state = read_state(manifest)
-    if "parts" not in state:
-        about = read_about(manifest)
+    if "parts" not in state.content:
+        about = state.about
         return [Part(1, about.precision, "", False, (), about.lptune, about.torch)]
     try:
-        parts = [_part(entry) for entry in state["parts"]]
+        parts = [_part(entry) for entry in state.content["parts"]]
         steps = [part.from_step for part in parts]
-        if steps[0] != 1 or any(a >= b for a, b in pairwise([*steps, manifest.step + 1])):
+        if steps[0] != 1 or any(a >= b for a, b in pairwise([*steps, state.step + 1])):
             raise ValueError(steps)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise UserError(
-            f"{manifest.folder / 'state.json'}: parts: cannot be read ({error!r:.80}); lptune did not "
-            "write it"
+            f"{state.path}: parts: cannot be read ({error!r:.80}); lptune did not write it"
         ) from None
     return parts
 
@@ -93,7 +90,7 @@ def _part(entry: Mapping[str, Any]) -> Part:
     return part
 
 
-def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Facts) -> str:
+def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapping[str, Any]) -> str:
     """README.md of an export of `step`. fingerprint: that of the checkpoint, for its digests."""
     from huggingface_hub import ModelCardData
 

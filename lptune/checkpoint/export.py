@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
-from lptune.checkpoint.about import check_base, read_about, read_fingerprint
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
@@ -41,6 +40,7 @@ from lptune.checkpoint.files import (
 from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, TIED, HFIndex, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
+from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
 from lptune.distributed import Piece, SideGroup, World, side_group
@@ -107,9 +107,10 @@ def _export(
     try:
         with _together(group, checkpoint, folder):
             manifest = read_manifest(checkpoint)
-            about = read_about(manifest)
-            card = model_card(about, manifest.step, read_parts(manifest), read_fingerprint(manifest))
-            check_base(manifest, source.folder)
+            state = read_state(manifest)
+            about = state.about
+            card = model_card(about, state.step, read_parts(state), state.fingerprint)
+            check_base(state, source.folder)
             files = plan_files(source, cfg)
             if group.rank == 0:
                 _check_space(folder, files, source)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
-from lptune.checkpoint.resume import skipped_steps
+from lptune.checkpoint.state import read_state
 from lptune.checkpoint.stored import (
     MOMENTS,
     SCALE,
@@ -44,7 +44,7 @@ def load_state(
     that used another precision has other tensors there, or none.
     """
     # AdamW counts updates, and a step that was not finite made none.
-    num_updates = manifest.step - skipped_steps(manifest)["num_skipped"]
+    num_updates = manifest.step - read_state(manifest).skipped["num_skipped"]
     for name, parameter in model.named_parameters():
         # A parameter that was never updated (a frozen one) has no state.
         if f"{MOMENTS[0]}/{name}" in manifest.shards:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from lptune.checkpoint.about import Facts, about_run, base_digests, read_fingerprint, read_state
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
+from lptune.checkpoint.state import RunState, about_run, base_digests
 from lptune.config import (
     PRECISION_KINDS,
     FinetuneConfig,
@@ -118,25 +118,23 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     return manifest
 
 
-def run_facts(
+def state_of_run(
     cfg: RunConfig,
     plan: Plan,
-    saved: Manifest | None,
+    saved: RunState | None,
     num_steps: int,
     data_digest: str,
     started_on: date,
     chat_template: str | None,
-) -> Facts:
-    """What state.json says of a run beside its step.
+) -> RunState:
+    """What the checkpoints of this part of a run say, beside their step.
 
-    fingerprint: what must not change between the parts of one run. Precision, compilation, ranks and length
-    may.
-    decides_rows: by what a change of the training rows is explained.
-    config: the keys of this part of the run that decide its result, with the num_steps that it resolved to.
-    about: what an export needs to know.
-    parts: the precision of every step so far, and of those to come; saved: what the run continues.
-    started_on: the day that chat templates which write a date see, in every part of the run.
-    chat_template: the tokenizer's, as the run sees it.
+    plan: the precision of the steps to come. saved: of the checkpoint that the run continues. num_steps: that
+    `cfg` resolves to. data_digest: of the training rows. started_on: the day that chat templates see which
+    write a date, in every part of the run. chat_template: the tokenizer's, as the run sees it.
+
+    Precision, compilation, ranks and length may change between the parts of one run; what is in `fingerprint`
+    may not.
     """
     fingerprint = {
         # What decides the data comes before the data, so that the cause is named and not its consequence.
@@ -146,7 +144,7 @@ def run_facts(
         **base_digests(Path(cfg.model.path).expanduser()),
         "data": data_digest[:16],
     }
-    return {
+    content = {
         "fingerprint": fingerprint,
         "config": {
             key: value
@@ -158,32 +156,23 @@ def run_facts(
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),
     }
+    return RunState(content)
 
 
-def started_on(manifest: Manifest | None) -> date:
-    """The day the run began: today, if there is nothing to resume."""
-    if manifest is None:
-        return date.today()
-    day = read_state(manifest).get("started_on", "")
-    try:
-        return date.fromisoformat(day)
-    except (TypeError, ValueError):
-        path = manifest.folder / "state.json"
-        raise UserError(f"{path}: started_on: expected a date, found {day!r:.60}") from None
-
-
-def check_fingerprint(manifest: Manifest | None, facts: Facts, world: World) -> None:
-    """Refuses a run whose ranks have different data, models or seeds, and one that continues `manifest` with
-    others, naming both values. A collective.
+def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> None:
+    """Raises UserError where ranks have different data, models or seeds, and where a run continues the
+    checkpoint `saved` with others than that says; names both values. A collective.
     """
-    fingerprint = facts["fingerprint"]
+    fingerprint = now.fingerprint
     _check_same_on_all_ranks(fingerprint, world)
-    saved = fingerprint if manifest is None else read_fingerprint(manifest)
+    if saved is None:
+        return
+    before = saved.fingerprint
     for key, value in fingerprint.items():
-        if manifest is not None and saved.get(key) != value:
-            meaning = _what_changed(manifest, facts) if key == "data" else ""
+        if before.get(key) != value:
+            meaning = _what_changed(saved, now) if key == "data" else ""
             raise UserError(
-                f"{manifest.folder}: was saved with {key} {saved.get(key)!r}, this run has {value!r}"
+                f"{saved.folder}: was saved with {key} {before.get(key)!r}, this run has {value!r}"
                 f"{meaning or _MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
 
@@ -200,19 +189,19 @@ def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     return found | {_TEMPLATE: hashlib.sha256(text).hexdigest()[:16]}
 
 
-def _what_changed(manifest: Manifest, facts: Facts) -> str:
+def _what_changed(saved: RunState, now: RunState) -> str:
     """Which of `_decides_rows`; empty where the checkpoint is older than these."""
-    before, now = read_state(manifest).get("decides_rows"), facts.get("decides_rows")
-    if not isinstance(before, dict) or not isinstance(now, dict):
+    before, after = (state.content.get("decides_rows") for state in (saved, now))
+    if not isinstance(before, dict) or not isinstance(after, dict):
         return ""
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     # It changes with data.chat_template or a file of the model, and by itself if the file was edited.
     causes = [name for name in changed if name != _TEMPLATE] or changed
     what = ", ".join(causes) or "none of data.* but the content of the files that data.source names"
     return f" (a digest of the training rows; changed: {what})"
 
 
-def _check_same_on_all_ranks(fingerprint: Facts, world: World) -> None:
+def _check_same_on_all_ranks(fingerprint: Mapping[str, Any], world: World) -> None:
     """Each machine reads its own files, and each has its own command."""
     hashes = [hashlib.sha256(repr(value).encode()).digest() for value in fingerprint.values()]
     numbers = torch.tensor([int.from_bytes(digest[:7], "little") for digest in hashes], device=world.device)
@@ -227,31 +216,33 @@ def _check_same_on_all_ranks(fingerprint: Facts, world: World) -> None:
 
 
 def check_unchanged(
-    manifest: Manifest, facts: Facts, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
+    saved: RunState, now: RunState, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
 ) -> None:
     """Refuses to call a run finished whose config has changed, naming every changed key and both values.
 
-    manifest: the checkpoint after which no step is left. A change has an effect only on steps that are still
+    saved: the checkpoint after which no step is left. A change has an effect only on steps that are still
     to come. say: called with one line where another version of lptune wrote a checkpoint that cannot be
     compared, or not in whole. cls: the config's class, whose default stands for a key that the checkpoint
     does not have.
     """
-    saved, path = read_state(manifest).get("config"), manifest.folder / "state.json"
-    if not isinstance(saved, dict):
-        say(f"note: {path} does not say which config the run had, so nothing was compared with this one")
+    config = saved.content.get("config")
+    if not isinstance(config, dict):
+        say(
+            f"note: {saved.path} does not say which config the run had, so nothing was compared with this one"
+        )
         return
     known = key_paths(cls)
-    if removed := [key for key in saved if key not in known]:
-        say(f"note: {path}: not compared, since this version has no such key: {', '.join(removed)}")
-    before = {key: saved.get(key, default(cls, key)) for key in facts["config"]}
+    if removed := [key for key in config if key not in known]:
+        say(f"note: {saved.path}: not compared, since this version has no such key: {', '.join(removed)}")
+    before = {key: config.get(key, default(cls, key)) for key in now.content["config"]}
     changed = [
         f"{key} {before[key]!r:.200} (now {value!r:.200})"
-        for key, value in facts["config"].items()
+        for key, value in now.content["config"].items()
         if before[key] != value
     ]
     if changed:
         raise UserError(
-            f"{manifest.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
+            f"{saved.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
             "choose another output_dir for another run, raise num_steps to go on with the change, or take it "
             "back (`lptune export` exports the checkpoint as it is)"
         )
@@ -263,19 +254,3 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def skipped_steps(manifest: Manifest | None) -> dict[str, int]:
-    """What `training.Update.counts` said when the checkpoint was saved; nothing, if there is none."""
-    if manifest is None:
-        return {}
-    state, found, most = read_state(manifest), dict[str, int](), manifest.step
-    # No more in a row than in all, and no more in all than steps.
-    for key in ("num_skipped", "num_skipped_in_a_row"):
-        count = state.get(key, 0)
-        if type(count) is not int or not 0 <= count <= most:
-            raise UserError(
-                f"{manifest.folder / 'state.json'}: {key}: expected 0 to {most}, found {count!r:.60}"
-            )
-        found[key] = most = count
-    return found

@@ -26,21 +26,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lptune.checkpoint.about import Facts
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, load_hf
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest
-from lptune.checkpoint.resume import (
-    check_fingerprint,
-    check_unchanged,
-    find_checkpoint,
-    run_facts,
-    skipped_steps,
-    started_on,
-)
+from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, state_of_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
+from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig
 from lptune.distributed import World
 from lptune.linear import LowPrecision, Plan
@@ -65,10 +58,11 @@ class Run:
         self.skipped: dict[str, int] = {}
         """`training.Update.counts` of the checkpoint that the run continues."""
         self._cfg, self._world = cfg, world
-        self._saved: Manifest | None = None
+        self._continues: Manifest | None = None
+        self._saved: RunState | None = None
         self._newest: Path | None = None
         self._has_saved = False
-        self._facts: Facts = {}
+        self._state = RunState({})
 
     @property
     def path(self) -> Path:
@@ -88,13 +82,11 @@ class Run:
         """Finds and verifies the checkpoint that `resume` asks for, and sets `step`, `started_on` and
         `skipped` by it. A collective. Raises UserError as `resume.find_checkpoint` does.
         """
-        self._saved = find_checkpoint(
-            self.folder.checkpoints, self._cfg.resume, self._world, self._world.print
-        )
-        if self._saved is not None:
-            self.step, self._newest = self._saved.step, self._saved.folder
-            self.started_on = started_on(self._saved)
-            self.skipped = skipped_steps(self._saved)
+        found = find_checkpoint(self.folder.checkpoints, self._cfg.resume, self._world, self._world.print)
+        if found is not None:
+            self._continues, self._saved = found, read_state(found)
+            self.step, self._newest = found.step, found.folder
+            self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
 
     def check_continues(
         self, plan: Plan, num_steps: int, data_digest: str, chat_template: str | None
@@ -104,10 +96,10 @@ class Run:
         plan: the precision of the steps to come. num_steps: at which the run ends. data_digest: of the
         training rows. chat_template: the tokenizer's, as the run uses it. A collective.
         """
-        self._facts = run_facts(
+        self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template
         )
-        check_fingerprint(self._saved, self._facts, self._world)
+        check_fingerprint(self._saved, self._state, self._world)
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether no step is left, and no export; says so. Raises UserError where the config has changed
@@ -115,7 +107,7 @@ class Run:
         """
         if self._saved is None or self.step < num_steps:
             return False
-        check_unchanged(self._saved, self._facts, self._world.print, type(self._cfg))
+        check_unchanged(self._saved, self._state, self._world.print, type(self._cfg))
         exports = self._cfg.export.enabled
         if exports and not self.folder.is_exported(self.step, self._cfg.export):
             return False
@@ -129,17 +121,17 @@ class Run:
         """Fills `model`, `optimizer` and `low` from the checkpoint that the run continues, or `model` from
         `base`. Returns the step to go on from. A collective.
         """
-        if self._saved is None:
+        if self._continues is None:
             load_hf(model, base.index, self._world)
         else:
-            load_state(self._saved, model, optimizer, low.state())
+            load_state(self._continues, model, optimizer, low.state())
         return self.step
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:
         """Makes the run's folder or prepares it for the steps to come, and prints the plan and `report`.
         A collective.
         """
-        self.folder.create(self._saved, self._world.print)
+        self.folder.create(self._continues, self._world.print)
         if self._world.is_main:
             self.folder.write_config(self._cfg)
             self.folder.write_plan(plan.to_json())
@@ -214,8 +206,8 @@ class RunWriter:
         eval_loss: of this step, for checkpoint.keep_best. wait: return when it is published, and not already
         when it is being written in the background. Raises UserError as `CheckpointWriter.save` does.
         """
-        run, facts = self._run, {**self._run._facts, **self._update.counts()}
-        run._newest = self._files.save(step, facts, self._low.state(), eval_loss=eval_loss, wait=wait)
+        run, state = self._run, {**self._run._state.content, **self._update.counts()}
+        run._newest = self._files.save(step, state, self._low.state(), eval_loss=eval_loss, wait=wait)
         run.step, run._has_saved = step, True
 
     def is_overdue(self) -> bool:

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lptune.checkpoint.about import Facts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
@@ -135,7 +134,7 @@ class CheckpointWriter:
     def save(
         self,
         step: int,
-        facts: Facts,
+        state: Mapping[str, Any],
         replicated: Mapping[str, Tensor] = MappingProxyType({}),
         *,
         eval_loss: float | None = None,
@@ -144,14 +143,15 @@ class CheckpointWriter:
         """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
         Returns where the checkpoint is, or will be.
 
-        replicated: further tensors, the same on every rank; the main rank writes them. eval_loss: of this
-        step, for checkpoint.keep_best. wait: return when it is published, whatever cfg.async_save says.
+        state: what state.json says beside the step. replicated: further tensors, the same on every rank; the
+        main rank writes them. eval_loss: of this step, for checkpoint.keep_best. wait: return when the
+        checkpoint is published, whatever cfg.async_save says.
         Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
         """
         self.wait()
         self._last_save_s = self._clock()
         reshard(self._model)
-        state = {"step": step, **facts}
+        state = {"step": step, **state}
         if eval_loss is not None and math.isfinite(eval_loss):
             state["eval_loss"] = eval_loss
         # They change within a step, not only at its end.

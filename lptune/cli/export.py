@@ -49,10 +49,10 @@ def export(
     check_new_folder(dest)
     if repo is not None:
         _check_hub(repo)
-    from lptune.checkpoint import export_hf, read_about, read_index
+    from lptune.checkpoint import export_hf, read_index, read_state
 
     manifest = _verified(checkpoint)
-    about = read_about(manifest)
+    about = read_state(manifest).about
     folder = base or Path(about.model)
     if not folder.is_dir():
         raise UserError(

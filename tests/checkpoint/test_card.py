@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lptune import linear, models
-from lptune.checkpoint.about import About, about_run, read_fingerprint
 from lptune.checkpoint.card import model_card, read_parts, run_parts
 from lptune.checkpoint.manifest import Manifest
+from lptune.checkpoint.state import About, RunState, about_run, read_state
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, UserError, load_config
 
 
@@ -26,33 +26,33 @@ def _plan(kind: str) -> linear.Plan:
     return linear.convert(model, _config(kind).precision)
 
 
-def _saved(folder: Path, step: int, kind: str, **state: Any) -> Manifest:
+def _saved(folder: Path, step: int, kind: str, **state: Any) -> RunState:
     """What a run of `kind` would say in its checkpoint of `step`; files and shards are not looked at."""
     fingerprint = {"weights": "0123abcd", "data": "4567cdef"}
     content = {"step": step, "fingerprint": fingerprint, "about": about_run(_config(kind), None), **state}
     path = folder / f"{step}"
     path.mkdir()
     (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
-    return Manifest(path, step, 1, {}, {})
+    return read_state(Manifest(path, step, 1, {}, {}))
 
 
-def _card(manifest: Manifest) -> list[str]:
+def _card(state: RunState) -> list[str]:
     about = About(**about_run(_config("none"), None))
-    return model_card(about, manifest.step, read_parts(manifest), read_fingerprint(manifest)).splitlines()
+    return model_card(about, state.step, read_parts(state), state.fingerprint).splitlines()
 
 
 def test_a_run_that_was_resumed_under_another_kind_names_both_with_their_steps(tmp_path: Path) -> None:
-    manifest = None
+    state = None
     for step, kind in ((10, "int8_rowcol"), (20, "int8_rowcol"), (25, "none"), (40, "float8_rowwise")):
-        parts = run_parts(_config(kind), _plan(kind), manifest)
-        manifest = _saved(tmp_path, step, kind, parts=parts)
-    assert manifest is not None
-    assert [(part.from_step, part.precision) for part in read_parts(manifest)] == [
+        parts = run_parts(_config(kind), _plan(kind), state)
+        state = _saved(tmp_path, step, kind, parts=parts)
+    assert state is not None
+    assert [(part.from_step, part.precision) for part in read_parts(state)] == [
         (1, "int8_rowcol"),
         (21, "none"),
         (26, "float8_rowwise"),
     ]
-    lines = _card(manifest)
+    lines = _card(state)
     for line in (
         "| precision in training | int8_rowcol (steps 1 to 20); none (steps 21 to 25); "
         "float8_rowwise (steps 26 to 40) |",
@@ -72,11 +72,11 @@ def test_a_run_that_was_resumed_under_another_kind_names_both_with_their_steps(t
 def test_a_checkpoint_from_before_parts_were_kept_resumes_and_exports(tmp_path: Path) -> None:
     old = _saved(tmp_path, 10, "int8_rowcol")
     new = _saved(tmp_path, 20, "none", parts=run_parts(_config("none"), _plan("none"), old))
-    for manifest, spans in (
+    for state, spans in (
         (old, ["1 to 10: int8_rowcol"]),
         (new, ["1 to 10: int8_rowcol", "11 to 20: none"]),
     ):
-        lines = _card(manifest)
+        lines = _card(state)
         assert [line for line in lines if line.startswith("## ")] == [f"## Steps {span}" for span in spans]
         assert sum("did not record more" in line for line in lines) == 1
 
@@ -114,6 +114,6 @@ def test_a_source_that_the_environment_names_is_described_as_written(
 def test_parts_that_lptune_did_not_write_are_one_line(tmp_path: Path, damage: Any) -> None:
     parts = json.loads(json.dumps(run_parts(_config("int8_rowcol"), _plan("int8_rowcol"), None)))
     damage(parts)
-    manifest = _saved(tmp_path, 10, "int8_rowcol", parts=parts)
+    state = _saved(tmp_path, 10, "int8_rowcol", parts=parts)
     with pytest.raises(UserError, match=r"state.json: parts: cannot be read"):
-        read_parts(manifest)
+        read_parts(state)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lptune import checkpoint, distributed, models
 from lptune.checkpoint import export as module
-from lptune.checkpoint.about import About, base_digests
 from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
+from lptune.checkpoint.state import About, base_digests
 from lptune.checkpoint.sums import is_as_written, verify_sums
 from lptune.config import CheckpointConfig, ExportConfig, UserError
 from tests.ranks import run_ranks

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lptune import checkpoint, distributed
-from lptune.checkpoint.resume import run_facts
+from lptune.checkpoint.resume import state_of_run
+from lptune.checkpoint.state import RunState
 from lptune.config import ExportConfig, FinetuneConfig, UserError, key_paths, load_config
 from lptune.linear import Plan
 
@@ -55,20 +56,21 @@ def config(tmp_path: Path, *overrides: str) -> FinetuneConfig:
     return load_config(FinetuneConfig, path, overrides)
 
 
-def facts(cfg: FinetuneConfig, tmp_path: Path, num_steps: int = 4) -> dict[str, Any]:
+def state_now(cfg: FinetuneConfig, tmp_path: Path, num_steps: int = 4) -> RunState:
     """What state.json of a run with `cfg` says."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / name).write_bytes(b"{}")
-    return dict(run_facts(cfg, Plan("none", ()), None, num_steps, "digest", datetime.date(2026, 1, 1), None))
+    return state_of_run(cfg, Plan("none", ()), None, num_steps, "digest", datetime.date(2026, 1, 1), None)
 
 
-def saved(tmp_path: Path, state: dict[str, Any]) -> checkpoint.Manifest:
+def saved(tmp_path: Path, state: RunState) -> RunState:
+    """`state`, as it is read from a checkpoint of step 4."""
     folder = tmp_path / "step-00000004"
     folder.mkdir(exist_ok=True)
-    (folder / "state.json").write_text(json.dumps({"step": 4, **state}))
-    return checkpoint.Manifest(folder, 4, 1, {}, {})
+    (folder / "state.json").write_text(json.dumps({"step": 4, **state.content}))
+    return checkpoint.read_state(checkpoint.Manifest(folder, 4, 1, {}, {}))
 
 
 def changed(cfg: FinetuneConfig, key: str) -> str:
@@ -94,12 +96,11 @@ DECIDING = [
 
 @pytest.mark.parametrize("key", DECIDING)
 def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: Path, key: str) -> None:
-    before = config(tmp_path)
-    manifest = saved(tmp_path, facts(before, tmp_path))
-    override = changed(before, key)
+    cfg = config(tmp_path)
+    before, override = saved(tmp_path, state_now(cfg, tmp_path)), changed(cfg, key)
     num_steps = 5 if key == "num_steps" else 4
     with pytest.raises(UserError, match=rf"no step is left to train.*\b{key} .+ \(now ") as caught:
-        checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path, num_steps), print)
+        checkpoint.check_unchanged(before, state_now(config(tmp_path, override), tmp_path, num_steps), print)
     assert str(caught.value).count("(now ") == 1
     assert "choose another output_dir" in str(caught.value)
 
@@ -117,15 +118,15 @@ def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: P
 def test_a_changed_template_is_named_by_its_key_or_file(
     tmp_path: Path, override: str, template: str | None, tokenizer_config: str, changed: str
 ) -> None:
-    def state(digest: str, template: str | None, *overrides: str) -> dict[str, Any]:
-        facts(config(tmp_path), tmp_path)  # makes the model's folder
+    def state(digest: str, template: str | None, *overrides: str) -> RunState:
+        state_now(config(tmp_path), tmp_path)  # makes the model's folder
         day = datetime.date(2026, 1, 1)
         cfg = config(tmp_path, *overrides)
-        return dict(run_facts(cfg, Plan("none", ()), None, 4, digest, day, template))
+        return state_of_run(cfg, Plan("none", ()), None, 4, digest, day, template)
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
-    manifest = saved(tmp_path, state("before", None))
+    before = saved(tmp_path, state("before", None))
     (tmp_path / "model" / "tokenizer_config.json").write_text(tokenizer_config)
     now = state("after", template, override)
     with (
@@ -134,21 +135,21 @@ def test_a_changed_template_is_named_by_its_key_or_file(
             UserError, match=rf"with data 'before'.*\(a digest of the .* changed: {re.escape(changed)}\)"
         ),
     ):
-        checkpoint.check_fingerprint(manifest, now, world)
+        checkpoint.check_fingerprint(before, now, world)
 
 
 @pytest.mark.parametrize("key", [*WITHOUT_EFFECT, "checkpoint.keep_last", "data.on_bad_row"])
 def test_what_has_no_effect_on_a_result_does_not_stop_a_finished_run(tmp_path: Path, key: str) -> None:
-    manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
+    before = saved(tmp_path, state_now(config(tmp_path), tmp_path))
     value = {**WITHOUT_EFFECT, "checkpoint.keep_last": 5, "data.on_bad_row": "skip"}[key]
-    checkpoint.check_unchanged(manifest, facts(config(tmp_path, f"{key}={value}"), tmp_path), print)
+    checkpoint.check_unchanged(before, state_now(config(tmp_path, f"{key}={value}"), tmp_path), print)
 
 
 def test_every_changed_key_is_named_with_both_values(tmp_path: Path) -> None:
-    manifest = saved(tmp_path, facts(config(tmp_path), tmp_path))
+    before = saved(tmp_path, state_now(config(tmp_path), tmp_path))
     with pytest.raises(UserError) as caught:
         checkpoint.check_unchanged(
-            manifest, facts(config(tmp_path, "precision.kind=mxfp8", "optimizer.lr=1"), tmp_path), print
+            before, state_now(config(tmp_path, "precision.kind=mxfp8", "optimizer.lr=1"), tmp_path), print
         )
     assert "precision.kind 'none' (now 'mxfp8'), optimizer.lr 2e-05 (now 1.0); choose" in str(caught.value)
 
@@ -158,7 +159,7 @@ def test_values_of_the_environment_stay_out_of_a_checkpoint(
 ) -> None:
     monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
     cfg = config(tmp_path, "data.eval_source=${oc.env:LPTUNE_TEST_SECRET}")
-    assert "s3cret" not in json.dumps(facts(cfg, tmp_path)["config"])
+    assert "s3cret" not in json.dumps(state_now(cfg, tmp_path).content["config"])
 
 
 def test_a_change_through_the_environment_is_not_seen_as_the_docs_say(
@@ -166,33 +167,35 @@ def test_a_change_through_the_environment_is_not_seen_as_the_docs_say(
 ) -> None:
     override = "optimizer.lr=${oc.decode:${oc.env:LPTUNE_TEST_LR}}"
     monkeypatch.setenv("LPTUNE_TEST_LR", "1e-5")
-    manifest = saved(tmp_path, facts(config(tmp_path, override), tmp_path))
+    before = saved(tmp_path, state_now(config(tmp_path, override), tmp_path))
     monkeypatch.setenv("LPTUNE_TEST_LR", "1e-3")
-    checkpoint.check_unchanged(manifest, facts(config(tmp_path, override), tmp_path), print)
+    checkpoint.check_unchanged(before, state_now(config(tmp_path, override), tmp_path), print)
     docs = (Path(__file__).parents[2] / "docs/resume.md").read_text(encoding="utf-8")
     assert "`optimizer.lr: ${oc.decode:${oc.env:LR}}` a finished run is still `already finished`" in docs
 
 
 def test_a_finished_run_that_does_not_say_its_config_is_finished_with_a_note(tmp_path: Path) -> None:
     said: list[str] = []
-    checkpoint.check_unchanged(saved(tmp_path, {}), facts(config(tmp_path), tmp_path), said.append)
+    checkpoint.check_unchanged(
+        saved(tmp_path, RunState({})), state_now(config(tmp_path), tmp_path), said.append
+    )
     assert len(said) == 1
     assert "state.json does not say which config the run had, so nothing was compared" in said[0]
 
 
 def test_a_key_that_a_finished_run_did_not_have_is_compared_with_its_default(tmp_path: Path) -> None:
-    state = facts(config(tmp_path), tmp_path)
+    state = state_now(config(tmp_path), tmp_path)
     for key in ("precision.skip", "diverged_after_steps"):
-        del state["config"][key]
-    state["config"]["optimizer.gone"] = 1
+        del state.content["config"][key]
+    state.content["config"]["optimizer.gone"] = 1
     said: list[str] = []
-    manifest = saved(tmp_path, state)
-    checkpoint.check_unchanged(manifest, facts(config(tmp_path), tmp_path), said.append)
+    before = saved(tmp_path, state)
+    checkpoint.check_unchanged(before, state_now(config(tmp_path), tmp_path), said.append)
     assert len(said) == 1
     assert said[0].endswith("not compared, since this version has no such key: optimizer.gone")
     with pytest.raises(UserError, match=r"trained with diverged_after_steps 3 \(now 4\); choose"):
         checkpoint.check_unchanged(
-            manifest, facts(config(tmp_path, "diverged_after_steps=4"), tmp_path), said.append
+            before, state_now(config(tmp_path, "diverged_after_steps=4"), tmp_path), said.append
         )
 
 
@@ -248,10 +251,13 @@ def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them() -> N
             sent[self.rank] = mine
 
     def refusal(rank: int, other: dict[str, Any]) -> str:
-        for number, facts in ((1 - rank, other), (rank, same)):  # the second call has what the first sent
+        for number, fingerprint in (
+            (1 - rank, other),
+            (rank, same),
+        ):  # the second call has what the first sent
             world = Two(number, 2, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
             try:
-                checkpoint.check_fingerprint(None, {"fingerprint": facts}, world)
+                checkpoint.check_fingerprint(None, RunState({"fingerprint": fingerprint}), world)
                 message = ""
             except UserError as error:
                 message = str(error)

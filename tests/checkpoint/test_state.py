@@ -221,7 +221,7 @@ def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
     path = tmp_path / "state.json"
     path.write_text(json.dumps({"step": 5} | facts), encoding="utf-8")
     with pytest.raises(UserError) as error:
-        checkpoint.skipped_steps(checkpoint.Manifest(tmp_path, 5, 1, {}, {}))
+        _ = checkpoint.read_state(checkpoint.Manifest(tmp_path, 5, 1, {}, {})).skipped
     assert str(error.value) == f"{path}: {message}"
 
 

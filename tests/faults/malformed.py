@@ -387,9 +387,10 @@ def write_state(root: Path) -> Path:
 def read_state(folder: Path) -> None:
     """What a run reads of a checkpoint before it builds anything."""
     manifest = checkpoint.verify(folder)
-    checkpoint.started_on(manifest)
+    state = checkpoint.read_state(manifest)
+    _ = state.started_on, state.skipped
     alone = distributed.World(0, 1, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
-    checkpoint.check_fingerprint(manifest, {"fingerprint": {}}, alone)
+    checkpoint.check_fingerprint(state, checkpoint.RunState({"fingerprint": {}}), alone)
 
 
 def reseal(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
