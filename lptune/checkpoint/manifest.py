@@ -182,7 +182,8 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{path}: {error}; lptune did not write this") from None
     name = step_folder_name(manifest.step)
-    if not re.fullmatch(rf"{name}|old-{name}-[0-9]+", folder.name):  # as files.set_aside calls it
+    # Through a link the folder's own name counts. old-…: as files.set_aside calls it.
+    if not re.fullmatch(rf"{name}|old-{name}-[0-9]+", folder.resolve().name):
         raise UserError(
             f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped: "
             f"call the folder {name} if its files are what you look for"

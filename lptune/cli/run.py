@@ -11,7 +11,7 @@ import re
 import click
 
 from lptune.cli import catalog, launch, preflight, recipe
-from lptune.config import RunConfig, UserError, closest, load_config
+from lptune.config import RunConfig, UserError, check_given_files_stay, closest, load_config
 
 _OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
 
@@ -60,6 +60,8 @@ def run(
         launch.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
         return
     cfg = load_config(cls, config_path, overrides)
+    if isinstance(cfg, RunConfig):
+        check_given_files_stay(cfg, (config_path, recipe_path))
     if isinstance(cfg, RunConfig) and recipe_path in catalog.recipes().values():
         preflight.check(cfg, *_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):

@@ -9,11 +9,12 @@ for a pipe.
 import dataclasses
 import errno
 import fcntl
+import fnmatch
 import glob
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
 TEMPORARY = ".tmp-"
 """How the names begin under which these are written, or removed, beside their place."""
 
+_WRITTEN_AS_DATA = (
+    "metrics.jsonl",
+    "precision_plan.json",
+    "export.json",
+    "checkpoints/step-00000001/state.json",
+    "checkpoints/step-00000001/manifest.json",
+    "export/config.json",
+)
+"""Files of a run with suffixes that `data.source` reads."""
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 
@@ -157,7 +167,7 @@ def check_inputs_stay(cfg: Any) -> None:
     output_dir = Path(cfg.output_dir).expanduser()
     for section in ("model", "data"):
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
-            for path in _paths(key, value):
+            for path in [*_paths(key, value), *_paths_to_come(key, value, output_dir)]:
                 if _is_written(path, output_dir):
                     if key == "data.cache":
                         raise UserError(
@@ -168,6 +178,18 @@ def check_inputs_stay(cfg: Any) -> None:
                     raise UserError(
                         f"output_dir: {cfg.output_dir} would be written over {what}; choose another"
                     )
+
+
+def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
+    """Refuses an `output_dir` in which the run would remove one of `files`, its config or its recipe.
+
+    The run's own config.yaml may be given: a run that continues nothing there sets it aside.
+    """
+    output_dir = Path(cfg.output_dir).expanduser()
+    for path in files:
+        below = _below(path, output_dir)
+        if below and (below[0] in RUN_FOLDERS or below[0].startswith(TEMPORARY)):
+            raise UserError(f"output_dir: {cfg.output_dir} would be written over {path}; move that file away")
 
 
 def _is_written(path: Path, output_dir: Path) -> bool:
@@ -220,6 +242,32 @@ def _paths(key: str, text: str) -> list[Path]:
         if key in ("model.path", "data.source", "data.eval_source") or not set("\n{") & set(text):
             return [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []
+
+
+def _paths_to_come(key: str, text: str, output_dir: Path) -> list[Path]:
+    """The files that the run will write and that a pattern would match from then on."""
+    if key not in ("data.source", "data.eval_source") or not glob.has_magic(text):
+        return []
+    with suppress(OSError, ValueError, RuntimeError):
+        parts = Path(text).expanduser().absolute().parts
+        num_plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+        above, folder = Path(*parts[:num_plain]).resolve(), output_dir.resolve()
+        if folder == above or above in folder.parents:
+            written = [folder / name for name in _WRITTEN_AS_DATA]
+            return [path for path in written if _fits(parts[num_plain:], path.relative_to(above).parts)]
+    return []
+
+
+def _fits(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Whether glob.glob would find the path `names` by `pattern`, with `**` for any number of folders."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    first = pattern[0]
+    if names[0].startswith(".") and not first.startswith("."):
+        return False
+    if first == "**":
+        return _fits(pattern[1:], names) or _fits(pattern, names[1:])
+    return fnmatch.fnmatchcase(names[0], first) and _fits(pattern[1:], names[1:])
 
 
 def check_model_files(folder: Path) -> None:

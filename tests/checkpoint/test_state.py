@@ -94,6 +94,12 @@ def test_what_was_set_aside_is_still_a_checkpoint(tmp_path: Path) -> None:
         checkpoint.verify((tmp_path / "old-step-00000002-1").rename(tmp_path / "old-step-00000003-1"))
 
 
+def test_a_link_to_a_checkpoint_is_one_whatever_its_name(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    (tmp_path / "newest").symlink_to(path)
+    assert checkpoint.verify(tmp_path / "newest").step == 2
+
+
 def _find(folder: Path, resume: str, warn: Callable[[str], None]) -> checkpoint.Manifest | None:
     with distributed.session("cpu") as world:
         return checkpoint.find_checkpoint(folder, resume, world, warn)
