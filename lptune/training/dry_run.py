@@ -35,7 +35,8 @@ from lptune.distributed.collectives import flop_text, size_text
 from lptune.kernels import choose_backend
 from lptune.planned import planned_for
 from lptune.training import memory
-from lptune.training.optimizer import build_optimizer, clip_grad_norm
+from lptune.training.optimizer import build_optimizer
+from lptune.training.update import Update
 
 STAGED = "shards between host and GPU"
 _OFFLOADED = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
@@ -62,13 +63,13 @@ class DryRun:
     peaks: dict[str, Counter[str]]
     """Of each phase of the step: bytes by category at its peak."""
     resting: Counter[str]
-    """Bytes by category after forward and backward and the update, with gradients still there."""
+    """Bytes by category between two steps."""
     host_bytes: int
     """What `parallel.cpu_offload` keeps in host memory instead."""
     device: Device | None
     """The GPU that was planned for."""
     collectives: Collectives
-    """Of forward and backward of all micro-batches."""
+    """Of forward and backward of all micro-batches, and of the update."""
 
     @property
     def peak_bytes(self) -> int:
@@ -167,7 +168,7 @@ def dry_run(
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
             if offloads:
-                host_bytes = sum(resting[name] for name in _OFFLOADED)
+                host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
                 peaks, resting = _without_offloaded(peaks, model), Counter[str]()
             return DryRun(
                 plan=plan,
@@ -197,34 +198,34 @@ def run_step(
 ) -> tuple[Collectives, Counter[str]]:
     """Storage for `model`, parallelized on meta, and its first step, in the order of a recipe; `log` is on.
 
-    Returns the collectives of all `num_micro_batches`, and bytes by category at the end, gradients included.
+    Returns the collectives of all `num_micro_batches` and of the update, and bytes by category at the end.
     """
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # nothing executes
+    update = Update(model, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
     total, num_run = Collectives(), min(3, num_micro_batches)
     with low.step(0, num_passes=num_run):
-        for number in range(num_run):
-            is_last = number == num_run - 1
-            distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
+        loss_sum = torch.zeros((), device=world.device)
+        for number in distributed.accumulate(model, range(num_run), world, cfg, low):
             log.collectives.clear()
             log.phase("forward")
             loss = model(tokens_BS, documents, tokens_BS)
             log.phase("backward")
-            loss.backward()
+            (loss * (world.data_size / tokens_BS.numel())).backward()
+            loss_sum += loss.detach()
             stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
             total.update({each: count * stands_for for each, count in log.collectives.items()})
         log.collectives.clear()
-    total.update(log.collectives)
     log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
     log.phase("update")
-    clip_grad_norm(model, cfg.max_grad_norm)
-    optimizer.step()
+    update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
+    total.update(log.collectives)
     log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
     return total, log.at_end()
 

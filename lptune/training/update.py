@@ -83,11 +83,26 @@ class Update:
         """To be saved with a checkpoint."""
         return {"num_skipped": self.num_skipped, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
-    @torch.no_grad()
     def __call__(self, loss_sum: Tensor, num_targets: float) -> Updated:
         """The update, and gradients set to None. A collective.
 
         loss_sum: of this rank's micro-batches, on the device; num_targets: of all ranks.
+        """
+        self._last = Updated(*self.launch(loss_sum, num_targets).tolist())
+        if not self._last.skipped:
+            self.num_skipped_in_a_row = 0
+            return self._last
+        self.num_skipped += 1
+        self.num_skipped_in_a_row += 1
+        if isinstance(self._optimizer, Int8AdamW):
+            self._optimizer.take_back()
+        return self._last
+
+    @torch.no_grad()
+    def launch(self, loss_sum: Tensor, num_targets: float) -> Tensor:
+        """The part for which the host does not wait: all that the device does, and every collective.
+
+        Returns the loss and the gradient norm, float64 of shape (2,), on the device.
         """
         world, model, optimizer = self._world, self._model, self._optimizer
         # Tensor-parallel ranks hold the same loss: the first one's counts.
@@ -108,15 +123,7 @@ class Update:
         if self._low is not None:
             self._low.undo(skipped)
 
-        self._last = Updated(*torch.stack([loss, norm.to(torch.float64)]).tolist())
-        if not self._last.skipped:
-            self.num_skipped_in_a_row = 0
-            return self._last
-        self.num_skipped += 1
-        self.num_skipped_in_a_row += 1
-        if isinstance(optimizer, Int8AdamW):
-            optimizer.take_back()
-        return self._last
+        return torch.stack([loss, norm.to(torch.float64)])
 
     def diverged(self, step: int, newest_checkpoint: Path | None, output_dir: Path) -> DivergedError:
         """What ends the run after step number `step` (1 is the first), which was skipped.

@@ -77,26 +77,28 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
                 distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
         documents = models.Documents.single(*tokens_BS.shape)
-        with record_collectives(world.mesh) as counted, low.step(0, NUM_MICRO_BATCHES):
-            for number in range(NUM_MICRO_BATCHES):
-                low.micro_batch(number)
-                is_last = number == NUM_MICRO_BATCHES - 1
-                distributed.sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
-                log.phase("forward")
-                loss = model(tokens_BS, documents, tokens_BS)
-                log.phase("backward")
-                loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        log.phase("update")
-        training.clip_grad_norm(model, cfg.max_grad_norm)
-        optimizer.step()
+        with record_collectives(world.mesh) as counted:
+            with low.step(0, NUM_MICRO_BATCHES):
+                loss_sum = torch.zeros(())
+                for _ in distributed.accumulate(model, range(NUM_MICRO_BATCHES), world, cfg, low):
+                    log.phase("forward")
+                    loss = model(tokens_BS, documents, tokens_BS)
+                    log.phase("backward")
+                    (loss * (world.data_size / tokens_BS.numel())).backward()
+                    loss_sum += loss.detach()
+            gradients = memory.storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+            log.phase("update")
+            updated = update(loss_sum, tokens_BS.numel())
+        log.phase("end")
+    assert not updated.skipped
     assert all(torch.isfinite(state["exp_avg"].to_local()).all() for state in optimizer.state.values())
     return {
         "collectives": sorted([*each, count] for each, count in counted.items()),
         memory.PARAMETERS: memory.storage_bytes(model.parameters()),
-        memory.GRADIENTS: memory.storage_bytes(gradients),
+        memory.GRADIENTS: gradients,
         memory.OPTIMIZER: memory.storage_bytes(
             value for state in optimizer.state.values() for value in state.values()
         ),
@@ -112,13 +114,17 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
         found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
         expected = sorted([*each, count] for each, count in found.collectives.items())
         assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
+        # The update's: losses and squares of gradients, two float64 of every rank.
+        assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
         for rank in range(num_ranks):
             took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
             assert took["collectives"] == expected, (precision, parallel)
             if rank > 0:
                 continue  # the dry run's rank is 0; others may have fewer rows
-            for category in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER):
+            for category in (memory.PARAMETERS, memory.OPTIMIZER):
                 assert took[category] == found.resting[category] > 0, (category, precision, parallel)
+            assert took[memory.GRADIENTS] == found.peaks["update"][memory.GRADIENTS] > 0
+            assert found.resting[memory.GRADIENTS] == 0
             # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
             # exchanged, its two threads let go of a moment later than the fake group does.
             late = 2 * max(each.num_bytes for each in found.collectives)
