@@ -27,6 +27,7 @@ _ALLOWED = (
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _LEAST = 4  # characters: a shorter value is no secret, and its letters are in every message
 _VARIABLE = re.compile(r"oc\.env\s*:\s*(\w+)")
+_DECODED = re.compile(r"oc\.decode\s*:\s*\$\{\s*oc\.env\s*:\s*(\w+)")  # and resolved, where it holds a ${…}
 
 _PLACES = {"model.path", "data.source", "data.eval_source", "data.cache", "resume", "output_dir"}
 _CHOICES = {
@@ -58,6 +59,9 @@ def check_interpolations(raw: Mapping[str, Any], sections: Collection[str]) -> N
                 f"{key}: {value!r:.100}: a ${{…}} may be another key, oc.env:NAME or "
                 "oc.decode:${oc.env:NAME}, with these names written out"
             )
+        for name in _DECODED.findall(_ESCAPED.sub("", value)):
+            if "${" in os.environ.get(name, ""):
+                raise UserError(f"{key}: the variable {name} holds a ${{…}} itself; set it to a value")
 
 
 def marked(raw: Any) -> Any:

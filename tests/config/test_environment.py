@@ -177,3 +177,15 @@ def test_a_key_beside_one_that_reads_the_environment_may_refer_to_others(
     assert (cfg.output_dir, cfg.logging.wandb_project) == (f"r-{SECRET}", "ft-none")
     cfg = load(tmp_path, BASE, f"data.source=[a,'{READ}']", "data.eval_source=${data.source}")
     assert cfg.data.eval_source == ("a", SECRET)
+
+
+@pytest.mark.parametrize("key", ["seed", "optimizer.lr", "checkpoint.async_save", "compile", "num_steps"])
+@pytest.mark.parametrize("value", ["${oc.env:s3cr3tVALUE}", "[1, ${oc.env:s3cr3tVALUE}]", "${oc.env:HOME}"])
+def test_a_value_that_would_be_resolved_again_is_refused_and_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.setenv(NAME, value)
+    with pytest.raises(UserError, match=rf"{key}: the variable {NAME} holds a ..…. itself") as error:
+        load(tmp_path, BASE, f"{key}={DECODED}")
+    assert "s3cr3tVALUE" not in str(error.value)
+    assert "HOME" not in str(error.value)
