@@ -181,3 +181,34 @@ def test_relative_links_of_the_documentation_resolve() -> None:
         for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
             if not re.match(r"[a-z]+:", target):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def defined(file: str) -> set[str]:
+    """`name` of the functions and classes at the top of a file, and `Class.method`."""
+    names = set()
+    for node in tree(file).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            names |= {f"{node.name}.{name}" for name in methods}
+    return names
+
+
+def test_every_function_that_the_architecture_page_names_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:lptune|recipes)/[\w/]+\.py):([\w.]+)`", page)
+    assert len(named) > 60
+    missing = [f"{file}:{name}" for file, name in named if not (ROOT / file).is_file() or name not in defined(file)]
+    assert not missing, f"docs/architecture.md names what there is not: {missing}"
+    paths = re.findall(r"`((?:lptune|recipes|configs)/[\w/.]*)`", page)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_walk_from_the_command_line_to_a_kernel_counts_its_files() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("\n## From the command line to a kernel\n")
+    walk, _, _ = rest.partition("\n## ")
+    (num_files,) = re.findall(r"\*\*(\d+) files\*\*", walk)
+    steps = "\n".join(re.findall(r"^\d+\. .*$", walk, re.MULTILINE))
+    assert len(set(re.findall(r"`([\w/]+\.py):", steps))) == int(num_files)

@@ -123,3 +123,13 @@ def test_every_table_that_the_log_refers_to_stands_in_the_benchmarks() -> None:
     named = re.findall(r'benchmarks\.md[^"\n]{0,12}"([^"]+)"', log)
     titles = re.findall(r"^### (.+)$", tables, re.MULTILINE)
     assert set(named) == set(titles)
+
+
+def test_the_glossary_defines_each_word_once_and_the_index_lists_every_page() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = [word for row in rows for word in row.split(", ") if row not in ("Write", "Word", "---")]
+    assert len(words) > 60
+    assert sorted(set(words)) == sorted(words)
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w+\.md)\)", index))
