@@ -73,7 +73,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     except UserError:
         raise
     except HFValidationError:
-        raise UserError(f"{repo}: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
+        raise UserError(f"{repo}: is not a repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
     except Exception as error:
         raise UserError(f"{repo}: {_reason(error, revision)}") from None
     for name in changed:
@@ -100,12 +100,12 @@ def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
         reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
-        raise hub.OddAnswerError(f"{info.sha!r:.60} is no commit")
+        raise hub.OddAnswerError(f"{info.sha!r:.60} is not a commit")
     digests = {}
     for name, sibling in zip(names, info.siblings or [], strict=True):
         if _is_wanted(name):
             if not name.isprintable():  # half of a surrogate pair, or a NUL, which no path can hold
-                raise hub.OddAnswerError(f"{name!a:.60} is no file name")
+                raise hub.OddAnswerError(f"{name!a:.60} is not a file name")
             digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
     return str(info.sha), digests
 

@@ -92,7 +92,7 @@ def _check_hub(repo: str) -> None:
         with hub.asked():
             HfApi().whoami()
     except HFValidationError:
-        raise UserError(f"--push-to-hub {repo}: is no repository id; give OWNER/NAME") from None
+        raise UserError(f"--push-to-hub {repo}: is not a repository id; give OWNER/NAME") from None
     except Exception as error:
         raise UserError(f"--push-to-hub {repo}: {_reason(error)}; nothing was written") from None
 

@@ -31,7 +31,7 @@ def config_class(path: Path) -> type[Any]:
     hints.pop("return", None)
     hint = next(iter(hints.values()), None)
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
-        raise UserError(f"{path}: the annotation {name!r} of main's first parameter is no config class")
+        raise UserError(f"{path}: the annotation {name!r} of main's first parameter is not a config class")
     return hint
 
 
@@ -40,7 +40,7 @@ def load_main(path: Path) -> Callable[[Any], object]:
     name = f"lptune_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path}: is no Python file; a recipe ends in .py")
+        raise UserError(f"{path}: is not a Python file; a recipe ends in .py")
     import_path.add(str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
@@ -72,7 +72,7 @@ def _annotation(path: Path) -> str:
     except SyntaxError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid Python: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no Python file: {error}") from None
+        raise UserError(f"{path}: is not a Python file: {error}") from None
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             parameters = [*node.args.posonlyargs, *node.args.args]
@@ -82,4 +82,4 @@ def _annotation(path: Path) -> str:
                 )
             annotation = parameters[0].annotation
             return str(annotation.value) if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
-    raise UserError(f"{path}: is no recipe: it has no function `main(cfg: FinetuneConfig)`")
+    raise UserError(f"{path}: is not a recipe: it has no function `main(cfg: FinetuneConfig)`")

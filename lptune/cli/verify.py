@@ -68,7 +68,7 @@ def _verify(path: Path) -> str:
     is_checkpoint = any((path / name).exists() for name in (manifest.NAME, "state.json"))
     if not is_checkpoint and not path.name.startswith("step-"):
         if not (path / "config.json").exists() and not any(path.glob("*.safetensors")):
-            raise UserError(f"{path}: is no checkpoint, no Hugging Face folder and no run's folder")
+            raise UserError(f"{path}: is not a checkpoint, a Hugging Face folder or a run's folder")
         return _verify_hf(path)
     found = manifest.verify(path)
     return f"step {found.step}, {len(found.shards)} tensors of {found.world_size} rank(s), all bytes as saved"

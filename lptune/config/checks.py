@@ -48,7 +48,7 @@ def check_path(key: str, value: str) -> None:
             "names here; a locale of UTF-8 or PYTHONUTF8=1 changes that"
         ) from None
     if "\0" in value or longest > 255:
-        raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
+        raise UserError(f"{key}: is not a path: a name in it is longer than 255 bytes or holds a zero byte")
     if os.path.expanduser(value).startswith("~"):
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"

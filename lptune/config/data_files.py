@@ -119,7 +119,7 @@ def _check_kind(name: str, file: Path) -> None:
     if not file.is_file():
         if file.is_symlink() and not file.exists():
             raise UserError(f"{name}: is a link to nowhere; set data.source to a file")
-        raise UserError(f"{name}: is no ordinary file; set data.source to one")
+        raise UserError(f"{name}: is not a regular file; set data.source to one")
     if not _is_known(file.name):
         kind = f"unknown kind of file {file.suffix!r}" if file.suffix else "a file without a suffix"
         raise UserError(

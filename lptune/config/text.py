@@ -29,7 +29,7 @@ def read_text(path: Path, max_chars: int, encoding: str = "utf-8") -> str:
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an OSError by itself
-        raise ValueError("it is no ordinary file")
+        raise ValueError("it is not a regular file")
     with path.open(encoding=encoding) as file:
         text = file.read(max_chars + 1)
     if len(text) > max_chars:

@@ -273,7 +273,7 @@ def _open_file(entry: int, name: str) -> Any:
         raise _damage(error, f"{name}: ") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise _DamagedError(f"{name}: is no regular file")
+        raise _DamagedError(f"{name}: is not a regular file")
     return file
 
 

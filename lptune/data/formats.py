@@ -199,7 +199,7 @@ def placeholders(template: str) -> list[str]:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(
-            f"data.prompt_template: {error}; write a brace that is no placeholder as {{{{ or }}}}"
+            f"data.prompt_template: {error}; write a brace that is not a placeholder as {{{{ or }}}}"
         ) from None
     names = []
     for _, name, spec, conversion in parts:

@@ -210,7 +210,7 @@ def _check_characters(text: str) -> None:
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
         raise RowError(
-            f"holds {half}, half of a surrogate pair, which is no character; write the whole pair"
+            f"holds {half}, half of a surrogate pair, which is not a character; write the whole pair"
         ) from None
 
 

@@ -155,7 +155,7 @@ def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -
             if text is None and isinstance(part, dict)
         }
         raise RowError(
-            f"{where} has content parts that are no text ({', '.join(sorted(kinds)) or 'unknown'}); only "
+            f"{where} has content parts that are not text ({', '.join(sorted(kinds)) or 'unknown'}); only "
             "text can be trained on"
         )
     raise RowError(f"{where} must have text as its {key!r}, found {_short(content)}")

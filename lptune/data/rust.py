@@ -44,7 +44,7 @@ def check_growth(spec: dict[str, Any], folder: Path) -> None:
         if growth > _MAX_GROWTH:
             raise UserError(
                 f"{folder / 'tokenizer.json'}: {key}: its replacements make {growth:,.0f} characters of one; "
-                "that is no tokenizer, copy it again from the checkpoint"
+                "that is not a tokenizer, copy it again from the checkpoint"
             )
 
 

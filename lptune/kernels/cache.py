@@ -62,7 +62,7 @@ def write(path: Path, content: bytes) -> None:
 
 def _problem(found: os.stat_result) -> str:
     if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to another user (uid {found.st_uid})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -177,7 +177,7 @@ def test_only_safetensors_json_and_tokenizer_files_are_fetched_and_the_commit_is
         (["owner/none"], {}, "owner/none: is not on the hub, or private (set HF_TOKEN)"),
         (["owner/gated"], {}, "owner/gated: is gated; accept its terms on the hub, then set HF_TOKEN"),
         (["owner/good", "--revision", "v9"], {}, "owner/good: has no revision 'v9'"),
-        (["not a repo"], {}, "not a repo: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B"),
+        (["not a repo"], {}, "not a repo: is not a repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B"),
         (["owner/good"], {"HF_HUB_OFFLINE": "1"}, "owner/good: cannot be downloaded: HF_HUB_OFFLINE is set"),
         (["owner/good"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "owner/good: cannot be downloaded: "),
     ],
@@ -222,8 +222,8 @@ NO_HUB = "does not answer as a hub does"
         (LIST, _body(100_000 * b"["), NO_HUB),
         (LIST, _listed(siblings=[1]), NO_HUB),
         (LIST, _listed(siblings=[{"rfilename": 5}]), "holds no safetensors"),
-        (LIST, _listed(sha=None), "(None is no commit)"),
-        (LIST, _listed(sha="../../../outside"), "('../../../outside' is no commit)"),
+        (LIST, _listed(sha=None), "(None is not a commit)"),
+        (LIST, _listed(sha="../../../outside"), "('../../../outside' is not a commit)"),
         (LIST, lambda hub: hub.refuse(500, ""), "500 Internal Server Error"),
         (TREE, _body(b"<html>please log in</html>"), NO_HUB),
         (TREE, _body(b"{}"), "did not come from the hub as of 0123456789ab; download it again"),
@@ -232,7 +232,7 @@ NO_HUB = "does not answer as a hub does"
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),
         (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "is not what the hub has"),
         (WEIGHTS, _cut, "is not what the hub has"),
-        (LIST, _listed(siblings=[{"rfilename": "model.safetensors"}, {"rfilename": "\0.json"}]), "is no file name"),
+        (LIST, _listed(siblings=[{"rfilename": "model.safetensors"}, {"rfilename": "\0.json"}]), "is not a file name"),
     ],
 )  # fmt: skip
 def test_what_no_hub_answers_is_one_line_and_leaves_no_weights_that_a_run_would_take(

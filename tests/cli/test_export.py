@@ -137,7 +137,7 @@ def _flip(file: Path) -> None:
         (["{run}/export", "out"], "has no manifest.json; it is no finished checkpoint"),
         (
             ["{run}", "out", "--push-to-hub=a/b/c"],
-            "--push-to-hub a/b/c: is no repository id; give OWNER/NAME",
+            "--push-to-hub a/b/c: is not a repository id; give OWNER/NAME",
         ),
     ],
 )

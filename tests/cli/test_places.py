@@ -88,7 +88,7 @@ def test_the_home_is_meant_by_a_tilde_that_the_shell_did_not_expand(
     for made_by, arguments in MAKE.items():
         assert command(made_by, *arguments, "~/victim") == (2, "", taken)
     assert command("cp", "quickstart", "~/copy.yaml") == (0, f"copied quickstart to {here}/copy.yaml\n", "")
-    assert f"{here}/victim: is no checkpoint" in command("verify", "~/victim")[2]
+    assert f"{here}/victim: is not a checkpoint" in command("verify", "~/victim")[2]
     assert f"{here}/victim: is not empty" in command("download", "owner/name", "--output-dir", "~/victim")[2]
     assert command("export", "~/nothing", "new")[2].startswith(f"error: {here}/nothing: no such checkpoint")
     assert not (here / "~").exists()

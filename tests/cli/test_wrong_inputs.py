@@ -319,7 +319,7 @@ def environment_variable_that_is_not_set(job: Job) -> None:
     job.values["model"] = {"path": "${oc.env:LPTUNE_TEST_NOT_SET}"}
 
 
-@case("job.yaml: output_dir: is no path: a name in it is longer than 255 bytes", on=(CONFIG,))
+@case("job.yaml: output_dir: is not a path: a name in it is longer than 255 bytes", on=(CONFIG,))
 def name_longer_than_any_file_system_takes(job: Job) -> None:
     job.values["output_dir"] = "runs/" + "x" * 300
 
@@ -638,7 +638,7 @@ def files_of_a_folder_that_differ(job: Job) -> None:
     job.data(source="shards")
 
 
-@case("rows.pipe.jsonl: is no ordinary file", "data.source", on=(GENERATED,))
+@case("rows.pipe.jsonl: is not a regular file", "data.source", on=(GENERATED,))
 def pipe_for_a_source(job: Job) -> None:
     os.mkfifo(job.folder / "rows.pipe.jsonl")
     job.data(source="rows.pipe.jsonl")
@@ -792,7 +792,7 @@ def conversation_without_an_answer(job: Job) -> None:
     edit_row(job.rows, 7, lambda row: row["messages"].pop())
 
 
-@case("rows.jsonl line 7: message 1 ", "parts that are no text (image_url)", on=(GENERATED,))
+@case("rows.jsonl line 7: message 1 ", "parts that are not text (image_url)", on=(GENERATED,))
 def image_in_a_conversation(job: Job) -> None:
     as_chats(job)
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x.png"}}]

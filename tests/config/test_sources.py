@@ -177,7 +177,7 @@ def test_what_stands_in_a_folder_must_be_files(folder: Path) -> None:
         data_files("shards")
     (folder / "z.jsonl").unlink()
     os.mkfifo(folder / "z.jsonl")
-    with pytest.raises(UserError, match=r"^shards/z.jsonl: is no ordinary file"):
+    with pytest.raises(UserError, match=r"^shards/z.jsonl: is not a regular file"):
         data_files("shards")
 
 
