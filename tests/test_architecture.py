@@ -199,7 +199,9 @@ def test_every_function_that_the_architecture_page_names_exists() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:lptune|recipes)/[\w/]+\.py):([\w.]+)`", page)
     assert len(named) > 60
-    missing = [f"{file}:{name}" for file, name in named if not (ROOT / file).is_file() or name not in defined(file)]
+    missing = [
+        f"{file}:{name}" for file, name in named if not (ROOT / file).is_file() or name not in defined(file)
+    ]
     assert not missing, f"docs/architecture.md names what there is not: {missing}"
     paths = re.findall(r"`((?:lptune|recipes|configs)/[\w/.]*)`", page)
     assert not [path for path in paths if not (ROOT / path).exists()]
