@@ -73,7 +73,7 @@ class _Output(io.FileIO):
         self._label, self._ends_command, self._is_lost = name, ends_command, False
 
     def write(self, data: Any, /) -> int:
-        """Writes all of `data`, also if the descriptor takes only a part at a time, or nothing for a while."""
+        """Writes all of `data`, even if the descriptor takes a part at a time, or nothing for a while."""
         view = memoryview(data).cast("B")
         written = 0
         try:
