@@ -136,9 +136,7 @@ def record_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
     try:
         yield recording[0]
     finally:
-        _recordings[:] = [
-            other for other in _recordings if other is not recording
-        ]  # by identity: others may be equal
+        _recordings[:] = [other for other in _recordings if other is not recording]  # others may be equal
         if not _recordings:
             _library._destroy()
             _library = None

@@ -203,9 +203,7 @@ def run_step(
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
-    low = linear.LowPrecision(
-        model, plan, optimizer, world=world, verify=False
-    )  # there is nothing to verify: no GEMM executes
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
