@@ -19,7 +19,7 @@ from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint is trained."""
+    """The base checkpoint, whose weights are trained."""
 
     path: str
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""

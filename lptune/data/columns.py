@@ -122,7 +122,7 @@ class Unused:
         return any(re.search(rf"[.'\"]{re.escape(name)}\b", self._template) for name in names)
 
     def notes(self) -> list[str]:
-        """Lines for the report."""
+        """Lines for the report on unused columns and keys."""
         notes = []
         if self._columns:
             notes.append(f"columns that are not used, with their rows: {_listed(self._columns)}")

@@ -71,7 +71,6 @@ class Documents:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.offsets_N1) - 1
 
     @property

@@ -25,7 +25,6 @@ class Packing(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return len(self.row_offsets) - 1
 
 

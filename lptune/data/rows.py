@@ -27,7 +27,7 @@ EMPTY_ROW = -1
 
 
 class Batch(NamedTuple):
-    """Packed rows as tensors."""
+    """Packed rows as tensors, with labels and the bounds of documents."""
 
     tokens_BS: torch.Tensor
     """int64."""
@@ -65,12 +65,10 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return self.packing.num_rows
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return self.documents.num_documents
 
     @property

@@ -101,7 +101,7 @@ class Tokenizer:
             )
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`."""
+        """The text of `ids`, by default without special tokens."""
         text: str = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         return text
 

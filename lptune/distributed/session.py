@@ -107,7 +107,7 @@ class World:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits until all ranks have called it."""
         self.sum(0)
 
     def stop_requested(self) -> signal.Signals | None:

@@ -258,7 +258,7 @@ def rows_num_warps(block_k: int) -> int:
 def quantize_columns(
     x_MK: Tensor, multiplier_M1: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_columns`: reads x twice."""
+    """`lptune::quantize_columns` in two phases, so it reads x twice."""
     _, _, q, scale = _in_two_phases(x_MK, fmt, power_of_two, 0, True, None, multiplier_M1, transposed)
     return q, scale
 
@@ -271,7 +271,7 @@ def quantize_rows_and_columns(
 
 
 def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_tensor`: reads x twice."""
+    """`lptune::quantize_tensor` in two phases, so it reads x twice."""
     q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, transposed)
     return q, scale
 
