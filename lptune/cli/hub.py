@@ -177,7 +177,9 @@ def check_download(folder: Path, digests: Mapping[str, str], commit: str, before
 
 class _OtherBytesError(UserError):
     def __init__(self, file: Path) -> None:
-        super().__init__(f"{file}: is not what the hub has (another digest); remove it and download it again")
+        super().__init__(
+            f"{file}: differs from the file on the hub (another digest); remove it and download it again"
+        )
         self.file = file
 
 

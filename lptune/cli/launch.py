@@ -251,7 +251,7 @@ def _choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
         raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
     if not args.rdzv_endpoint and (args.rdzv_backend != "static" or not _is_set("--master-addr", given)):
         raise UserError(
-            f"run: --nnodes {args.nnodes}: where do the machines meet? Give all of them the same "
+            f"run: --nnodes {args.nnodes}: the machines need a place to meet; give all of them the same "
             "--rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"
         )
     if args.rdzv_endpoint and not _is_set("--rdzv-backend", given) and not _is_set("--node-rank", given):

@@ -22,11 +22,11 @@ def check_new_folder(dest: Path) -> None:
         check_above(dest)
         if is_mount_point(dest):
             raise UserError(
-                f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, "
+                f"{dest}: is a mount point, which no folder can replace; name a folder in it, "
                 f"as in {dest / 'my-model'}"
             )
     except OSError as error:
-        raise UserError(f"{dest}: cannot be looked at ({error.strerror}); choose another DEST") from None
+        raise UserError(f"{dest}: cannot be read ({error.strerror}); choose another DEST") from None
     check_outside_checkpoints(dest)
 
 

@@ -279,7 +279,7 @@ def _silent(rank: int, exit_code: int) -> tuple[int, str]:
     """Exit code and words for a rank that could not write an outcome."""
     if exit_code < 0:
         return 128 - exit_code, f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
-    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and said nothing"
+    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and reported no error"
 
 
 def _print_own(cause: Outcome) -> None:
@@ -287,7 +287,7 @@ def _print_own(cause: Outcome) -> None:
         print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
         if cause.lost_peer:
             print(
-                f"rank {cause.rank} lost a peer that left no word: was a machine or a launcher killed?",
+                f"rank {cause.rank} lost a rank that reported no error: was a machine or a launcher killed?",
                 file=sys.stderr,
             )
     elif cause.code not in LEAVING:
@@ -385,7 +385,7 @@ class _Exchange:
             if beat != last:
                 self._beats[node] = (beat, now_s)
             elif now_s - since_s > _SILENCE_S:
-                line = f"machine {node} of {self._num_nodes} gave no sign of life for {_SILENCE_S:.0f} s"
+                line = f"machine {node} of {self._num_nodes} sent no heartbeat for {_SILENCE_S:.0f} s"
                 self._beats[node] = ("", math.inf)  # once
                 self._node = -1  # so that this launcher reads its own report, too
                 self.publish(Outcome(-1, 1, time.time_ns(), "", line))

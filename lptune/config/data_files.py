@@ -103,7 +103,7 @@ def _matches(source: str, path: Path) -> list[Path]:
     found = {Path(name) for name in glob.glob(str(path), recursive=True)}  # `**` finds some more than once
     files = sorted(file for file in found if not file.is_dir())
     if not files:
-        raise UserError(f"{source}: there is no such file, and none that it matches; check data.source")
+        raise UserError(f"{source}: no file has this name or matches this pattern; check data.source")
     return files
 
 

@@ -164,9 +164,7 @@ def check_inputs_stay(cfg: Any) -> None:
                             "choose another"
                         )
                     what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
-                    raise UserError(
-                        f"output_dir: {cfg.output_dir} would be written over {what}; choose another"
-                    )
+                    raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
 
 
 def _is_written(path: Path, output_dir: Path) -> bool:

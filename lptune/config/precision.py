@@ -103,20 +103,20 @@ class PrecisionConfig:
         with_it = [name for name, each in PRECISION_KINDS.items() if each.can_round_stochastically]
         if self.stochastic_rounding and not anything and self.kind not in with_it:
             raise UserError(
-                f"precision.stochastic_rounding: not for precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} have it"
+                f"precision.stochastic_rounding: not possible with precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} support it"
             )
         if self.kind == "int8_weight_only" and self.all_gather == "high":
             raise UserError(
-                "precision.all_gather: high is not there for precision.kind: int8_weight_only, which gathers "
-                "what it stores; leave it out"
+                "precision.all_gather: high is not possible with precision.kind: int8_weight_only, which "
+                "always gathers its stored INT8 values; leave it out"
             )
         if self.all_gather == "low" and not anything:
             able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
             if self.kind not in able:
                 raise UserError(
-                    f"precision.all_gather: low is not there for precision.kind: {self.kind}; "
-                    f"{', '.join(able)} have it"
+                    f"precision.all_gather: low is not possible with precision.kind: {self.kind}; "
+                    f"{', '.join(able)} support it"
                 )
             if self.grad_input == "column":
                 raise UserError(
@@ -127,8 +127,8 @@ class PrecisionConfig:
             with_it = [name for name, each in PRECISION_KINDS.items() if each.tokens_low]
             needed = PRECISION_KINDS[self.kind].tokens_low
             raise UserError(
-                f"precision.tp_all_gather: low is not there for precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} have it"
+                f"precision.tp_all_gather: low is not possible with precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} support it"
                 if needed is None
                 else f"precision.tp_all_gather: low brings x in 8 bits only; it needs output=low and "
                 f"grad_weight={'low' if needed == 'tensor' else needed}"

@@ -342,7 +342,7 @@ class FinetuneConfig:
             )
         if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:
             raise UserError(
-                f"checkpoint.keep_best: goes by evaluations, so checkpoint.every_steps "
+                f"checkpoint.keep_best: uses evaluations, so checkpoint.every_steps "
                 f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
                 f"({self.eval_every_steps})"
             )
@@ -355,7 +355,7 @@ class FinetuneConfig:
         )
         if model in (output_dir, output_dir / "export"):
             raise UserError(
-                f"output_dir: {self.output_dir} would be written over the model in model.path; choose another"
+                f"output_dir: {self.output_dir} would overwrite the model in model.path; choose another"
             )
         if self.num_samples and not evaluates:
             raise UserError(

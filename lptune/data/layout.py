@@ -185,7 +185,7 @@ class Layout:
             )
         if self.num_inlined_calls:
             notes.append(
-                f"the chat template knows no tool_calls: the calls of {self.num_inlined_calls:,} "
+                f"the chat template does not support tool_calls: the calls of {self.num_inlined_calls:,} "
                 "conversations are written as JSON text"
             )
         if self.num_unwritten:

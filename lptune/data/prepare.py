@@ -115,7 +115,7 @@ def _weigh(
         if len(before_N) and not len(after_N):
             raise UserError(
                 f"data.source[{i}].weight: {entry.weight:g} of the {len(before_N):,} documents of "
-                f"{entry.source} is none; raise it, or leave the source out"
+                f"{entry.source} selects none; raise it, or leave the source out"
             )
     if len(entries) == 1 and len(chosen[0]) == documents.num_documents and entries[0].weight == 1:
         return documents, []

@@ -96,7 +96,7 @@ class Tokenizer:
     def _refuse_infilling(self, texts: Sequence[str]) -> None:
         if self.infill_token and any(self.infill_token in text for text in texts):
             raise UserError(
-                f"{self.folder}: a text holds {self.infill_token}, at which transformers takes it apart into "
+                f"{self.folder}: a text holds {self.infill_token}, at which transformers splits it into "
                 "prefix and suffix; write their tokens yourself, or remove it"
             )
 

@@ -84,7 +84,7 @@ class TurnFinder:
                 spaced = given is not None and is_prefix and not before[len(given) :].strip()
                 return len(given) if given is not None and spaced else len(before)
         raise RowError(
-            f"the start of assistant message {i + 1} cannot be told from the chat template's text; "
+            f"the start of assistant message {i + 1} cannot be found in the chat template's text; "
             f"{_ASK_FOR_MARKS}"
         )
 
@@ -111,7 +111,7 @@ class TurnFinder:
                 return end + len(closing.text), not last
         if closing is None or closing.text not in whole.text[start:]:
             raise RowError(
-                f"the end of assistant message {i + 1} cannot be told from the chat template's text; "
+                f"the end of assistant message {i + 1} cannot be found in the chat template's text; "
                 f"{_ASK_FOR_MARKS}"
             )
         content = messages[i].get("content")
@@ -119,7 +119,7 @@ class TurnFinder:
             raise RowError(
                 f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the "
                 "chat template rewrites earlier "
-                f"turns, so that its end cannot be told; {_ASK_FOR_MARKS}"
+                f"turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
 
@@ -218,7 +218,7 @@ def _marks_to_learn(
     if len(marks) != len(answers):
         raise RowError(
             f"has a message of weight 0, and the chat template marks {len(marks)} spans in {len(answers)} "
-            "assistant messages, so that it cannot be told which to leave out; remove the weight"
+            "assistant messages, so that it is unclear which to leave out; remove the weight"
         )
     return [mark for mark, message in zip(marks, answers, strict=True) if _is_learned(message)]
 

@@ -105,8 +105,8 @@ def _check_tokens(model: nn.Module, executed: Collectives) -> None:
     )
     if modules and (gathers == 0 or gathers % len(modules)):
         raise PrecisionNotAppliedError(
-            f"the step gathered activations in 8 bits {gathers} times, where {len(modules)} modules were to "
-            f"gather theirs equally often ({modules[0]}, …)"
+            f"the step gathered activations in 8 bits {gathers} times, where {len(modules)} modules should "
+            f"gather their input equally often ({modules[0]}, …)"
         )
 
 

@@ -97,7 +97,7 @@ class _Output(io.FileIO):
         other = sys.stderr if self._label == "stdout" else sys.stdout
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: during a write of its own
             print(
-                f"note: {self._label} cannot be written ({error.strerror}); this goes on without it",
+                f"note: {self._label} cannot be written ({error.strerror}); lptune goes on without it",
                 file=other,
                 flush=True,
             )

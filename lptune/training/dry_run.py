@@ -147,7 +147,7 @@ def dry_run(
     device_type = "cpu" if cfg.device == "cpu" else "cuda"
     offloads = cfg.parallel.cpu_offload
     if offloads and device_type == "cpu":
-        raise UserError("parallel.cpu_offload: on a CPU there is no other memory; set it to false")
+        raise UserError("parallel.cpu_offload: a CPU has no other memory to move to; set it to false")
     # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
     parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)

@@ -68,8 +68,8 @@ class Update:
         """
         if not (isinstance(optimizer, Int8AdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)):
             raise ValueError(
-                f"{type(optimizer).__name__} does not know found_inf, and would write NaN into all weights "
-                "where a step is not finite; use one of torch's with fused=True"
+                f"{type(optimizer).__name__} does not support found_inf, and would write NaN into all "
+                "weights if a step is not finite; use an optimizer of torch with fused=True"
             )
         self._model, self._optimizer, self._world = model, optimizer, world
         self._max_grad_norm, self._low = max_grad_norm, low

@@ -230,8 +230,8 @@ NO_HUB = "does not answer as a hub does"
         (TREE, _body(b"[5]"), NO_HUB),
         (WEIGHTS, lambda hub: hub.refuse(403, ""), "403 Forbidden"),
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),
-        (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "is not what the hub has"),
-        (WEIGHTS, _cut, "is not what the hub has"),
+        (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "differs from the file on the hub"),
+        (WEIGHTS, _cut, "differs from the file on the hub"),
         (LIST, _listed(siblings=[{"rfilename": "model.safetensors"}, {"rfilename": "\0.json"}]), "is not a file name"),
     ],
 )  # fmt: skip

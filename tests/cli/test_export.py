@@ -233,7 +233,7 @@ def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Com
     weights.write_bytes(content)
     code, _, err = command("verify", str(export))
     assert code == 2
-    why = "is not what the hub has (another digest); remove it and download it again"
+    why = "differs from the file on the hub (another digest); remove it and download it again"
     assert err == f"error: {weights}: {why}\n"
 
 

@@ -75,7 +75,7 @@ def test_a_mount_point_is_known_before_the_work(
     assert not is_mount_point(here)
     assert not is_mount_point(here / "nothing")
     monkeypatch.setattr(places, "is_mount_point", lambda path: path == Path("empty"))
-    message = "error: empty: is a mount point, in whose place no folder can be renamed; name a folder in it, as in empty/my-model\n"
+    message = "error: empty: is a mount point, which no folder can replace; name a folder in it, as in empty/my-model\n"
     assert command("new-checkpoint", "llama3_2/tiny", "empty") == (2, "", message)
     assert (here / "empty").is_dir()
 

@@ -293,7 +293,7 @@ def the_best_of_what_is_never_evaluated(job: Job) -> None:
 
 
 @case(
-    "job.yaml: checkpoint.keep_best: goes by evaluations",
+    "job.yaml: checkpoint.keep_best: uses evaluations",
     "a multiple of eval_every_steps (4)",
     on=(GENERATED,),
 )
@@ -309,7 +309,7 @@ def an_export_of_nothing(job: Job) -> None:
     job.values["checkpoint"] = {"at_end": False}
 
 
-@case("job.yaml: output_dir: checkpoint would be written over the model in model.path", on=(GENERATED,))
+@case("job.yaml: output_dir: checkpoint would overwrite the model in model.path", on=(GENERATED,))
 def the_models_folder_for_output(job: Job) -> None:
     job.values["output_dir"] = "checkpoint"
 
@@ -609,7 +609,7 @@ def folder_without_data_for_a_source(job: Job) -> None:
     job.data(source="checkpoint/empty")
 
 
-@case("shards/*.jsonl: there is no such file, and none that it matches", "data.source", on=(GENERATED,))
+@case("shards/*.jsonl: no file has this name or matches this pattern", "data.source", on=(GENERATED,))
 def glob_that_matches_nothing(job: Job) -> None:
     job.data(source="shards/*.jsonl")
 

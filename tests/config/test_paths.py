@@ -53,7 +53,7 @@ def test_a_model_in_the_place_of_the_run_is_refused_however_it_is_spelt(
     run: Path, model: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    with pytest.raises(UserError, match=r"would be written over the model in model\.path; choose"):
+    with pytest.raises(UserError, match=r"would overwrite the model in model\.path; choose"):
         check_inputs_stay(_config(model, output_dir))
     check_inputs_stay(_config(model, "sub"))
 
@@ -75,7 +75,7 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     rows.write_text("{}")
     (run.parent / "rows.jsonl").symlink_to(rows)
     for source in (rows, run.parent / "rows.jsonl", run.parent / "sub/../alias" / name, f"{rows}*"):
-        with pytest.raises(UserError, match=r"output_dir: .* would be written over .*, which data.source"):
+        with pytest.raises(UserError, match=r"output_dir: .* would overwrite .*, which data.source"):
             check_inputs_stay(_config(run.parent / "sub", run, str(source)))
     with pytest.raises(UserError, match=r"which data\.source names"):
         check_inputs_stay(_config(run.parent / "sub", run, str(run.parent / "alias")))
