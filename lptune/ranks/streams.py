@@ -65,7 +65,7 @@ class _Text(io.TextIOWrapper):
 
 
 class _Output(io.FileIO):
-    """A descriptor whose writes never fail: it passes on what it can and drops the rest."""
+    """A descriptor whose writes do not fail in a run: it passes on what it can and drops the rest."""
 
     def __init__(self, descriptor: int, name: str, ends_command: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
