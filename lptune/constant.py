@@ -1,7 +1,7 @@
 """`@constant_result`: compiled code calls the function once, while it is traced, and keeps the result.
 
-What `torch.compiler.assume_constant_result` does. That one imports the compiler, and with it Triton, which
-would double the time in which a run without compilation starts.
+It does the same as `torch.compiler.assume_constant_result`, which imports the compiler and Triton: that would
+double the time to start a run without compilation.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,6 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def constant_result(function: Function) -> Function:
-    """Marks `function`, in place: a function of what does not change within a process."""
+    """Marks `function`, in place. Its result must not change within a process."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

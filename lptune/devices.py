@@ -1,13 +1,13 @@
-"""GPUs that lptune knows: what torch calls them, their memory, and how much they can multiply at best.
+"""The GPUs that lptune knows: their names in torch, memory, and peak rates of GEMMs.
 
-Peaks are dense and of products that are summed as lptune sums them: bfloat16 and float8 in float32, INT8 in
-int32. Two things in a data sheet mislead. It often prints figures "with sparsity", which are twice the dense
-ones: the figure here is then half of what is printed. And GeForce cards sum in float32 at half the rate at
-which they sum in float16: of an RTX 4090's two float8 figures, 660.6 and 330.3, the second counts.
+Peaks are those of dense GEMMs with the accumulators that lptune uses: float32 for bfloat16 and float8, int32
+for INT8. Two things in data sheets mislead. They often print figures "with sparsity", which are twice the
+dense ones; the figure here is then half of the printed one. And GeForce cards accumulate in float32 at half
+the rate of float16: of the two float8 figures of an RTX 4090, 660.6 and 330.3, the second counts.
 
-A device is found by its exact name, for "H100" is the name of three GPUs (SXM, PCIe, NVL) and a part of more.
-A slice of a GPU (MIG), a card for laptops or for one market has a name and peaks of its own, and is not here
-unless its figures are published.
+A device is found by its exact name, since "H100" is the name of three GPUs (SXM, PCIe, NVL) and part of other
+names. A slice of a GPU (MIG) and a card for laptops or for one market have their own names and peaks. They
+are listed only if their figures are published.
 
 Imports nothing of lptune but its config, so that every part may ask.
 """
@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from lptune.config import UserError, closest
 
 FLOAT8_CAPABILITY = (8, 9)
-"""Of the first GPUs with float8 GEMMs: Ada, then Hopper."""
+"""Compute capability of the first GPUs with float8 GEMMs: Ada, before Hopper."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU. Peaks in FLOP/s (INT8: operations/s); None where the GPU has no such GEMM."""
+    """One GPU. Peaks are in FLOP/s (INT8: operations/s); None: the GPU has no such GEMM."""
 
     key: str
-    """What `lptune plan --device` calls it."""
+    """Its name for `lptune plan --device`."""
     name: str
-    """What torch.cuda.get_device_name says, without the maker's name before it."""
+    """The result of torch.cuda.get_device_name, without "NVIDIA "."""
     memory_bytes: int
-    """As the data sheet says it: 80 GB are 80 * 10^9."""
+    """As in the data sheet: 80 GB are 80 * 10^9."""
     capability: tuple[int, int]
     """Compute capability: (9, 0) is Hopper."""
     bf16: float
     int8: float
     float8: float | None
     source: str
-    """Where the figures stand, and which ones they are."""
+    """The source of the figures, with the figures as printed there."""
 
     def peak(self, fmt: str) -> float | None:
-        """Of products of `fmt`: `bf16`, `int8` or a float8 format."""
+        """The peak for `fmt`: `bf16`, `int8` or a float8 format."""
         return {"bf16": self.bf16, "int8": self.int8}.get(fmt, self.float8)
 
 
@@ -188,13 +188,13 @@ DEVICES = (
 
 
 def known_device(name: str) -> Device | None:
-    """The device that torch calls `name`, "NVIDIA H100 PCIe"; None where it is none of DEVICES."""
+    """The device with this name in torch, such as "NVIDIA H100 PCIe"; None if DEVICES has none."""
     bare = name.removeprefix("NVIDIA ")
     return next((device for device in DEVICES if device.name == bare), None)
 
 
 def named_device(text: str) -> Device:
-    """The device whose key is `text`, or which torch calls so, in any case. Raises UserError otherwise."""
+    """The device with key or torch name `text`, in upper or lower case. Raises UserError for any other."""
     wanted = text.lower().removeprefix("nvidia ")
     for device in DEVICES:
         if wanted in (device.key, device.name.lower()):
@@ -204,7 +204,7 @@ def named_device(text: str) -> Device:
 
 
 def unknown_device(name: str, memory_bytes: int, capability: tuple[int, int]) -> Device:
-    """A GPU that is none of DEVICES, whose peaks are not known."""
+    """A GPU that is not in DEVICES. Its peaks are unknown (NaN)."""
     nan = float("nan")
     return Device(
         key="",

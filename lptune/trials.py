@@ -1,8 +1,8 @@
 """Alternatives that wait for a measurement: `LPTUNE_TRY=name,name` takes them instead of the default.
 
-Where two ways of computing the same are both right, and only hardware can tell which is faster, both are
-built and tested and this variable chooses. docs/gpu.md has what is expected of each and, once measured, what
-was found: then the faster one becomes the default and its name disappears from here.
+If two implementations are both correct, and only hardware can tell which is faster, both are built and
+tested, and this variable chooses. docs/gpu.md has the expectation for each and, after a measurement, the
+result: the faster one then becomes the default, and its name is removed from here.
 
 Imports no part of lptune but its config, so that every part may ask.
 """
@@ -21,18 +21,18 @@ TRIALS = {
     "fa3_attention": "attention by flash attention 3, where its package is installed",
     "grouped_varlen": "torch 2.11: key heads are handed to flash attention as they are, not repeated",
 }
-"""Name -> what it changes."""
+"""Name -> the change that it makes."""
 
 
 @constant_result
 def tries(name: str) -> bool:
-    """Whether `LPTUNE_TRY` names the alternative `name`. Raises UserError for names that it does not know."""
+    """Whether `LPTUNE_TRY` names the alternative `name`. Raises UserError if it has an unknown name."""
     assert name in TRIALS, name
     return name in _chosen(os.environ.get("LPTUNE_TRY", ""))
 
 
 def check_trials() -> None:
-    """Raises UserError where `LPTUNE_TRY` names what there is not."""
+    """Raises UserError if `LPTUNE_TRY` has an unknown name."""
     _chosen(os.environ.get("LPTUNE_TRY", ""))
 
 

@@ -144,6 +144,33 @@ def test_public_classes_and_functions_have_docstrings(file: str) -> None:
             assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
 
 
+SHORT_DOCSTRINGS = {"checkpoint": 8, "distributed": 10, "kernels": 1, "linear": 14, "models": 5}
+"""Part -> the number of its public docstrings with fewer than five words, which say nothing; else none."""
+
+
+def public_docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """(line, docstring) of public functions and classes, and of the public methods of such classes."""
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and (
+            not node.name.startswith("_") or node.name.startswith("__")
+        ):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                yield node.lineno, docstring
+            if isinstance(node, ast.ClassDef):
+                yield from public_docstrings(node.body)
+
+
+def test_hardly_any_docstring_has_fewer_than_five_words() -> None:
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        for line, docstring in public_docstrings(tree(file).body):
+            if len(docstring.split()) < 5:
+                found.setdefault(part(file), []).append(f"{file}:{line}: {docstring}")
+    for name, short in found.items():
+        assert len(short) <= SHORT_DOCSTRINGS.get(name, 0), f"say more, or delete them: {short}"
+
+
 def test_config_imports_no_torch_and_the_cli_none_at_the_top() -> None:
     for file in FILES:
         if part(file) == "config":
@@ -181,3 +208,36 @@ def test_relative_links_of_the_documentation_resolve() -> None:
         for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
             if not re.match(r"[a-z]+:", target):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def defined(file: str) -> set[str]:
+    """`name` of the functions and classes at the top of a file, and `Class.method`."""
+    names = set()
+    for node in tree(file).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            names |= {f"{node.name}.{name}" for name in methods}
+    return names
+
+
+def test_every_function_that_the_architecture_page_names_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:lptune|recipes)/[\w/]+\.py):([\w.]+)`", page)
+    assert len(named) > 60
+    missing = [
+        f"{file}:{name}" for file, name in named if not (ROOT / file).is_file() or name not in defined(file)
+    ]
+    assert not missing, f"docs/architecture.md names what there is not: {missing}"
+    paths = re.findall(r"`((?:lptune|recipes|configs)/[\w/.]*)`", page)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_walk_from_the_command_line_to_a_kernel_counts_its_files() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("\n## From the command line to a kernel\n")
+    walk, _, _ = rest.partition("\n## ")
+    (num_files,) = re.findall(r"\*\*(\d+) files\*\*", walk)
+    steps = "\n".join(re.findall(r"^\d+\. .*$", walk, re.MULTILINE))
+    assert len(set(re.findall(r"`([\w/]+\.py):", steps))) == int(num_files)

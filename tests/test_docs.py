@@ -101,3 +101,35 @@ def test_every_key_that_a_page_names_exists(page: Path) -> None:
     prose = re.sub(r"```python\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     named = set(re.findall(pattern, prose))
     assert named - NO_KEYS <= known
+
+
+def test_the_log_is_newest_first_with_a_verdict_in_each_title_and_short_entries() -> None:
+    entries = re.split(r"^## ", (DOCS / "log.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    dated = [entry for entry in entries if re.match(r"\d{4}-\d\d-\d\d · \S", entry)]
+    assert all(entry.startswith("Decisions") for entry in entries[len(dated) :])  # undated, at the end
+    dates = [entry[:10] for entry in dated]
+    assert len(dates) > 80
+    assert dates == sorted(dates, reverse=True)
+    for entry in entries:
+        lines = entry.rstrip().splitlines()
+        assert len(lines) <= 12, lines[0]
+        assert max(map(len, lines)) <= 200, lines[0]
+        assert not any(line.startswith("|") for line in lines), f"{lines[0]}: tables stand in benchmarks.md"
+
+
+def test_every_table_that_the_log_refers_to_stands_in_the_benchmarks() -> None:
+    log = (DOCS / "log.md").read_text(encoding="utf-8")
+    _, _, tables = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("\n## Tables of the log\n")
+    named = re.findall(r'benchmarks\.md[^"\n]{0,12}"([^"]+)"', log)
+    titles = re.findall(r"^### (.+)$", tables, re.MULTILINE)
+    assert set(named) == set(titles)
+
+
+def test_the_glossary_defines_each_word_once_and_the_index_lists_every_page() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = [word for row in rows for word in row.split(", ") if row not in ("Write", "Word", "---")]
+    assert len(words) > 60
+    assert sorted(set(words)) == sorted(words)
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\((\w+\.md)\)", index))

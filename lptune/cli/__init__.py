@@ -1,6 +1,6 @@
 """The `lptune` command: one file per subcommand, nothing heavy imported before a command needs it.
 
-A run imports this before anything else, and listens to signals from here on (lptune/ranks/preemption.py).
+A run imports this package first, and listens to signals from then on (lptune/ranks/preemption.py).
 """
 
 import sys
@@ -8,18 +8,18 @@ import sys
 from lptune.cli import import_path
 
 if import_path.is_program():
-    from lptune.cli import interrupts  # first of all: Python's own reaction to Ctrl-C is a traceback
+    from lptune.cli import interrupts  # first: Python's own reaction to Ctrl-C is a traceback
 
     interrupts.listen()
     import_path.leave_out_current_folder()
-    from lptune.ranks import preemption, streams  # not above: they import more of Python's modules
+    from lptune.ranks import preemption, streams  # not above: they import more standard modules
 
     _command = sys.argv[1:2]
     _is_run = _command == ["run"]
     if _is_run:
         preemption.listen()
-    from lptune.config import printable  # takes a while: the signals come first
+    from lptune.config import printable  # slow to import, so after the signals
 
-    # A recipe may print colours; what the other commands print is text, some of it of strangers' files.
+    # A recipe may print colours. Other commands print text, some of it from files of other people.
     _works = _is_run or _command in (["export"], ["download"], ["new-checkpoint"], ["cp"])
     streams.guard(ends_command=not _works, escape=str if _is_run else printable)

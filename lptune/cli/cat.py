@@ -14,5 +14,5 @@ def cat(name: str) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no text: {error}") from None
+        raise UserError(f"{path}: is not text: {error}") from None
     click.echo(text, nl=False)

@@ -1,9 +1,9 @@
-"""Recipes and configs, found by listing two folders: there is no registry to keep in step.
+"""Finds recipes and configs by listing two folders; there is no registry to keep up to date.
 
 In a source checkout (and an editable install) they are `recipes/` and `configs/` beside the package; a wheel
 carries the same two folders as `lptune/_bundled/`. A recipe's name is its file's stem (`full_finetune`); a
-config's is its path below `configs/` without the suffix (`llama3_2/1b`). Wherever a name is expected, a path
-will do as well.
+config's name is its path below `configs/` without the suffix (`llama3_2/1b`). A path is accepted wherever a
+name is.
 """
 
 import ast
@@ -16,7 +16,7 @@ _PACKAGE = Path(lptune.__file__).parent
 
 
 def folder(kind: str) -> Path:
-    """The folder of `kind` ("recipes" or "configs"), which came with this installation."""
+    """The folder of `kind` ("recipes" or "configs") of this installation."""
     bundled = _PACKAGE / "_bundled" / kind
     return bundled if bundled.is_dir() else _PACKAGE.parent / kind
 
@@ -44,7 +44,7 @@ def find_config(name: str) -> Path:
 
 
 def is_config(name: str) -> bool:
-    """Whether `name` is that of a config, rather than a recipe or `key=value`."""
+    """Whether `name` is the name or path of a config, not of a recipe and not `key=value`."""
     return name in configs() or ("=" not in name and Path(name).suffix in (".yaml", ".yml"))
 
 
@@ -73,7 +73,7 @@ def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:
         return path
     if path.is_dir():
         raise UserError(f"{name}: is a folder; give the name or the path of a {kind}")
-    # A path is answered with the name it probably means: `recipes/full_finetun.py` -> full_finetune.
+    # The hint for a path is the name that it probably means: `recipes/full_finetun.py` -> full_finetune.
     hint = closest(name, known) or closest(name.removesuffix(suffix).split("configs/")[-1], known)
     hint = hint or closest(path.stem, known) or "; `lptune ls` shows what there is"
     raise UserError(f"{name}: no such {kind}{hint}")

@@ -1,4 +1,4 @@
-"""`lptune cp`: take a recipe or a config home and change it there. The copy runs by its path."""
+"""`lptune cp`: copy a recipe or a config, to change the copy. The copy runs by its path."""
 
 import os
 from pathlib import Path
@@ -25,11 +25,11 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
         if not parents:
             raise UserError(f"{dest.parent}: no such folder; make it, or add --parents")
         check_above(dest)
-    if kind_of(dest) and not force:  # a link to nowhere is there, too
+    if kind_of(dest) and not force:  # a dangling link exists, too
         raise UserError(f"{dest}: exists; add --force to overwrite it")
     if dest.exists() and (not dest.is_file() or dest.samefile(source)):  # /dev/stdout is a link, to a pipe
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
-    # Renamed into place: what a link leads to, or shares its bytes with DEST, is not written to.
+    # Renamed into place, so that the target of a link, or a hard link of DEST, is not written to.
     partial = dest.with_name(f"{TEMPORARY}lptune-{os.getpid()}")
     with interrupts.Undoing():
         try:
@@ -38,7 +38,7 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
                 with partial.open("xb") as file:
                     file.write(source.read_bytes())
                 partial.replace(dest)
-            except FileExistsError:  # of another process: not ours to remove
+            except FileExistsError:  # another process made it, so it stays
                 raise
             except BaseException:
                 partial.unlink(missing_ok=True)

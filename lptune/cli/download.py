@@ -1,9 +1,9 @@
 """`lptune download`: a checkpoint from the Hugging Face hub, pinned to a commit, without anything that could
 run code.
 
-Only safetensors, JSON and tokenizer files are fetched: no pickled weights, no Python. A token is taken from
-the environment (HF_TOKEN) or `hf auth login`, never from the command line, where it would end up in histories
-and process lists.
+Only safetensors, JSON and tokenizer files are fetched: no pickled weights, no Python. A token comes from the
+environment (HF_TOKEN) or `hf auth login`, never from the command line: shell histories and process lists
+would show it.
 """
 
 import glob
@@ -22,14 +22,14 @@ ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt",
 IGNORED = (
     "*/*",
     "consolidated*",
-)  # other formats' folders, and the second copy of the weights that some repositories hold
+)  # folders of other formats, and second copies of the weights in some repositories
 
 
 _NOT_TAKEN = {
     "--ignore-patterns": "not needed: only safetensors, JSON and tokenizer files are fetched",
     "--hf-token": "not taken, since command lines are seen by others; set HF_TOKEN, or `hf auth login`",
 }
-"""Options of torchtune's download -> why there is none of that name here."""
+"""Option of torchtune's download -> why lptune has no option of that name."""
 
 
 def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> None:
@@ -46,8 +46,8 @@ def _refuse(_: click.Context, option: click.Parameter, value: str | None) -> Non
 def download(repo: str, revision: str, output_dir: Path | None) -> None:
     """Download the checkpoint REPO (e.g. Qwen/Qwen3-0.6B) and print the commit it came from.
 
-    Gated repositories need HF_TOKEN in the environment. A folder that is there must be empty or an earlier
-    download of REPO, which is completed; a config.json that you have edited there stays.
+    Gated repositories need HF_TOKEN in the environment. If the folder exists, it must be empty or hold an
+    earlier download of REPO, which is then completed; a config.json that you have edited stays.
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
@@ -73,7 +73,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     except UserError:
         raise
     except HFValidationError:
-        raise UserError(f"{repo}: is no repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
+        raise UserError(f"{repo}: is not a repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
     except Exception as error:
         raise UserError(f"{repo}: {_reason(error, revision)}") from None
     for name in changed:
@@ -85,7 +85,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
 
 
 def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
-    """The commit of `revision`; digest by name of the files that are fetched, empty where the hub tells
+    """The commit of `revision`, and the files to fetch: name -> digest, which is empty where the hub lists
     none.
     """
     import huggingface_hub
@@ -100,12 +100,12 @@ def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
         reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
-        raise hub.OddAnswerError(f"{info.sha!r:.60} is no commit")
+        raise hub.OddAnswerError(f"{info.sha!r:.60} is not a commit")
     digests = {}
     for name, sibling in zip(names, info.siblings or [], strict=True):
         if _is_wanted(name):
-            if not name.isprintable():  # half of a surrogate pair, or a NUL, which no path can hold
-                raise hub.OddAnswerError(f"{name!a:.60} is no file name")
+            if not name.isprintable():  # half a surrogate pair or a NUL: not possible in a path
+                raise hub.OddAnswerError(f"{name!a:.60} is not a file name")
             digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
     return str(info.sha), digests
 

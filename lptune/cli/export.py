@@ -1,7 +1,7 @@
-"""`lptune export`: a training checkpoint becomes a Hugging Face folder, later and elsewhere, without the run.
+"""`lptune export`: make a Hugging Face folder of a checkpoint, at any time and place, without the run.
 
-The same files, bit for bit, as the run's own export/ at its end, by the same function; without a GPU and
-without data. The checkpoint is verified first, and says itself which model it was trained from.
+It calls the function that writes the run's own export/ and gives bitwise the same files. It needs no GPU and
+no data. The files of the checkpoint are verified first; the checkpoint names its base checkpoint.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Make a Hugging Face folder of a training checkpoint.")
 @click.argument("checkpoint", type=PathArgument())
 @click.argument("dest", type=PathArgument())
-@click.option("--base", type=PathArgument(), help="The model it was trained from, if it has moved.")
+@click.option("--base", type=PathArgument(), help="Folder of the model that was trained, if it has moved.")
 @click.option(
     "--dtype", type=click.Choice(["original", "float32", "bfloat16", "float16"]), help="[default: the run's]"
 )
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--max-shard-gib", type=float, help="Size of a weight file; 0: as imported.  [default: the run's]"
 )
 @click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
-@click.option("--private", is_flag=True, help="Make the hub's repository a private one.")
+@click.option("--private", is_flag=True, help="Make the repository on the hub private.")
 def export(
     checkpoint: Path,
     dest: Path,
@@ -39,8 +39,8 @@ def export(
     repo: str | None,
     private: bool,
 ) -> None:
-    """Write CHECKPOINT (a run's checkpoints/step-…, or a run: its newest that verifies) as a Hugging Face
-    folder DEST.
+    """Write CHECKPOINT (checkpoints/step-… of a run, or the folder of a run, for its newest intact
+    checkpoint) as the Hugging Face folder DEST.
 
     A token for the hub is taken from HF_TOKEN or `hf auth login`.
     """
@@ -82,7 +82,7 @@ def _verified(path: Path) -> "Manifest":
 
 
 def _check_hub(repo: str) -> None:
-    """Before anything is written: a name that can be one, and a token."""
+    """Raises UserError, before anything is written, for an illegal repository name or without a token."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def _check_hub(repo: str) -> None:
         with hub.asked():
             HfApi().whoami()
     except HFValidationError:
-        raise UserError(f"--push-to-hub {repo}: is no repository id; give OWNER/NAME") from None
+        raise UserError(f"--push-to-hub {repo}: is not a repository id; give OWNER/NAME") from None
     except Exception as error:
         raise UserError(f"--push-to-hub {repo}: {_reason(error)}; nothing was written") from None
 
@@ -102,7 +102,7 @@ def _push(folder: Path, repo: str, private: bool, step: int) -> str:
 
     try:
         api = HfApi()
-        with hub.asked():  # nothing is said of an existing repository's visibility
+        with hub.asked():  # keeps the visibility of an existing repository
             api.create_repo(repo, private=private or None, exist_ok=True)
         with hub.asked(hub.UPLOAD_WAIT_S):
             return api.upload_folder(

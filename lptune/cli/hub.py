@@ -1,7 +1,7 @@
-"""The Hugging Face hub, and whatever else answers at HF_ENDPOINT: a proxy's page, half an answer, or nothing.
+"""Requests to the Hugging Face hub, or to whatever answers at HF_ENDPOINT: perhaps a proxy's login page.
 
-huggingface_hub checks little of what it receives, and where the hub lists no files, it takes a folder that
-exists for a finished download. So what came is compared with what was asked for.
+huggingface_hub checks little of what it receives, and if the hub lists no files, it takes an existing folder
+for a finished download. So the code here compares the files that came with the files that the hub lists.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ from typing import NamedTuple
 from lptune.config import UserError, kind_of, open_regular
 
 WAIT_S = 30.0
-"""For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
+"""Limit for an answer; huggingface_hub has none. Downloads of files obey its HF_HUB_DOWNLOAD_TIMEOUT."""
 
 UPLOAD_WAIT_S = 300.0
-"""For an answer to an upload: the hub takes its time over a commit of large files. Not the whole upload's."""
+"""Limit for one answer during an upload: a commit of large files takes the hub a while."""
 
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
-"""What huggingface_hub raises over an answer that it does not understand."""
+"""Exceptions that huggingface_hub raises for an answer that it does not understand."""
 
 
 class OddAnswerError(Exception):
-    """What no hub answers."""
+    """The answer is not one that a hub gives."""
 
 
 @contextmanager
 def asked(wait_s: float | None = None) -> Iterator[None]:
-    """Around calls of huggingface_hub, and nothing else: what they raise over a malformed answer becomes an
-    OddAnswerError, which the same exception of our own code must not.
+    """Turns exceptions over a malformed answer into OddAnswerError. Put only calls of huggingface_hub into
+    the block: the same exception from our own code is a bug and must stay one.
 
-    A question ends after `wait_s` seconds without an answer, WAIT_S by default. Unless stderr is a terminal,
+    A request ends after `wait_s` seconds without an answer, WAIT_S by default. Unless stderr is a terminal,
     only errors are written there.
     """
     from huggingface_hub import errors, utils
@@ -46,7 +46,7 @@ def asked(wait_s: float | None = None) -> Iterator[None]:
     before, client.timeout = client.timeout, WAIT_S if wait_s is None else wait_s
     try:
         yield
-    except (errors.HFValidationError, OSError):  # OSError: of the hub's errors, too
+    except (errors.HFValidationError, OSError):  # OSError: the base class of the hub's errors, too
         raise
     except _MALFORMED as error:
         raise OddAnswerError(f"{type(error).__name__}: {_first_line(error)}") from error
@@ -55,15 +55,15 @@ def asked(wait_s: float | None = None) -> Iterator[None]:
 
 
 def reason(error: Exception, doing: str) -> str:
-    """What went wrong, in one line. doing: what did not work, as `cannot be downloaded`.
+    """One line on what went wrong. doing: what did not work, for example `cannot be downloaded`.
 
-    An exception that is neither the hub's or the system's nor about an answer is a bug, and raised.
+    An exception that comes neither from the hub, nor from the system, nor from an answer is a bug: raised.
     """
     from huggingface_hub import constants, errors
 
     endpoint = re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)  # without a password
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # it is not there, since it could not be asked for
+        error = error.__cause__  # "not found", because the request failed
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{doing}: HF_HUB_OFFLINE is set"
     if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
@@ -85,8 +85,8 @@ def _first_line(error: Exception) -> str:
 
 
 def check_place(folder: Path) -> None:
-    """Refuses a folder that holds something other than a download, perhaps an interrupted one, and notes of a
-    download that huggingface_hub would write through.
+    """Raises UserError if `folder` holds anything but a download (which may be unfinished), or if its
+    download notes are links, through which huggingface_hub would write.
     """
     if kind_of(folder) and not folder.is_dir():
         what = kind_of(folder) if folder.exists() else "a link to nowhere"
@@ -95,7 +95,7 @@ def check_place(folder: Path) -> None:
     is_download = (folder / _NOTES).is_dir()
     if folder.is_dir() and not is_download and any(path != cache for path in folder.iterdir()):
         raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
-    # Only where huggingface_hub writes: a cache of the user may lie beside it, in .cache/huggingface/hub.
+    # Only where huggingface_hub writes: the user's cache may be next to it, in .cache/huggingface/hub.
     notes, above = folder / _NOTES, (folder / _NOTES).parent
     written = (above / name for name in (".gitignore", ".gitignore.lock", "CACHEDIR.TAG"))
     for path in (cache, above, *written, notes, *notes.rglob("*")):
@@ -107,13 +107,13 @@ def check_place(folder: Path) -> None:
 
 
 def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, str]) -> list[str]:
-    """The files in `folder` that were edited since they were downloaded and are to be left as they are.
+    """Names of the files in `folder` that the user edited after an earlier download, and that stay.
 
-    digests: those that the hub has of the files of `commit`, by name; empty where it tells none.
-    Raises UserError where the folder holds a download of another repository, for what is no regular file and
-    has the name of one that the hub has, and for a file that the download
-    would overwrite although it is neither what an earlier one wrote nor what this one will write: one that
-    came from elsewhere, edited weights, and an edit of what has changed on the hub, too.
+    digests: name -> digest of the files of `commit` on the hub; empty where the hub lists no digest.
+    Raises UserError if the folder holds a download of another repository, if something that is not a regular
+    file has the name of a file on the hub, and if the download would overwrite a file that came neither from
+    an earlier download nor equals the new one: a file from elsewhere, edited weights, or an edited file that
+    has also changed on the hub.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
@@ -138,7 +138,8 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
             )
         if not kind:
             continue
-        # Weights are hashed once, at the end (check_download); a small file's time may be that of another.
+        # Weights are hashed once, at the end (check_download). A small file is hashed: its time proves
+        # little.
         if is_weights and note and note.commit == commit and note.is_newer_than(file):
             continue
         if _has_digest(file, digest) or (note and note.describes(file)):
@@ -156,8 +157,8 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
 def check_download(folder: Path, digests: Mapping[str, str], commit: str, before: Iterable[str]) -> None:
     """Raises UserError unless each file of `digests` is in `folder`, of `commit`, with the bytes of the hub.
 
-    digests: as in `changed_files`. A file with other bytes is removed, unless it was there `before`:
-    huggingface_hub would take it for downloaded, and a run for whole.
+    digests: as in `changed_files`. A file with other bytes is removed, unless it existed `before`: otherwise
+    huggingface_hub would take it for downloaded, and a run would take it for intact.
     """
     notes = _notes(folder)
     for name in digests:
@@ -176,19 +177,21 @@ def check_download(folder: Path, digests: Mapping[str, str], commit: str, before
 
 class _OtherBytesError(UserError):
     def __init__(self, file: Path) -> None:
-        super().__init__(f"{file}: is not what the hub has (another digest); remove it and download it again")
+        super().__init__(
+            f"{file}: differs from the file on the hub (another digest); remove it and download it again"
+        )
         self.file = file
 
 
 def verify_digests(folder: Path) -> int:
-    """Compares files with the sha256 that the hub sent along (large ones have it as their etag); how many."""
+    """Compares files with the sha256 that the hub sent (the etag of large files); returns how many."""
     return _compare(folder, {name: _expected("", note.etag) for name, note in _notes(folder).items()})
 
 
 def _expected(listed: str, etag: str) -> set[str]:
-    """The digests that a file must have: the sha256 that the hub lists or sent, else the SHA-1 that it lists.
+    """Digests of which a file must have one: the sha256 listed or sent by the hub, else the listed SHA-1.
 
-    Not each SHA-1: what a mirror lists of a large file may be that of the pointer to it.
+    Not every SHA-1 counts: for a large file, a mirror may list the SHA-1 of the pointer to it.
     """
     large = {digest for digest in (listed, etag) if re.fullmatch("[0-9a-f]{64}", digest)}
     return large or {digest for digest in (listed,) if re.fullmatch("[0-9a-f]{40}", digest)}
@@ -209,7 +212,7 @@ _NOTES = ".cache/huggingface/download"
 
 
 class _Note(NamedTuple):
-    """What huggingface_hub notes of a file that it has downloaded."""
+    """The note that huggingface_hub writes about a file that it has downloaded."""
 
     commit: str
     etag: str
@@ -218,7 +221,7 @@ class _Note(NamedTuple):
     """When it was written, in seconds since 1970."""
 
     def is_newer_than(self, file: Path) -> bool:
-        """As huggingface_hub tells whether a file is still the one that it wrote."""
+        """Whether the note is newer than `file`: huggingface_hub then takes the file for unchanged."""
         return file.stat().st_mtime - 1 <= self.time_s
 
     def describes(self, file: Path) -> bool:
@@ -228,7 +231,7 @@ class _Note(NamedTuple):
 
 
 def _notes(folder: Path) -> dict[str, _Note]:
-    """Those of the files in `folder` itself, by name; without what is no note."""
+    """Name -> note of the files directly in `folder`; anything that is not a note is left out."""
     notes = {}
     for path in sorted((folder / _NOTES).glob("*.metadata")):
         with open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
@@ -243,7 +246,7 @@ def _notes(folder: Path) -> dict[str, _Note]:
 
 
 def _has_digest(file: Path, digest: str) -> bool:
-    """digest: a sha256, or the SHA-1 by which git names a file; nothing has any other."""
+    """digest: a sha256, or the SHA-1 by which git names a file. Any other text: False."""
     with open(open_regular(file, os.O_RDONLY), "rb") as content:
         if len(digest) == 64:
             return hashlib.file_digest(content, "sha256").hexdigest() == digest

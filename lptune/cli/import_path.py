@@ -1,9 +1,9 @@
-"""Where the modules of a run come from, the same for one rank and for many.
+"""Where the modules of a run are imported from; the same for one rank and for many.
 
-From the installation, from PYTHONPATH, and last from the folder of the recipe (`add`). Never from the current
-directory: `python -m` puts it first, and a `random.py` beside the data would take the place of Python's. Of
-`python -m lptune` Python itself imports the package and `pkgutil` before anything here can act; `lptune` and
-`python -P -m lptune` have no such gap.
+They come from the installation, from PYTHONPATH, and last from the folder of the recipe (`add`). They never
+come from the current directory: `python -m` puts it first, and a `random.py` beside the data would replace
+Python's. With `python -m lptune`, Python imports the package and `pkgutil` before the code here runs;
+`lptune` and `python -P -m lptune` do not have that gap.
 """
 
 import os
@@ -11,22 +11,23 @@ import sys
 
 
 def is_program() -> bool:
-    """Whether this process is the command line, rather than a program that imports it.
+    """Whether this process is the `lptune` command, not a program that imports lptune.
 
-    sys.argv does not tell: while Python looks for the module of `-m`, its name is not there, and a worker
-    that multiprocessing has spawned has a copy of its parent's.
+    sys.argv cannot tell: it lacks the name while Python looks for the module of `-m`, and a worker that
+    multiprocessing spawns has a copy of its parent's argv.
     """
     name = "".join(sys.orig_argv[-len(sys.argv) :][:1]).removeprefix("-m")
     return os.path.basename(name) in ("lptune", "lptune.cli.main")
 
 
 def leave_out_current_folder() -> None:
-    """Takes away what Python has put first (`-m`: the current directory; the script `lptune`: its own), here
-    and for each Python that this process starts: ranks, compile workers, their resource trackers.
+    """Removes the folder that Python puts first on sys.path (`-m`: the current directory; the script
+    `lptune`: its own), here and in each Python that this process starts: ranks, compile workers, resource
+    trackers.
     """
     try:
         folders = {os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))}
-    except OSError:  # the current directory was removed, and Python has put nothing
+    except OSError:  # the current directory was removed: Python added none
         folders = set()
     if not sys.flags.safe_path and sys.path[0] in folders:
         del sys.path[0]
@@ -34,6 +35,6 @@ def leave_out_current_folder() -> None:
 
 
 def add(folder: str) -> None:
-    """Lets modules in `folder` be found where no other of their name is."""
+    """Appends `folder` to the places of modules: its modules are found if no other has the same name."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM in the commands that save nothing: all but `run`, which has lptune/ranks/preemption.py.
+"""Ctrl-C and SIGTERM in all commands but `run`, which saves first (lptune/ranks/preemption.py).
 
-Python's own reaction, a KeyboardInterrupt, is a traceback while modules are imported, and is lost where one
-of them catches whatever is raised. So the process ends where it stands, with 128 + n. Only where something
-must be undone (a half-written folder) an exception is raised.
+Python's own reaction, a KeyboardInterrupt, prints a traceback while modules are imported, and is lost if a
+module catches every exception. So the process ends at once, with code 128 + n. An exception is raised only
+where something must be undone, such as a half-written folder.
 """
 
 import os
@@ -14,16 +14,16 @@ _received = 0
 
 
 def listen() -> None:
-    """From now on. A signal that is ignored (a job in the background of a script) stays ignored."""
+    """Handles both signals from now on. A signal that is ignored (in a background job) stays ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _react)
 
 
 class Undoing:
-    """The first signal within raises SystemExit, at the end at the latest: a library may catch it.
+    """The first signal in the block raises SystemExit: at once, and again at the end, if a library caught it.
 
-    Later ones do nothing, so that none ends the undoing; the exit code is that of the first.
+    Later signals do nothing, so that they do not interrupt the undoing. The exit code is that of the first.
     """
 
     def __enter__(self) -> None:
@@ -46,6 +46,6 @@ def _react(number: int, _: object) -> None:
         return
     try:  # noqa: SIM105  (contextlib takes a while to import, and this comes first of all)
         sys.stdout.flush()
-    except Exception:  # in the middle of a write of its own, say
+    except Exception:  # for example in the middle of a write
         pass
     os._exit(_received)

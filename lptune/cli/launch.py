@@ -1,21 +1,20 @@
-"""Ranks: how several are started, how each of them ends, and what the launcher makes of it.
+"""The launcher: how ranks are started, how a rank ends, and how the launcher ends.
 
-torchrun starts and watches the processes; used as a function it leaves four things to do.
+torchrun, called as a function, starts and watches the processes. Four things are added here.
 
-Exit codes and messages. torchrun knows exit codes only, with a resolution of one second. So every rank
-writes its outcome (code, time, line, traceback) into a folder of the launcher (lptune/ranks), and a thread of
-the launcher (lptune/cli/watch.py) ends all ranks on all machines once one has failed. The launcher prints
-the cause, once, and exits with its code.
+Exit codes and messages. torchrun sees exit codes only, and their time to a second. So every rank writes its
+outcome (code, time, line, traceback) into a folder of the launcher (lptune/ranks), and a thread of the
+launcher (lptune/cli/watch.py) ends all ranks on all machines after the first failure. The launcher prints the
+cause once and exits with the code of the cause.
 
-Output. Rank 0 prints to the console, the others to files (lptune/ranks/log.py), unless a flag of torchrun
-says otherwise.
+Output. Rank 0 prints to the console, the other ranks to files (lptune/ranks/log.py), unless a flag of
+torchrun says otherwise.
 
-Death. A killed launcher must leave no rank behind that goes on writing: the kernel kills it
-(PR_SET_PDEATHSIG).
+Death of the launcher. A rank must not go on writing after its launcher was killed: the kernel then kills the
+rank, too (PR_SET_PDEATHSIG).
 
-Signals (lptune/ranks/preemption.py). The first one is passed on to the ranks, which save and leave as if they
-alone had received it, and torchrun only sees that they end. One that comes later than the grace interval ends
-everything at once.
+Signals (lptune/ranks/preemption.py). The launcher passes the first signal on to the ranks, which save and
+exit; torchrun only sees that they end. A second signal after the grace interval ends everything at once.
 """
 
 import copy
@@ -47,7 +46,7 @@ _OF_A_RANK = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
 
 
 def stay_on_loopback() -> None:
-    """Keep gloo on the loopback device: on one machine no port needs to face the network."""
+    """Keeps gloo on the loopback device: on one machine, no port needs to be open to the network."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -56,10 +55,10 @@ def stay_on_loopback() -> None:
 
 
 def is_rank() -> bool:
-    """Was this process started by torchrun (or by a cluster that sets the same variables)?
+    """Whether this process was started by torchrun (or by a cluster that sets the same variables).
 
-    Raises UserError for variables that are no launcher's. Those that count for a rank only are removed from
-    the environment of a process that is none.
+    Raises UserError for variables with values that no launcher sets. In a process that is not a rank, the
+    variables that only matter to a rank are removed from the environment.
     """
     required = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if not required:
@@ -78,7 +77,7 @@ def is_rank() -> bool:
 
 
 def as_rank(body: Callable[[], object]) -> None:
-    """Run `body` as one rank of several; exit with its code, its outcome written down."""
+    """Runs `body` as one rank of several, writes the outcome and exits with its code."""
     _die_with_launcher()
     if os.path.isdir(os.environ.get(ranks.OUTCOMES, "")):
         ranks.redirect_output()
@@ -96,14 +95,15 @@ def as_rank(body: Callable[[], object]) -> None:
 
 
 def _print_without_launcher(outcome: ranks.Outcome) -> None:
-    """Plain torchrun prints nothing of this."""
+    """Prints the error of this rank, since plain torchrun does not."""
     if outcome.traceback:
         print(f"rank {outcome.rank}:\n{outcome.traceback}", end="", file=sys.stderr, flush=True)
     elif outcome.line:
         who = "" if outcome.rank == 0 else f"rank {outcome.rank}: "
         print(f"error: {who}{outcome.line}", file=sys.stderr, flush=True)
         if outcome.rank != 0:
-            # Most mistakes are every rank's. The first to leave ends the others, and rank 0 is to name it.
+            # Most errors occur on every rank. The first exit ends the other ranks, so rank 0 gets time to
+            # speak.
             time.sleep(_PEER_GRACE_S)
 
 
@@ -111,7 +111,7 @@ def _die_with_launcher() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # The launcher may have died before that line.
+    # The launcher may have died before that call.
     if os.environ.get(ranks.LAUNCHER, str(os.getppid())) != str(os.getppid()):
         with suppress(OSError):
             line = f"error: the launcher that started this rank is gone; unset {ranks.LAUNCHER} if none did\n"
@@ -123,7 +123,7 @@ def _die_with_launcher() -> None:
 
 
 def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[list[str], list[str]]:
-    """`(flags, rest)`: torchrun's flags with their values, and everything from the first positional on."""
+    """`(flags, rest)`: torchrun's flags with their values, and all from the first positional argument on."""
     namespace, unknown = _parser().parse_known_args([*arguments, "no-recipe"])
     flags = [argument for argument in unknown if argument.startswith("-")]
     if flags:
@@ -137,7 +137,7 @@ def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[lis
 
 
 def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | None) -> NoReturn:
-    """Run `lptune ARGUMENTS` on the ranks that `flags` describe; exit with the cause's code.
+    """Runs `lptune ARGUMENTS` on the ranks that `flags` describe; exits with the code of the cause.
 
     output_dir: where the logs of the other ranks go.
     """
@@ -149,7 +149,7 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     args = _parser().parse_args([*flags, "--module", "lptune.cli.main", *arguments])
     rendezvous = _choose_rendezvous(args, flags)
     signals = _check(args)
-    args.signals_to_handle = ""  # handled here
+    args.signals_to_handle = ""  # signals are handled here, not by torchrun
     _let_ranks_find_lptune()
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
     os.environ[ranks.OUTCOMES], os.environ[ranks.LAUNCHER] = str(folder), str(os.getpid())
@@ -182,20 +182,20 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
 
 
 def _let_ranks_find_lptune() -> None:
-    """Where it is not installed: `python -m lptune` was called in the folder of its source."""
+    """Adds the source folder to PYTHONPATH if lptune is not installed (`python -m lptune` in its folder)."""
     if not any(finder.find_spec("lptune", None) for finder in sys.meta_path):
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def _tidy(folder: Path, output_dir: str | None, code: int) -> None:
-    """Removes the launcher's folder; logs in it that say something come to the run's folder.
+    """Removes the launcher's folder. Logs with content are moved to the run's folder.
 
-    After a mistake of the user no folder is made for them.
+    After an error of the user (code 2) no run folder is made for the logs.
     """
     to = Path(output_dir).expanduser() if output_dir else None
     kept = None
-    if code != 2 or (to is not None and (to / ".lock").is_file()):  # not where a run's folder has vanished
+    if code != 2 or (to is not None and (to / ".lock").is_file()):  # no folder if the run's has vanished
         kept = ranks.move_logs(folder, to / "logs" if to else None)
     if kept != folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -215,7 +215,7 @@ def _about_rendezvous(error: Exception, rendezvous: str, args: "argparse.Namespa
 
 
 def _parser() -> "argparse.ArgumentParser":
-    """torchrun's parser, with a UserError for what it would print."""
+    """torchrun's parser; it raises UserError where the original prints and exits."""
     from torch.distributed.run import get_args_parser
 
     def error(message: str) -> NoReturn:
@@ -228,7 +228,7 @@ def _parser() -> "argparse.ArgumentParser":
 
 
 def _choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
-    """Completes the flags of the rendezvous; returns its address, empty for a single machine."""
+    """Fills in the rendezvous flags; returns the address of the rendezvous, empty for one machine."""
     smallest, _, largest = str(args.nnodes).partition(":")
     if largest not in ("", smallest):
         raise UserError(
@@ -251,7 +251,7 @@ def _choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
         raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
     if not args.rdzv_endpoint and (args.rdzv_backend != "static" or not _is_set("--master-addr", given)):
         raise UserError(
-            f"run: --nnodes {args.nnodes}: where do the machines meet? Give all of them the same "
+            f"run: --nnodes {args.nnodes}: the machines need a place to meet; give all of them the same "
             "--rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"
         )
     if args.rdzv_endpoint and not _is_set("--rdzv-backend", given) and not _is_set("--node-rank", given):
@@ -272,14 +272,14 @@ def _stay_on_loopback(args: "argparse.Namespace") -> None:
 
 
 def _keeps_logs_itself(args: "argparse.Namespace") -> bool:
-    """Does a flag tell torchrun what to do with the ranks' output?"""
+    """Whether a flag tells torchrun what to do with the output of the ranks."""
     defaults = _parser()
     names = ("log_dir", "redirects", "tee", "local_ranks_filter")
     return any(getattr(args, name) != defaults.get_default(name) for name in names)
 
 
 def _check(args: "argparse.Namespace") -> list[signal.Signals]:
-    """The signals to handle; refuses, before anything is touched, what torchrun would not take kindly."""
+    """The signals to handle. Raises UserError, before anything is touched, for flags that cannot work."""
     import torch
     import torch.distributed.run
 
@@ -295,7 +295,7 @@ def _check(args: "argparse.Namespace") -> list[signal.Signals]:
         signals.append(number)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     looked_at = copy.copy(args)
-    looked_at.log_dir = args.log_dir or os.devnull  # without one it makes a temporary folder, and leaves it
+    looked_at.log_dir = args.log_dir or os.devnull  # otherwise torchrun leaves a temporary folder
     try:
         torch.distributed.run.config_from_args(looked_at)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
@@ -304,7 +304,7 @@ def _check(args: "argparse.Namespace") -> list[signal.Signals]:
 
 
 def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[int], None]) -> None:
-    """Passes signals on to the ranks. What torchrun would handle beside ours is taken for a SIGTERM."""
+    """Passes signals on to the ranks. Other signals that torchrun would handle are treated as SIGTERM."""
 
     def first(number: signal.Signals) -> None:
         if not watch.pass_on(number):
@@ -317,7 +317,7 @@ def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[in
         leave(128 + number)
 
     def as_sigterm(_: int, __: FrameType | None) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # raise_signal would be for this thread, which blocks it
+        os.kill(os.getpid(), signal.SIGTERM)  # not raise_signal: this thread blocks the signal
 
     preemption.react(first, again)
     for number in set(signals) - preemption.SIGNALS:
@@ -326,7 +326,7 @@ def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[in
 
 
 def _silence(prefix: str) -> None:
-    """Switch off loggers: torchrun repeats as errors of its own what the ranks have said already."""
+    """Switches loggers off: torchrun would repeat the errors of the ranks as its own."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefix):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -7,7 +7,7 @@ from lptune.cli import catalog
 
 @click.command()
 def ls() -> None:
-    """List recipes and configs."""
+    """List all recipes and configs."""
     recipes = catalog.recipes()
     width = max(map(len, recipes), default=0)
     click.echo("recipes")

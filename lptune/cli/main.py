@@ -5,9 +5,9 @@
     3    training diverged (DivergedError): one line
     1    a bug of ours: the traceback
     130  Ctrl-C, of any command but `run`; 143 SIGTERM (lptune/cli/interrupts.py)
-    141  the reader of a command that does nothing but print has left (`lptune ls | head -1`)
+    141  the output pipe of a command that only prints was closed (`lptune ls | head -1`)
 
-A recipe's own code (143 stopped by a signal) arrives as SystemExit and passes through untouched.
+The exit code of a recipe (143: stopped by a signal) arrives as SystemExit and is passed on.
 Commands import torch inside their function, so that `--help` and `validate` answer at once.
 """
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's docstring for the codes."""
     try:
         code = cli.main(args=arguments, prog_name="lptune", standalone_mode=False)
-        sys.stdout.flush()  # what fails at exit, Python prints in its own way
+        sys.stdout.flush()  # an error at exit would be printed by Python, not here
     except OutputLostError as error:
         sys.exit(error.exit_code) if error.exit_code == 141 else fail(str(error), error.exit_code)
     except (UserError, DivergedError) as error:
@@ -84,7 +84,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def _usage_line(error: click.UsageError) -> str:
-    """click's message, the nearest command where one was misspelt, and where the help stands."""
+    """click's message, with the nearest command for a misspelt one, and how to get help."""
     message = error.format_message().rstrip(".")
     misspelt = re.fullmatch(r"No such command '(.*)'", message)
     if misspelt:

@@ -1,10 +1,10 @@
 """`lptune new-checkpoint`: a complete Hugging Face folder with random weights, so that every recipe runs with
 nothing downloaded.
 
-The tokenizer is a byte-level BPE trained on the built-in instruction set or on a text of yours: any text can
-be encoded, and what the text is full of becomes short. Its chat template marks the assistant's turns with `{%
-generation %}`, so that the loss falls on exactly those tokens. Weights are a function of (seed, parameter
-name).
+The tokenizer is a byte-level BPE, trained on the built-in instruction set or on a text of yours: it encodes
+any text, and frequent words of the training text in few tokens. Its chat template marks the assistant's turns
+with `{% generation %}`, so that the loss counts exactly those tokens. Weights are a function of (seed,
+parameter name).
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 BOS, EOS, PAD, START = "<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
 SPECIAL_TOKENS = (PAD, BOS, START, EOS)
-_SMALL_VOCAB_SIZE = 1024  # for sizes whose preset leaves no room for more than bytes
+_SMALL_VOCAB_SIZE = 1024  # for presets whose vocabulary has room for bytes only
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte is a token
-MAX_VOCAB_SIZE = 1_000_000  # far above any in use; `tokenizers` aborts where memory ends
+MAX_VOCAB_SIZE = 1_000_000  # far above any in use; `tokenizers` aborts without memory
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -52,7 +52,7 @@ _SHARD_BYTES = 4 << 30
 @click.option(
     "--vocab-size",
     type=click.IntRange(min=MIN_VOCAB_SIZE, max=MAX_VOCAB_SIZE),
-    help="Tokens of tokenizer and model.",
+    help="Size of the vocabulary of tokenizer and model.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--text", type=PathArgument(), help="Text to train the tokenizer on.  [default: built in]")
@@ -60,7 +60,7 @@ _SHARD_BYTES = 4 << 30
 def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
-    """Write a random-initialised checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) to the new folder DEST."""
+    """Write a checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) with random weights to the new folder DEST."""
     from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why, write_json
 
     config = _preset(preset)
@@ -98,7 +98,7 @@ def new_checkpoint(
 
 
 def train_tokenizer(lines: Iterator[str], vocab_size: int) -> "Tokenizer":
-    """A byte-level BPE of at most `vocab_size` tokens; digits stand alone, texts start with BOS."""
+    """A byte-level BPE of at most `vocab_size` tokens; each digit is a token, each text starts with BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -160,7 +160,7 @@ def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_weights(folder: Path, seed: int, dtype: str) -> int:
-    """Random weights for config.json, in files of at most 4 GiB, tied weights once; returns their number."""
+    """Writes random weights for config.json, in files of at most 4 GiB; returns the number of parameters."""
     import torch
     from safetensors.torch import save_file
 

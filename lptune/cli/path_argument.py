@@ -1,4 +1,4 @@
-"""Paths on the command line, by the rule of those in a config (lptune/config/checks.py)."""
+"""Paths on the command line, with the same checks as paths in a config (lptune/config/checks.py)."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from lptune.config import check_path
 
 
 class PathArgument(click.Path):
-    """A path, as a `Path`. Expands `~` itself, since a quoted one reaches us unexpanded.
+    """Converts an argument to a `Path` and expands `~`, which the shell does not do within quotes.
 
     Raises UserError for a path that cannot be opened or printed.
     """
@@ -19,6 +19,6 @@ class PathArgument(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
+        """The argument as a checked `Path`."""
         check_path(param.get_error_hint(ctx).strip("'") if param else "path", os.fspath(value))
         return super().convert(os.path.expanduser(value), param, ctx)

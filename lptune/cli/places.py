@@ -1,4 +1,4 @@
-"""Where a command may make a folder."""
+"""Checks of the place where a command makes a folder."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from lptune.config import UserError, is_mount_point, kind_of
 
 
 def check_new_folder(dest: Path) -> None:
-    """Refuses a DEST to which a finished folder cannot be renamed. It may be missing, or an empty folder."""
+    """Raises UserError unless a finished folder can be renamed to `dest`, missing or an empty folder."""
     if dest.name in ("", ".."):
         raise UserError(
             f"{dest}: a finished folder is renamed into place, so give DEST a name, as in {dest / 'my-model'}"
@@ -22,23 +22,23 @@ def check_new_folder(dest: Path) -> None:
         check_above(dest)
         if is_mount_point(dest):
             raise UserError(
-                f"{dest}: is a mount point, in whose place no folder can be renamed; name a folder in it, "
+                f"{dest}: is a mount point, which no folder can replace; name a folder in it, "
                 f"as in {dest / 'my-model'}"
             )
     except OSError as error:
-        raise UserError(f"{dest}: cannot be looked at ({error.strerror}); choose another DEST") from None
+        raise UserError(f"{dest}: cannot be read ({error.strerror}); choose another DEST") from None
     check_outside_checkpoints(dest)
 
 
 def check_above(dest: Path) -> None:
-    """Refuses a `dest` above which something other than a folder stands."""
+    """Raises UserError if anything above `dest` exists and is not a folder."""
     for above in reversed(dest.parents):
         if os.path.lexists(above) and not above.is_dir():
             raise UserError(f"{above}: is {kind_of(above)}, where a folder is needed")
 
 
 def check_outside_checkpoints(dest: Path, option: str = "DEST") -> None:
-    """Refuses a place among a run's checkpoints, where it would be taken for one, or for a part of one."""
+    """Raises UserError for a place among a run's checkpoints: it would be taken for one, or a part of one."""
     real = Path(os.path.realpath(dest))
     for place in (real, *real.parents):
         if place.parent.name == "checkpoints" and any(place.parent.glob("step-*/manifest.json")):

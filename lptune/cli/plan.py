@@ -1,7 +1,7 @@
-"""`lptune plan`: what would a run take of each rank? Answered without weights, data or a GPU.
+"""`lptune plan`: a dry run. What would a run take on each rank? It needs no weights, data or GPU.
 
-The model comes from config.json in `model.path` where that folder is there, from a preset otherwise; the
-config's own name is the preset's, as configs are named after the models that they are for.
+The model comes from config.json in `model.path` if that folder exists, otherwise from the preset with the
+name of the config: configs are named after their models.
 """
 
 from pathlib import Path
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     "--device",
     "device_name",
     metavar="GPU",
-    help="The GPU of each rank: h100, h200, a100, 4090, …, or its name as torch reports it; without it the "
-    "one here, or an h100.",
+    help="The GPU of each rank: h100, h200, a100, 4090, …, or its name as torch reports it.  [default: the "
+    "GPU of this machine, or an h100]",
 )
-@click.option("--preset", metavar="FAMILY/SIZE", help="The model, instead of the one in model.path.")
+@click.option("--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path.")
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
     config_name: str | None,
@@ -38,11 +38,11 @@ def plan(
     preset: str | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Plan one training step of CONFIG on so many ranks: precision, memory, collectives, disk.
+    """Dry run of one training step of CONFIG: precision, memory, collectives and disk on each rank.
 
-    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags. Says
-    whether the run fits the GPU; where it does not, plans what would. `device=cpu` plans for CPUs, anything
-    else for GPUs.
+    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags.
+    Prints whether the run fits the GPU; if it does not, prints which changes would make it fit. `device=cpu`
+    plans for CPUs, any other device for GPUs.
     """
     if config_name is None:
         given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
@@ -53,7 +53,7 @@ def plan(
     recipe_path = catalog.find_recipe(arguments[0] if named else "full_finetune")
     path = catalog.find_config(config_name)
     cls = recipe.config_class(recipe_path)
-    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # none is read
+    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
     cfg = load_config(cls, path, [*no_data, *arguments[named:]])
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is no RunConfig")
@@ -63,7 +63,7 @@ def plan(
             f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
         )
 
-    if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run says so
+    if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
     model_config, source, folder = _model(cfg, path, preset)
     from lptune.checkpoint.disk import disk_report
@@ -84,7 +84,7 @@ def plan(
 
 
 def _device(name: str | None) -> Device:
-    """The GPU that was named, else the one here, else an H100."""
+    """The named GPU, otherwise the GPU of this machine, otherwise an H100."""
     if name is not None:
         return named_device(name)
     import torch
@@ -97,13 +97,13 @@ def _device(name: str | None) -> Device:
 
 
 def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
-    """The model, where it was read, and its folder if it is there."""
+    """The model, where it was read from, and its folder if it exists."""
     from lptune import models
 
     names = [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
     folder = Path(cfg.model.path).expanduser()
     if preset is None and folder.is_dir():
-        if any(folder.glob("*.safetensors")):  # else the folder of a config.json alone
+        if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
             from lptune import checkpoint
 
             config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)

@@ -1,7 +1,7 @@
-"""What a launcher can see of a run without torch: told before torch is imported and before a rank starts.
+"""Checks of a run that need no torch, made before torch is imported and before a rank starts.
 
-The library looks at all of it again, and at more. Only for recipes that came with this installation: a copy
-may read its model and its data from wherever it likes.
+The library repeats these checks and makes more. Only recipes of this installation are checked here: a copied
+recipe may read its model and data from anywhere.
 """
 
 import os
@@ -29,14 +29,14 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")
 def check(cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None) -> None:
     """Raises UserError (one line) for what keeps `cfg` from running here.
 
-    num_local_ranks: on each of the machines. Both are None where only torchrun knows.
+    num_local_ranks: ranks on each machine. Both are None if only torchrun knows them.
     """
     if num_machines is not None and num_local_ranks is not None:
         num_ranks = num_machines * num_local_ranks
         mesh_axes(cfg.parallel, num_ranks)
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_ranks // cfg.parallel.tensor)
     _check_device(cfg, num_local_ranks or 1)
-    with suppress(OSError):  # what cannot be looked at, the library says
+    with suppress(OSError):  # the library reports what cannot be read
         check_model_folder(Path(cfg.model.path).expanduser())
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
@@ -66,7 +66,7 @@ def _may_have_gpu() -> bool:
 
 
 def _nvidia_gpus() -> list[str]:
-    """Names of this machine's NVIDIA GPUs, as torch calls them; none where the driver does not tell.
+    """Names of the NVIDIA GPUs of this machine, as torch calls them; empty if the driver does not tell.
 
     torch may see fewer (CUDA_VISIBLE_DEVICES), never more.
     """

@@ -1,8 +1,8 @@
 """A recipe is a Python file with `def main(cfg: SomeConfig) -> None`.
 
-Which config class it takes is read from that annotation with `ast`: recipes import torch, and checking a
-config must not. Only a class that `lptune.config` does not offer (a copied recipe with a config of its own)
-needs the recipe imported.
+The config class is read from that annotation with `ast`, since importing a recipe imports torch, and checking
+a config must not. The recipe is imported only if `lptune.config` does not have the class (a copied recipe
+with its own config).
 """
 
 import ast
@@ -31,7 +31,7 @@ def config_class(path: Path) -> type[Any]:
     hints.pop("return", None)
     hint = next(iter(hints.values()), None)
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
-        raise UserError(f"{path}: the annotation {name!r} of main's first parameter is no config class")
+        raise UserError(f"{path}: the annotation {name!r} of main's first parameter is not a config class")
     return hint
 
 
@@ -40,12 +40,12 @@ def load_main(path: Path) -> Callable[[Any], object]:
     name = f"lptune_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path}: is no Python file; a recipe ends in .py")
+        raise UserError(f"{path}: is not a Python file; a recipe ends in .py")
     import_path.add(str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
-    # What a recipe imports, torch above all, lives to the end. Searching it for garbage again and again, and
-    # once more at exit, was half of the time in which a run says what is wrong (3.9 s; without it 1.9 s).
+    # The modules that a recipe imports, torch above all, live to the end. Collecting garbage among them again
+    # and again, and once more at exit, was half of the time to an error message (3.9 s; without it 1.9 s).
     gc.disable()
     try:
         spec.loader.exec_module(module)
@@ -58,8 +58,8 @@ def load_main(path: Path) -> Callable[[Any], object]:
 
 
 def _thaw_for_triton() -> None:
-    """At exit Triton's bindings report as leaked what the collector has not freed (since Triton 3.8), and it
-    frees nothing that is frozen, nor what hangs on that: whether Triton came before the freeze or after it.
+    """At exit, the bindings of Triton 3.8 and newer report all objects that the collector has not freed as
+    leaks. The collector frees neither frozen objects nor objects that those refer to.
     """
     if "triton" in sys.modules:
         gc.unfreeze()
@@ -72,7 +72,7 @@ def _annotation(path: Path) -> str:
     except SyntaxError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid Python: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no Python file: {error}") from None
+        raise UserError(f"{path}: is not a Python file: {error}") from None
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             parameters = [*node.args.posonlyargs, *node.args.args]
@@ -82,4 +82,4 @@ def _annotation(path: Path) -> str:
                 )
             annotation = parameters[0].annotation
             return str(annotation.value) if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
-    raise UserError(f"{path}: is no recipe: it has no function `main(cfg: FinetuneConfig)`")
+    raise UserError(f"{path}: is not a recipe: it has no function `main(cfg: FinetuneConfig)`")

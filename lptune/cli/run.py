@@ -1,8 +1,8 @@
-"""`lptune run`: one rank in this process, more through torchrun, the same command line for both.
+"""`lptune run`: one rank in this process, several ranks through torchrun, with the same command line.
 
-The config is checked first, without torch, so that a misspelt key costs a fraction of a second and never a
-cluster's start-up. A rank recognises itself by RANK in its environment; plain `torchrun -m lptune.cli.main
-run …` works too.
+The config is checked first, without torch: a misspelt key is reported within a fraction of a second, before a
+cluster starts. A process is a rank if RANK is in its environment; plain `torchrun -m lptune.cli.main run …`
+works, too.
 """
 
 import os
@@ -23,9 +23,7 @@ _OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
 @click.option(
     "--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on this machine; `gpu`: one per GPU."
 )
-@click.option(
-    "--nnodes", metavar="N", help="Machines; --rdzv-endpoint HOST:PORT goes along (docs/multi_node.md)."
-)
+@click.option("--nnodes", metavar="N", help="Machines; needs --rdzv-endpoint HOST:PORT (docs/multi_node.md).")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(
     config_name: str | None, nproc_per_node: str | None, nnodes: str | None, arguments: tuple[str, ...]
@@ -76,7 +74,7 @@ def run(
 
 
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:
-    """What to type where a config stands in the place of RECIPE, or --config is missing; else empty."""
+    """A message with the right command if a config stands in the place of RECIPE or --config is missing."""
     name, *others = positional
     if catalog.is_config(name):
         config = config_name or name
@@ -97,7 +95,7 @@ def _check_count(name: str, value: str | None) -> None:
 
 
 def _ranks(nnodes: str | None, nproc_per_node: str | None) -> tuple[int | None, int | None]:
-    """Machines, and ranks on each; None where it is not a matter of these flags alone."""
+    """Number of machines, and of ranks on each; None if other flags or variables decide them, too."""
     numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
     if any(name.startswith("PET_") for name in os.environ) or not all(map(str.isdigit, numbers)):
         return None, None

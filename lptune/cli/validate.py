@@ -1,4 +1,4 @@
-"""`lptune validate`: is this config right? Answered without torch, on any machine."""
+"""`lptune validate`: checks a config, without torch, on any machine."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lptune.config import UserError, data_files, entries, key_paths, load_config
     "--config",
     "config_name",
     metavar="CONFIG",
-    help="CONFIG, as `lptune run` takes it; RECIPE may then stand first.",
+    help="CONFIG, as for `lptune run`; RECIPE may then stand first.",
 )
 @click.option(
     "--recipe", "recipe_name", metavar="RECIPE", help="Recipe the config is for.  [default: full_finetune]"
@@ -45,7 +45,7 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
 
 
 def _missing(key: str, value: Any) -> list[str]:
-    """What the value of `key` names of files and folders that a run will read, and that are not here."""
+    """Files and folders that the value of `key` names, that a run will read, and that do not exist here."""
     leaf = key.rpartition(".")[2]
     if leaf.endswith("source") and isinstance(value, str | tuple):  # a hub id and `builtin` are no files
         return [entry.source for entry in entries(value) if not _is_here(entry.source)]

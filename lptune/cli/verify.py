@@ -1,4 +1,4 @@
-"""`lptune verify`: does a folder hold what it promises? Reads every byte, changes none.
+"""`lptune verify`: compares a folder with its manifest, index or digests. Reads every byte, writes none.
 
 a checkpoint             size and sha256 of each file against its manifest
 a Hugging Face folder    its index against the files, each tensor's name and shape against config.json, each
@@ -20,10 +20,11 @@ from lptune.config import UserError
 @click.command()
 @click.argument("path", type=PathArgument())
 def verify(path: Path) -> None:
-    """Check PATH: a checkpoint, a Hugging Face folder, or a run with all it has of both.
+    """Check PATH: a checkpoint, a Hugging Face folder, or a run folder with all its checkpoints and export.
 
-    Reads every byte: digests where there are some (of checkpoints, exports and downloads), and of a Hugging
-    Face folder names, shapes and finite values. Exits with 2, naming the first fault, if there is one.
+    Reads every byte. Compares digests, which checkpoints, exports and downloads have; in a Hugging Face
+    folder it also checks names, shapes and that values are finite. Exits with 2 and names the first fault, if
+    any.
     """
     if not path.is_dir():
         raise UserError(f"{path}: {'is a file; give its folder' if path.exists() else 'no such folder'}")
@@ -40,7 +41,7 @@ def verify(path: Path) -> None:
         try:
             click.echo(f"ok: {part}: {_verify(part)}")
         except (UserError, OSError) as error:
-            # Checked by identity: a run that trains removes old checkpoints, and replaces an export.
+            # Compared by identity: a run that is training removes old checkpoints and replaces an export.
             if found != _identity(part):
                 click.echo(f"gone: {part}: the run removed or replaced it meanwhile")
                 continue
@@ -68,7 +69,7 @@ def _verify(path: Path) -> str:
     is_checkpoint = any((path / name).exists() for name in (manifest.NAME, "state.json"))
     if not is_checkpoint and not path.name.startswith("step-"):
         if not (path / "config.json").exists() and not any(path.glob("*.safetensors")):
-            raise UserError(f"{path}: is no checkpoint, no Hugging Face folder and no run's folder")
+            raise UserError(f"{path}: is not a checkpoint, a Hugging Face folder or a run's folder")
         return _verify_hf(path)
     found = manifest.verify(path)
     return f"step {found.step}, {len(found.shards)} tensors of {found.world_size} rank(s), all bytes as saved"

@@ -1,20 +1,21 @@
 """The watch: a thread of the launcher that ends a run within seconds of its first failure, on every machine.
 
-torchrun ends the ranks of a machine when a process has ended, not when it has failed, and asks them with a
-SIGTERM first, which a rank that waits in a collective, or that saves on SIGTERM, does not answer: they have
-30 seconds. Other machines it does not tell at all: their ranks hang until the collective's timeout (10
-minutes for NCCL, 30 for gloo). So the watch
+torchrun ends the ranks of a machine after a process has ended, not when it fails. It sends SIGTERM first and
+SIGKILL after 30 seconds; a rank that waits in a collective, or that saves on SIGTERM, does not react to the
+first. torchrun does not tell other machines: their ranks hang until the timeout of the collective (10 minutes
+for NCCL, 30 for gloo). So the watch
 
 - reads the outcomes of its ranks (lptune/ranks), and sees a rank that vanished without one through its pidfd;
-- publishes a failure of theirs in the key-value store that torchrun's launchers have in common anyway, and
-  looks there for failures elsewhere;
-- after a short time for better explanations kills its ranks (checkpoints are published by a rename, so that
-  this is safe at any moment), and ends the launcher itself where torchrun does not notice: in its exit
-  barrier, or while it asks a store whose host is gone;
-- gives a sign of life; the first machine reports one that has given none.
+- publishes their failures in the key-value store that the launchers of torchrun share, and reads failures of
+  other machines there;
+- waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
+  published by a rename), and ends the launcher itself where torchrun hangs: in its exit barrier, or while it
+  asks a store whose host is gone;
+- writes a heartbeat; the launcher of the first machine reports a machine without one.
 
-Code 143 is no failure: who leaves with it has saved, and its peers get time; unless nothing was to save, then
-they are ended, too. A signal to the launcher comes through here to the ranks (`pass_on`).
+Code 143 is not a failure: a rank that exits with it has saved, and the other ranks get time to save. If there
+was nothing to save, they are ended, too. The watch passes signals of the launcher on to the ranks
+(`pass_on`).
 """
 
 import contextlib
@@ -35,15 +36,13 @@ from pathlib import Path
 from lptune.ranks import LEAVING, Outcome, Rank, read_outcomes, read_ranks
 
 _POLL_S = 0.1
-_ASK_S = 0.5  # how often the common store is asked
-_SETTLE_S = (
-    1.0  # for the other ranks of this machine to say the same, and rank 0 to be the one that is quoted
-)
-_VANISHED_S = 0.2  # a rank was killed: nobody will explain that
-_LOST_PEER_S = 4.0  # for the machine of that peer to tell why it is gone
-_SAVE_S = 30.0  # a peer has left after a save, which ends with a barrier; torchrun gives no more
+_ASK_S = 0.5  # time between two reads of the shared store
+_SETTLE_S = 1.0  # for the other ranks of this machine to report the same error, so that rank 0 can be quoted
+_VANISHED_S = 0.2  # a rank was killed: no explanation will come
+_LOST_PEER_S = 4.0  # for the machine of the lost peer to report the reason
+_SAVE_S = 30.0  # a peer exits after a save, which ends with a barrier; torchrun waits no longer than this
 _STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
-_LINGER_S = 4.0  # for the other machines to read the reason in a store that may end with this process
+_LINGER_S = 4.0  # for other machines to read the reason: the store may end with this process
 _BEAT_S = 5.0
 _SILENCE_S = 45.0
 _HINT_S = 15.0
@@ -51,10 +50,10 @@ _STORE_TIMEOUT_S = 10.0
 
 
 class Watch(threading.Thread):
-    """Watches the ranks of this machine, whose outcomes come into `folder`.
+    """Watches the ranks of this machine, which write their outcomes into `folder`.
 
-    rendezvous: where the machines meet, as text for a message; empty where there is but one. leave: called
-    in place of the launcher's own end where that does not come, with the exit code.
+    rendezvous: the address where the machines meet, for messages; empty for a single machine. leave: called
+    with the exit code where the launcher would hang instead of ending.
     """
 
     def __init__(self, folder: Path, rendezvous: str, leave: Callable[[int], None]) -> None:
@@ -63,7 +62,7 @@ class Watch(threading.Thread):
         self._ranks: dict[int, Rank] = {}
         self._pidfds: dict[int, int] = {}
         self._killed: set[int] = set()
-        self._published = {-1}  # those are told at the end
+        self._published = {-1}  # a launcher's own words are published at the end
         self._elsewhere: list[Outcome] = []
         self._exchange: _Exchange | None = None
         self._cut_off = False
@@ -73,24 +72,24 @@ class Watch(threading.Thread):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether ranks were started."""
+        """Whether any rank of this machine has started."""
         return bool(self._ranks) or any(self._folder.glob("rank-*.json"))
 
     def pass_on(self, number: signal.Signals) -> bool:
-        """Has the ranks of this machine receive `number`, each once; False where none was started.
+        """Sends `number` once to each rank of this machine; False if no rank has started.
 
-        They have as long as they need to save. Who wants less has means: a scheduler kills, a hand insists.
+        The ranks get as long as they need to save. A scheduler can still kill, a user can signal again.
         """
         self._signal = number
         return self.has_ranks
 
     def finish(self) -> int:
-        """The end without a failure; returns the exit code 0."""
+        """Ends the watch after a launch without a failure; returns the exit code 0."""
         self.stop()
         return 0
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops the thread of the watch."""
         self._over.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout=_STUCK_S)
@@ -98,7 +97,7 @@ class Watch(threading.Thread):
     # ---- the thread
 
     def run(self) -> None:
-        """Polls until the launcher has concluded."""
+        """The thread: polls until the launcher has printed the cause."""
         try:
             self._wait_for_an_end()
             self._kill_ranks()
@@ -108,7 +107,7 @@ class Watch(threading.Thread):
             print(f"lptune's watch over the ranks failed:\n{traceback.format_exc()}", file=sys.stderr)
 
     def _wait_for_an_end(self) -> None:
-        """Returns when the ranks of this machine are to be killed."""
+        """Waits; returns when the ranks of this machine must be killed."""
         started_s = time.monotonic()
         first_sign_s: float | None = None
         hinted = not self._rendezvous
@@ -130,7 +129,7 @@ class Watch(threading.Thread):
                 return
 
     def _patience_s(self, outcomes: list[Outcome]) -> float | None:
-        """How long after the first sign of an end this machine's ranks may go on; None without a sign."""
+        """Seconds that the ranks here may go on after the first sign of an end; None without such a sign."""
         vanished = self._vanished()
         ends = [outcome for outcome in [*outcomes, *self._elsewhere] if outcome.code != 0]
         cause = min(ends, key=lambda outcome: outcome.precedence, default=None)
@@ -152,7 +151,7 @@ class Watch(threading.Thread):
     def _meet_ranks(self) -> None:
         for rank in read_ranks(self._folder, set(self._ranks)):
             self._ranks[rank.rank] = rank
-            # A pidfd means this process and no other, whatever happens to its number.
+            # A pidfd stays with this process, even if another process gets its number.
             try:
                 self._pidfds[rank.rank] = os.pidfd_open(rank.pid)
             except ProcessLookupError:
@@ -172,7 +171,7 @@ class Watch(threading.Thread):
                 signal.pidfd_send_signal(self._pidfds[rank], self._signal)
 
     def _vanished(self) -> set[int]:
-        """Ranks that ended without an outcome."""
+        """The ranks that ended without writing an outcome."""
         ended = {rank for rank in self._ranks if rank not in self._killed and self._has_ended(rank)}
         # Read now: a rank writes its outcome before it ends.
         return ended and ended - {outcome.rank for outcome in read_outcomes(self._folder)}
@@ -186,12 +185,12 @@ class Watch(threading.Thread):
     # ---- other machines
 
     def _talk(self, outcomes: list[Outcome]) -> None:
-        """Publishes what is new here, reads what is new elsewhere."""
+        """Publishes new outcomes of this machine and reads those of other machines."""
         if not self._connect(outcomes):
             return
         assert self._exchange is not None
         if outcomes and all(outcome.code == 0 for outcome in outcomes):
-            # From now on the store may end at any moment, for a good reason; torch would complain loudly.
+            # From now on the store may end at any moment without a fault, which torch would report loudly.
             self._exchange.ask_rarely()
         try:
             for outcome in outcomes:
@@ -200,15 +199,15 @@ class Watch(threading.Thread):
                     self._published.add(outcome.rank)
                     self._exchange.publish(outcome)
             self._elsewhere += self._exchange.news()
-        except RuntimeError:  # what all of torch's errors of a store are
+        except RuntimeError:  # all errors of torch's store
             self._lose(self._exchange.address, outcomes)
 
     def _connect(self, outcomes: list[Outcome]) -> bool:
-        """Whether there is an exchange with other machines, now or from now on."""
+        """Connects to the store of the launchers if possible; returns whether there is a connection."""
         if self._exchange is not None or self._cut_off or not self._ranks:
             return self._exchange is not None
         rank = next(iter(self._ranks.values()))
-        # The host of a run of a second may be gone as soon as our ranks are done.
+        # In a very short run the host of the store may be gone when the ranks here are done.
         if rank.num_nodes == 1 or not rank.store or (outcomes and all(done.code == 0 for done in outcomes)):
             return False
         try:
@@ -224,10 +223,10 @@ class Watch(threading.Thread):
             line = f"the launcher that hosts the rendezvous, {address}, is gone"
             self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
 
-    # ---- the launcher's last words
+    # ---- the end of the launcher
 
     def conclude(self, exit_codes: Mapping[int, int]) -> int:
-        """The launcher's exit code; prints the cause, once, and tells the other machines.
+        """Prints the cause once, tells the other machines, and returns the exit code of the launcher.
 
         exit_codes: of ranks that torchrun found ended, negative where a signal killed them.
         """
@@ -237,7 +236,8 @@ class Watch(threading.Thread):
         known = {outcome.rank for outcome in outcomes} | self._killed
         silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
         words = [_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
-        # Time 0: what ended without a word ended before torchrun stopped the others, and they said so.
+        # Time 0: a rank that ended without an outcome ended before torchrun stopped the others, which wrote
+        # one.
         here = outcomes + [Outcome(-1, code, 0, socket.gethostname(), line) for code, line in words]
         self._tell(here)
         cause = min([*here, *self._elsewhere], key=lambda outcome: outcome.precedence, default=None)
@@ -247,8 +247,8 @@ class Watch(threading.Thread):
         if cause.nothing_to_save:
             print(cause.line, file=sys.stderr)
         elif cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
-            pass  # the ranks here have left by themselves
-        elif same:  # most mistakes are every rank's: quote the first one
+            pass  # the ranks here have exited by themselves
+        elif same:  # most errors occur on every rank: quote the first
             _print_own(min(same, key=lambda outcome: outcome.rank))
         elif cause in here:
             _print_own(cause)
@@ -260,7 +260,7 @@ class Watch(threading.Thread):
         return cause.code
 
     def _tell(self, here: list[Outcome]) -> None:
-        """Publishes the launcher's own words too, and reads the others' for the last time."""
+        """Also publishes the outcome of this launcher, and reads those of other launchers a last time."""
         if not self._connect(here):
             return
         assert self._exchange is not None
@@ -279,7 +279,7 @@ def _silent(rank: int, exit_code: int) -> tuple[int, str]:
     """Exit code and words for a rank that could not write an outcome."""
     if exit_code < 0:
         return 128 - exit_code, f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
-    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and said nothing"
+    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and reported no error"
 
 
 def _print_own(cause: Outcome) -> None:
@@ -287,7 +287,7 @@ def _print_own(cause: Outcome) -> None:
         print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
         if cause.lost_peer:
             print(
-                f"rank {cause.rank} lost a peer that left no word: was a machine or a launcher killed?",
+                f"rank {cause.rank} lost a rank that reported no error: was a machine or a launcher killed?",
                 file=sys.stderr,
             )
     elif cause.code not in LEAVING:
@@ -305,9 +305,9 @@ def _print_other(cause: Outcome) -> None:
 
 
 class _Exchange:
-    """What the launchers of several machines tell one another, in the store that torchrun made for them.
+    """Messages between the launchers of several machines, in the store that torchrun made for them.
 
-    Its host is one of the launchers. Every method may raise what torch raises for a lost store: RuntimeError.
+    One of the launchers hosts the store. Every method may raise RuntimeError: the store is lost.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -325,12 +325,12 @@ class _Exchange:
         self._beats = dict.fromkeys(range(rank.num_nodes), ("", time.monotonic()))
 
     def publish(self, outcome: Outcome) -> None:
-        """Tells the others."""
+        """Writes `outcome` for the other launchers to read."""
         number = self._store.add("outcomes", 1)
         self._store.set(f"outcome/{number}", json.dumps([self._node, outcome._asdict()]))
 
     def news(self) -> list[Outcome]:
-        """What others have told since the last call; asks the store twice a second, not more."""
+        """Outcomes of other launchers since the last call; reads the store at most twice a second."""
         now_s = time.monotonic()
         if now_s < self._next_ask_s:
             return []
@@ -345,19 +345,19 @@ class _Exchange:
         return new
 
     def ask_now(self) -> None:
-        """Lets the next `news` ask at once."""
+        """Makes the next call of `news` read the store at once."""
         self._next_ask_s = 0.0
 
     def ask_rarely(self) -> None:
-        """From now on as often as there are signs of life."""
+        """Makes `news` read the store only as often as heartbeats are written."""
         if self._ask_every_s != _BEAT_S:
             self._ask_every_s = _BEAT_S
             self._next_ask_s = time.monotonic() + _BEAT_S
 
     def linger(self) -> None:
-        """Waits, not long, until every launcher has come here, the store's host until they have left, too.
+        """Waits a short time until every launcher is at this point; the host also waits until they have left.
 
-        A store that ends with its host makes torch complain on all other machines.
+        If the store ended earlier, torch would print errors on all other machines.
         """
         deadline_s = time.monotonic() + _LINGER_S
         with contextlib.suppress(RuntimeError):
@@ -372,7 +372,7 @@ class _Exchange:
             time.sleep(_POLL_S)
 
     def _beat(self, now_s: float) -> None:
-        """Gives a sign of life; the first machine looks for those of the others."""
+        """Writes a heartbeat; the launcher of the first machine reads those of the others."""
         if now_s < self._next_beat_s:
             return
         self._next_beat_s = now_s + _BEAT_S
@@ -385,8 +385,8 @@ class _Exchange:
             if beat != last:
                 self._beats[node] = (beat, now_s)
             elif now_s - since_s > _SILENCE_S:
-                line = f"machine {node} of {self._num_nodes} gave no sign of life for {_SILENCE_S:.0f} s"
+                line = f"machine {node} of {self._num_nodes} sent no heartbeat for {_SILENCE_S:.0f} s"
                 self._beats[node] = ("", math.inf)  # once
-                self._node = -1  # what this launcher says now is news for itself
+                self._node = -1  # so that this launcher reads its own report, too
                 self.publish(Outcome(-1, 1, time.time_ns(), "", line))
                 self._node = 0

@@ -11,7 +11,7 @@ from lptune.config.errors import UserError, closest
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
-    """`value` is one of `choices`; `where` follows them in the message."""
+    """Raises UserError unless `value` is one of `choices`; `where` follows them in the message."""
     if value not in choices:
         meant = VALUES.get(key, {}).get(value.lower())
         hint = closest(value, choices) if meant is None else f"; here that is {meant}" if meant else ""
@@ -19,7 +19,7 @@ def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> N
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
-    """Finite and `>= minimum`."""
+    """Raises UserError unless `value` is finite and at least `minimum`."""
     # The negated form also refuses NaN.
     if not minimum <= value < math.inf:
         raise UserError(
@@ -28,10 +28,10 @@ def at_least(key: str, value: float, minimum: float) -> None:
 
 
 def check_path(key: str, value: str) -> None:
-    """Not empty, something a file system could hold, and printable text.
+    """Raises UserError for a path that is empty, that no file system can hold, or that is not printable text.
 
-    safetensors opens no path that is not UTF-8, which a run would find out after training; and a line break
-    in a path is one in what is printed.
+    safetensors cannot open a path that is not UTF-8, and a run would notice that after training only. A line
+    break in a path would break the line of every message that names the path.
     """
     if not value:
         raise UserError(f"{key}: is empty; name a file or folder")
@@ -48,7 +48,7 @@ def check_path(key: str, value: str) -> None:
             "names here; a locale of UTF-8 or PYTHONUTF8=1 changes that"
         ) from None
     if "\0" in value or longest > 255:
-        raise UserError(f"{key}: is no path: a name in it is longer than 255 bytes or holds a zero byte")
+        raise UserError(f"{key}: is not a path: a name in it is longer than 255 bytes or holds a zero byte")
     if os.path.expanduser(value).startswith("~"):
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"
@@ -56,7 +56,7 @@ def check_path(key: str, value: str) -> None:
 
 
 def _absolute(value: str) -> str:
-    """`value` with the current directory before it, which state.json names, where there is one."""
+    """`value` behind the current directory, as state.json names it; `value` alone where that was removed."""
     try:
         return os.path.abspath(os.path.expanduser(value))
     except (OSError, ValueError):
@@ -64,13 +64,13 @@ def _absolute(value: str) -> str:
 
 
 def positive(key: str, value: float) -> None:
-    """Finite and above 0."""
+    """Raises UserError unless `value` is finite and greater than 0."""
     if not 0 < value < math.inf:
         raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
 
 
 def check_model_folder(folder: Path) -> None:
-    """It is there, and a folder."""
+    """Raises UserError unless `folder` exists and is a folder."""
     if folder.is_file():
         raise UserError(f"model.path: {folder} is a file; give the checkpoint's folder, {folder.parent}")
     if not folder.is_dir():

@@ -1,6 +1,6 @@
 """Which files a source names: one file, the files of a folder, or what a glob matches.
 
-The launcher asks before torch is imported, the reader when it reads: the same answer in the same words.
+The launcher calls this before torch is imported, and the reader when it reads: both give the same answer.
 """
 
 import glob
@@ -20,11 +20,11 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 def data_files(source: str) -> list[Path] | None:
-    """The files of `source`, in the order in which they are read; None: it is `builtin` or a hub id.
+    """The files of `source`, in the order in which they are read; None for `builtin` and for a hub id.
 
-    A folder gives the files in it of the known kinds, by name; folders in it and hidden files are left out. A
-    path that exists is never read as a glob. UserError (one line) where there is no file, or one of an
-    unknown kind.
+    Of a folder: the files of a known kind that lie directly in it, sorted by name, without hidden files. A
+    path that exists is never read as a glob. Raises UserError (one line) where there is no file, or a file of
+    an unknown kind.
     """
     if source == "builtin":
         return None
@@ -48,7 +48,7 @@ def data_files(source: str) -> list[Path] | None:
 
 
 def left_out(source: str) -> list[str]:
-    """What a folder holds beside the files that are read, hidden files aside: `README.md`, `old/`."""
+    """Names in a folder that are not read, without hidden files: `README.md`, `old/`."""
     path = Path(source).expanduser()
     if not path.is_dir() or source == "builtin":
         return []
@@ -57,7 +57,7 @@ def left_out(source: str) -> list[str]:
 
 
 def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
-    """The files of all sources are there, and none of them is read twice in the same way.
+    """Raises UserError where a source has no file, or where a file would be read twice in the same way.
 
     key: data.source or data.eval_source, for the message of the UserError (one line).
     """
@@ -67,7 +67,7 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
             files = data_files(entry.source)
         except UserError as error:
             raise UserError(str(error).replace("data.source", key)) from None
-        # Splits are of the hub: of files there is one.
+        # Only hub datasets have splits; a file has none.
         reading = replace(entry, source="", weight=1.0, split=entry.split if files is None else None)
         for name in [entry.source] if files is None else map(str, files):
             place = (name if files is None else _identity(name), reading)
@@ -83,7 +83,7 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
 
 
 def _identity(file: str) -> tuple[int, int]:
-    """The same through every path: links, hard ones too, and mounts."""
+    """Device and inode: the same for a file through every link, hard link and mount."""
     stat = os.stat(file)
     return stat.st_dev, stat.st_ino
 
@@ -103,7 +103,7 @@ def _matches(source: str, path: Path) -> list[Path]:
     found = {Path(name) for name in glob.glob(str(path), recursive=True)}  # `**` finds some more than once
     files = sorted(file for file in found if not file.is_dir())
     if not files:
-        raise UserError(f"{source}: there is no such file, and none that it matches; check data.source")
+        raise UserError(f"{source}: no file has this name or matches this pattern; check data.source")
     return files
 
 
@@ -119,7 +119,7 @@ def _check_kind(name: str, file: Path) -> None:
     if not file.is_file():
         if file.is_symlink() and not file.exists():
             raise UserError(f"{name}: is a link to nowhere; set data.source to a file")
-        raise UserError(f"{name}: is no ordinary file; set data.source to one")
+        raise UserError(f"{name}: is not a regular file; set data.source to one")
     if not _is_known(file.name):
         kind = f"unknown kind of file {file.suffix!r}" if file.suffix else "a file without a suffix"
         raise UserError(

@@ -1,7 +1,7 @@
 """What keys and values of other trainers are called here: torchtune's, transformers', torchtitan's.
 
-A name that is spelt alike is not always meant: `dtype` is not `export.dtype`, `fp8` is not `mxfp8`, `gpu` is
-not `cpu`. What stands here is said before any likeness is looked for.
+The key with the most similar spelling is not always the right one: `dtype` is not `export.dtype`, `fp8` is
+not `mxfp8`, `gpu` is not `cpu`. So an error message looks here first, and only then for a similar spelling.
 """
 
 from collections.abc import Collection
@@ -117,10 +117,10 @@ SWITCHES = {
 
 
 def key_here(key: str, sections: Collection[str]) -> str:
-    """What `key` (dotted) of another trainer is here, to follow an error; empty where nothing is known.
+    """What `key` (dotted) of another trainer is called here, for the end of an error; empty if unknown.
 
-    sections: those of this config. In one of them the last part of a key alone counts only for what belongs
-    there (`optimizer.learning_rate`) or is nowhere: `data.output` is not `output_dir`.
+    sections: those of this config. A key in one of these sections is looked up by its last part only if the
+    answer lies in the same section (`optimizer.learning_rate`) or nowhere: `data.output` is not `output_dir`.
     """
     section, _, last = key.rpartition(".")
     meant = KEYS.get(key) or KEYS.get(last, "")

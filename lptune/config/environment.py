@@ -1,13 +1,14 @@
-"""What a config may read from the environment, where tokens and passwords are.
+"""What a config may read from the environment. The environment also holds tokens and passwords.
 
-`${…}` is another key, `${oc.env:NAME}` with or without a default, or `${oc.decode:${oc.env:NAME}}`. The name
-of a resolver is written out: `${oc.${key}:NAME}` would read the environment unseen.
+Three forms are allowed: `${key}`, another key; `${oc.env:NAME}`, with or without a default; and
+`${oc.decode:${oc.env:NAME}}`. The name of a resolver must be written out, since `${oc.${key}:NAME}` would
+read the environment without a trace in the text.
 
-Which keys a variable may decide, itself or through another key, is a list of what may, so that a new key may
-not: places, numbers and choices. Any other text ends up in what is trained, exported or logged: a layer's
-pattern is a note of the plan and of the model card. A variable decides one value, never a list or a section,
-which would bring keys of its own. No file has its value as the value of a key: where the environment took
-part, `${…}` stay as they were written (load.py), in errors, too.
+A list names the keys whose value a variable may decide, directly or through another key, so that a new key is
+not among them: places, numbers and choices. Any other text ends up in what is trained, exported or logged:
+the pattern of a layer is a note in the precision plan and in the model card. A variable decides one value,
+never a list or a section, since a section would bring keys of its own. The value of a variable is never
+written to a file or into an error: there, `${…}` stays as the config has it (load.py).
 """
 
 import os
@@ -17,11 +18,11 @@ from typing import Any
 
 from lptune.config.errors import UserError
 
-_KEY, _READ = "\0", "\1"  # stand for what was found allowed; no \w, as no name may be made of parts
+_KEY, _READ = "\0", "\1"  # stand for allowed parts; no \w, so that no name can be built of parts
 _ALLOWED = (
     (re.compile(r"\$\{\s*[\w.\[\]\-]+\s*\}"), _KEY),
     (re.compile(r"\$\{\s*oc\.env\s*:\s*\w+\s*(?:,[^${}]*)?\}"), _READ),
-    # Of anything else: it resolves the `${…}` that it finds in a value.
+    # oc.decode resolves the `${…}` in a value, so it may be given a variable and nothing else.
     (re.compile(rf"\$\{{\s*oc\.decode\s*:\s*{_READ}\s*\}}"), _READ),
 )
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
@@ -40,12 +41,12 @@ _OF_A_SOURCE = {
     f"data.{key}.{leaf}" for key in ("source", "eval_source") for leaf in ("source", "weight", "format")
 }
 TEXTS = frozenset(_PLACES | _CHOICES | _OF_A_SOURCE)
-"""The keys, besides numbers and switches, that a variable may decide. A choice is one of a few words; any
-other value of it is refused."""
+"""Keys that a variable may decide, besides numbers and switches. A choice is one of a few words; any other
+value is refused."""
 
 
 def check_interpolations(raw: Mapping[str, Any], sections: Collection[str]) -> None:
-    """Raises UserError, which begins with the key, for a `${…}` that is none of these.
+    """Raises UserError, which begins with the key, for a `${…}` that is not one of the three forms.
 
     raw: the config, unresolved. sections: names of its sections.
     """
@@ -65,8 +66,8 @@ def check_interpolations(raw: Mapping[str, Any], sections: Collection[str]) -> N
 
 
 def marked(raw: Any) -> Any:
-    """`raw`, checked as above, with a mark in the place of each text that reads the environment. What other
-    keys make of that text has the mark, too, once it is resolved.
+    """`raw`, after `check_interpolations`, with a mark in place of each text that reads the environment. When
+    the result is resolved, the mark spreads to every key that uses such a text.
     """
     if isinstance(raw, Mapping):
         return {name: marked(item) for name, item in raw.items()}
@@ -74,16 +75,16 @@ def marked(raw: Any) -> Any:
         return [marked(item) for item in raw]
     if not isinstance(raw, str) or _READ not in _reduced(raw):
         return raw
-    # The keys in the text stay, so that one which is not there is missing here already.
+    # The keys in the text stay, so that an unknown one is an error here already.
     return _READ + "".join(_ALLOWED[0][0].findall(_ESCAPED.sub("", raw)))
 
 
 def check_reads(marks: Any, values: Any, may_read: Callable[[str], bool]) -> list[str]:
-    """The texts and numbers that the environment decides, alone or in part, as they are printed.
+    """The texts and numbers that the environment decides, wholly or in part, as they are printed.
 
-    Raises UserError, which begins with the key and holds no value, where a key may not read it, or has a list
-    or a section of it. marks: `marked`, resolved; values: the config, resolved. may_read: called with a
-    dotted key.
+    Raises UserError, which begins with the key and shows no value, where a key may not read the environment,
+    or reads a list or a section from it. marks: the result of `marked`, resolved; values: the config,
+    resolved. may_read: called with a dotted key.
     """
     read = []
     for key, value in _read(marks, values, ""):
@@ -101,7 +102,7 @@ def check_reads(marks: Any, values: Any, may_read: Callable[[str], bool]) -> lis
 
 
 def _read(marks: Any, values: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of each that has a mark; the items of a list have the list's key."""
+    """(key, value) of each value that has a mark; an item of a list has the key of the list."""
     if isinstance(marks, Mapping):
         for name, item in marks.items():
             yield from _read(item, values[name], f"{key}.{name}" if key else str(name))
@@ -113,13 +114,13 @@ def _read(marks: Any, values: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def reads_environment(raw: Any) -> bool:
-    """Whether a variable takes part in any value."""
+    """Whether any value of the config reads a variable."""
     return "oc.env" in str(raw)
 
 
 def masked(message: str, raw: Any, read: Sequence[str] = ()) -> str:
-    """`message` with `${oc.env:NAME}` in the place of the values of the variables that `raw` names, and
-    `${oc.env}` in that of the texts and numbers `read`, as oc.decode has made them.
+    """`message` without values of the environment: `${oc.env:NAME}` replaces the value of each variable that
+    `raw` names, and `${oc.env}` replaces each of `read`, the texts and numbers that oc.decode made.
     """
     hidden = [(os.environ.get(name, ""), f"${{oc.env:{name}}}") for name in _VARIABLE.findall(str(raw))]
     for value, mask in [*hidden, *((text, "${oc.env}") for text in read)]:
@@ -134,7 +135,7 @@ def masked(message: str, raw: Any, read: Sequence[str] = ()) -> str:
 
 
 def _reduced(text: str) -> str:
-    """Without what is escaped, and with one character for each `${…}` that is allowed."""
+    """`text` without escapes, and with one character in place of each allowed `${…}`."""
     text = _ESCAPED.sub("", text)
     for pattern, found in _ALLOWED if "${" in text else ():
         text = pattern.sub(found, text)

@@ -20,12 +20,12 @@ class UserError(ValueError):
 
 
 def no_gpu_error(why: str) -> UserError:
-    """`device=cuda`, and there is none. why: what was looked at, and that it has none."""
+    """The error for `device=cuda` without a GPU. why: what was asked, and that it has no GPU."""
     return UserError(f"device: cuda was asked for, but {why}; set device=cpu or auto")
 
 
 def too_many_ranks_error(local_rank: int, num_gpus: int) -> UserError:
-    """A rank without a GPU of its own. local_rank: its number on its machine."""
+    """The error for a rank that has no GPU of its own. local_rank: the number of the rank on its machine."""
     return UserError(
         f"--nproc-per-node: rank {local_rank} of this machine has no GPU, there are {num_gpus}; start fewer "
         "ranks or set device=cpu"
@@ -33,7 +33,7 @@ def too_many_ranks_error(local_rank: int, num_gpus: int) -> UserError:
 
 
 def no_8_bit_gemm_error(kind: str, fmt: str, where: str) -> UserError:
-    """`precision.kind` on a device that cannot multiply so. fmt: of the operands; where: the device."""
+    """The error for a device without an 8-bit GEMM of the kind. fmt: of the operands; where: the device."""
     return UserError(
         f"precision.kind: {kind} needs a device with an 8-bit ({fmt}) GEMM, and {where} has none; "
         "precision.emulate=true multiplies the same operands in wider arithmetic, slowly"

@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 _MAX_CHARS = 256 * 1024
 _MAX_DEPTH = 20
-"""Of a YAML: the sections of a config nest two deep."""
+"""Levels of nesting in a YAML file. The sections of a config nest two deep."""
 _MAX_INTERPOLATIONS = 16
-"""`${…}` in a config. Each can repeat a text that repeats another, so their number is an exponent."""
+"""Number of `${…}` in a config. Each can double a text that another doubles: the size is exponential."""
 
 _AS_WRITTEN = "_as_written"  # attribute of a loaded config: dotted key -> its `${…}`, see to_yaml
 
@@ -102,8 +102,8 @@ def as_written(cfg: Any) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes text that looks like a number: OmegaConf reads 0E0 as one, PyYAML does not and would leave it
-    bare.
+    """Quotes text that looks like a number: OmegaConf reads 0E0 as a number, PyYAML does not and would not
+    quote it.
     """
 
 
@@ -125,7 +125,7 @@ def key_paths(cls: type, prefix: str = "") -> list[str]:
 
 
 def default(cls: type, key: str) -> Any:
-    """The default of a dotted key of the config `cls`, as a plain value; None where one must be given."""
+    """The default of a dotted key of the config `cls`, as a plain value; None for a key without a default."""
     section, _, leaf = key.rpartition(".")
     owner = _hint(cls, section) if section else cls
     value = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if not isinstance(value, (list, tuple)):
         return value
-    # An entry of a list shows what is set in it: None is the default of its keys.
+    # An entry of a list shows only the keys that are set; the default of each is None.
     entries = [
         {key: leaf for key, leaf in item.items() if leaf is not None} if isinstance(item, dict) else item
         for item in value
@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
-    """The `${…}` as written, of a list all of it; nothing where the environment takes no part."""
+    """Key -> its `${…}` as written (of a list, the whole list); empty if nothing reads the environment."""
     raw = OmegaConf.to_container(values, resolve=False)
     if not reads_environment(raw):
         return {}
@@ -184,7 +184,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _check_depth(text: str) -> None:
-    """Events come one by one, whereas the loader recurses, and libyaml's dies of 50,000 brackets."""
+    """Counts nesting by events, one by one: the loader recurses, and libyaml's crashes at 50,000 brackets."""
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -202,12 +202,12 @@ def _parse_override(cls: type, override: str) -> DictConfig:
     try:
         hint = _hint(cls, key)
         if typing.get_origin(hint) is tuple:
-            # Globs such as *.o_proj are no YAML either.
+            # Globs such as *.o_proj are not valid YAML.
             names = [name.strip(" '\"") for name in text.removeprefix("[").removesuffix("]").split(",")]
             values = OmegaConf.create()
             OmegaConf.update(values, key, [name for name in names if name])
         elif _is_text(hint) and not _is_yaml(hint, text):
-            # A template or a path is taken as it stands: `{% for … %}` and `Q: {question}` are no YAML.
+            # A template or path is taken literally: `{% for … %}` and `Q: {question}` are not the YAML meant.
             values = OmegaConf.create()
             OmegaConf.update(values, key, text)
         else:
@@ -222,7 +222,7 @@ def _parse_override(cls: type, override: str) -> DictConfig:
 
 
 def _fill_in_defaults(cls: type, values: DictConfig) -> None:
-    """Writes out the defaults of keys that a `${key}` refers to and that are not set: of one value each."""
+    """Sets each key that a `${key}` refers to and that is not set to its default, if that is one value."""
     raw = OmegaConf.to_container(values, resolve=False)
     for key in set(re.findall(r"\$\{([a-z0-9_.]+)\}", str(raw))).intersection(key_paths(cls)):
         *sections, leaf = key.split(".")
@@ -258,13 +258,13 @@ def _is_number(hint: Any) -> bool:
 
 
 def _is_yaml(hint: Any, text: str) -> bool:
-    """Whether an argument of a key that takes text is something else: quoted, nothing, or a list."""
+    """Whether the argument of a text key must be read as YAML: quoted text, null, or a list."""
     is_list = text.startswith("[") and text.endswith("]") and _list_of(hint) is not None
     return is_list or text.startswith(("'", '"')) or text in ("null", "~")
 
 
 def _list_of(hint: Any) -> Any:
-    """What the items of a list are that the annotation allows beside other values; None: it allows none."""
+    """The type of the items, if the annotation also allows a list; None if it allows no list."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
     return next((typing.get_args(one)[0] for one in options if typing.get_origin(one) is tuple), None)
 
@@ -311,7 +311,7 @@ def _build(cls: type[T], values: dict[str, Any], prefix: str) -> T:
                 first = key_paths(typing.cast(type, hint), f"{name}.")[0]
                 raise UserError(f"{name}: is required; set it in the file or as an argument {first}=…")
             arguments[field.name] = _build(typing.cast(type, hint), value or {}, f"{name}.")
-        elif field.name in values and value != "???":  # OmegaConf's mark of a value still to be given
+        elif field.name in values and value != "???":  # OmegaConf's mark for a missing value
             arguments[field.name] = _convert(name, hint, value)
         elif required:
             raise UserError(f"{name}: is required; set it in the file or as an argument {name}=…")
@@ -342,7 +342,7 @@ def _convert(name: str, hint: Any, value: Any) -> Any:
 
 
 def _entry(name: str, hint: Any, value: Any) -> Any:
-    """An item of a list: text, or a mapping with the keys of the dataclass that the annotation allows."""
+    """An item of a list: text, or a mapping that becomes the dataclass of the annotation."""
     cls = next((option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)), None)
     if cls is None or not isinstance(value, dict):
         return _convert(name, str, value)
@@ -359,7 +359,7 @@ def _entry(name: str, hint: Any, value: Any) -> Any:
 
 
 def _parse(base: type, value: Any) -> Any:
-    """`value` as a `base`. Digits in quotes (or the environment) are a number; a bool is not, nor text."""
+    """`value` as a `base`. Digits in quotes (or from the environment) are a number; a bool or text is not."""
     if base is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     accepted = (int, str) if base is int else (int, float, str)
@@ -372,12 +372,12 @@ _ARTICLES = {int: "an integer", float: "a number", bool: "true or false", str: "
 
 
 def _blame(message: str, path: Path, overrides: Sequence[str]) -> str:
-    """The argument that set the key a message begins with, or a key that it mentions; else the file."""
+    """Where the error is: the argument for the key that `message` begins with or mentions; else the file."""
     keys = {override.partition("=")[0]: override for override in overrides}
     blamed = message.partition(":")[0]
     for pattern in (r"{}[.:]", r".*(?<![\w.'\"]){}(?![\w.])"):
         for key, override in keys.items():
-            # `seed.x=1` is to blame for what `seed` is then.
+            # `seed.x=1` makes `seed` a section, so that argument is to blame for `seed`.
             if re.match(pattern.format(re.escape(key)), message) or key.startswith(f"{blamed}."):
                 return f"argument {_short(override)}"
     return str(path)

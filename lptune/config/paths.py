@@ -1,9 +1,9 @@
-"""Paths that others prepared: what may be opened there, and whether two paths are one place.
+"""Paths that other people may have prepared: what may be opened, and whether two paths are one place.
 
-Paths are compared by what they lead to (device and inode), never as text: a link, a `..`, another spelling
-and a bind mount of the place or of a folder above it are all the same place. A bind mount of something within
-the place is not recognised. Files are opened without following a link in their last part and without waiting
-for a pipe.
+Paths are compared by device and inode, never as text: a link, a `..`, another spelling, and a bind mount of
+the place or of a folder above it all count as the same place. A bind mount of something inside the place is
+not recognised. A file is opened without following a link in the last part of its path, and a pipe is refused
+without waiting for it.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from lptune.config.errors import UserError
 
 RUN_FILES = (".lock", "config.yaml", "metrics.jsonl", "precision_plan.json", "export.json")
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
-"""What a run writes in OUTPUT_DIR."""
+"""Names that a run writes in OUTPUT_DIR."""
 TEMPORARY = ".tmp-"
-"""How the names begin under which these are written, or removed, beside their place."""
+"""Prefixes of the temporary names under which these are written or removed, in the same folder."""
 
 _WRITTEN_AS_DATA = (
     "metrics.jsonl",
@@ -36,12 +36,12 @@ _WRITTEN_AS_DATA = (
     "export/config.json",
 )
 """Files of a run with suffixes that `data.source` reads."""
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what some file systems answer to flock
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
 def is_within(path: Path, place: Path) -> bool:
-    """Whether `path` leads to `place` or to something in it. False where one of them does not exist."""
+    """Whether `path` leads to `place` or to something in it. False if either does not exist."""
     try:
         found, real = place.stat(), path.resolve(strict=True)
     except (OSError, RuntimeError):  # RuntimeError: a circle of links
@@ -54,7 +54,7 @@ def is_within(path: Path, place: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """What stands at `path`: a file | a folder | a link | a pipe | a device or socket; empty: nothing."""
+    """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -75,17 +75,16 @@ def is_mount_point(path: Path) -> bool:
         suppress(OSError),
         open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
     ):
-        places = (line.split(" ")[4] for line in mounts)  # blanks and line ends in them are written as \ooo
+        places = (line.split(" ")[4] for line in mounts)  # the kernel writes blanks and line ends as \ooo
         if real in (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places):
             return True
     return os.path.ismount(real)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
-    """A descriptor of the regular file at `path`. Follows no link, unless `follow`, and waits for no pipe.
+    """A descriptor of the regular file at `path`. Never waits for a pipe; follows a link only if `follow`.
 
-    flags: of os.open. follow: follow a link at `path`. Raises OSError as os.open does, and UserError for what
-    is no regular file.
+    flags: as for os.open. Raises OSError as os.open does, and UserError for anything but a regular file.
     """
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -101,11 +100,11 @@ def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = Fa
 
 
 def lock_file(descriptor: int, *, wait: bool) -> str:
-    """Keeps other processes out of an open file until it is closed. Returns why its file system has no locks,
-    empty where it has: the file is then held.
+    """Locks an open file against other processes until it is closed. Returns an empty text, or, where the
+    file system has no locks, the reason (nothing is locked then).
 
-    Raises BlockingIOError where another process holds it, unless `wait`. The kernel drops the lock with the
-    process.
+    Raises BlockingIOError if another process holds the lock, unless `wait`. The kernel releases the lock when
+    the process ends.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -118,7 +117,7 @@ def lock_file(descriptor: int, *, wait: bool) -> str:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """An OSError within says that it is about `path`; that of a write, a flush or a lock names no file."""
+    """Adds `path` to an OSError raised in the block: errors of write, flush and lock name no file."""
     try:
         yield
     except OSError as error:
@@ -132,13 +131,13 @@ def _not_regular(path: Path) -> UserError:
 
 
 class HeldFolder:
-    """A folder that was open from the start: `check` tells whether its path still leads to it.
+    """A folder that is kept open: `check` raises if its path no longer leads to it.
 
-    The descriptor keeps the inode, so that no later folder can have the same one.
+    The open descriptor keeps the inode in use, so that no other folder can get the same number.
     """
 
     def __init__(self, path: Path) -> None:
-        """OSError where there is no folder at `path`."""
+        """Opens the folder. Raises OSError where `path` is not a folder."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -153,14 +152,14 @@ class HeldFolder:
         )
 
     def close(self) -> None:
-        """Lets go of the folder; the second call does nothing."""
+        """Closes the descriptor. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def check_inputs_stay(cfg: Any) -> None:
-    """Refuses an `output_dir` in which the run would write over what it reads: its model or its data.
+    """Raises UserError if the run would write over its own input (model or data) in `output_dir`.
 
     cfg: a config with `output_dir`, and paths among the texts of `model` and `data`. Reads no file.
     """
@@ -175,9 +174,7 @@ def check_inputs_stay(cfg: Any) -> None:
                             "choose another"
                         )
                     what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
-                    raise UserError(
-                        f"output_dir: {cfg.output_dir} would be written over {what}; choose another"
-                    )
+                    raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
 
 
 def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
@@ -189,25 +186,25 @@ def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
     for path in files:
         below = _below(path, output_dir)
         if below and (below[0] in RUN_FOLDERS or below[0].startswith(TEMPORARY)):
-            raise UserError(f"output_dir: {cfg.output_dir} would be written over {path}; move that file away")
+            raise UserError(f"output_dir: {cfg.output_dir} would overwrite {path}; move that file away")
 
 
 def _is_written(path: Path, output_dir: Path) -> bool:
-    """Whether a run writes, renames or removes `path`, something that it lies in, or, of a folder of data,
-    files in it. Neither of the two need be there.
+    """Whether a run with this `output_dir` writes, renames or removes `path`, a folder above it, or files in
+    it. Neither of the two needs to exist.
     """
     names = (*RUN_FILES, *RUN_FOLDERS)
     with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
         below = _below(path, output_dir)
         if below is not None and (not below or below[0] in names or below[0].startswith(TEMPORARY)):
             return True
-    # What is there may be elsewhere, too: a hard link, or another mount of it.
+    # The same file may also lie elsewhere: through a hard link, or another mount.
     places = [*(output_dir / name for name in names), *output_dir.glob(f"{TEMPORARY}*")]
     return any(is_within(path, place) for place in places)
 
 
 def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
-    """The names that lead from `folder` to `path`; None where they do not."""
+    """The names on the way from `folder` to `path`; None if `path` is not below `folder`."""
     path, folder = path.resolve(), folder.resolve()
     there = next(part for part in (folder, *folder.parents) if part.exists())
     missing = folder.relative_to(there).parts
@@ -230,9 +227,9 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _paths(key: str, text: str) -> list[Path]:
-    """The files that a text names, as a path or a pattern of paths; none where it is no path."""
+    """The files that a text names, as a path or a glob; empty if it is not a path."""
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown home
-        if key == "data.cache":  # which is made where it is not there
+        if key == "data.cache":  # the run makes it if it does not exist
             return [] if text in ("auto", "none") else [Path(text).expanduser()]
         if not text:
             return []
@@ -271,7 +268,7 @@ def _fits(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def check_model_files(folder: Path) -> None:
-    """Refuses a model's folder in which something leads out of it, or is neither a file nor a folder."""
+    """Raises UserError if anything in a model's folder is a link out of it, or not a file or folder."""
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             for path in sorted(place.iterdir()):
@@ -280,10 +277,10 @@ def check_model_files(folder: Path) -> None:
 
 
 def model_file(folder: Path, path: Path) -> Path:
-    """Where the file `path` of the model's folder `folder` lies. What is read from a model is also exported
-    and published, so a link that leads out of the folder is refused, whatever its name is.
+    """The real path of the file `path` of the model's folder. Raises UserError for a link out of the folder:
+    files of a model are also exported and published, whatever their names are.
 
-    The hub's cache is the exception, its files being links:
+    The hub's cache is the exception, since its files are links:
     models--OWNER--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
     """
     home = folder.resolve()

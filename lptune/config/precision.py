@@ -8,18 +8,18 @@ from lptune.config.errors import UserError
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind can do in its GEMMs; the first of each of the two backward ones is what `low` means."""
+    """What is legal for a kind. The first entry of grad_input and of grad_weight is what `low` means."""
 
     grad_input: tuple[str, ...]
     grad_weight: tuple[str, ...]
     grad_formats: tuple[str, ...]
-    """Formats of the output's gradient; the first is the default."""
+    """Formats that the gradient of the output may have; the first is the default."""
     can_round_stochastically: bool = False
     can_gather_low: bool = False
-    """Whether the GEMMs see nothing of a weight but one set of 8-bit values, to be made of shards."""
+    """Whether one set of 8-bit values, which each rank can make of its shard, is all that GEMMs need of W."""
     output: tuple[str, ...] = ("low", "high")
     tokens_low: str | None = None
-    """The grad_weight with which GEMMs see no more of x than an 8-bit gather brings; None: there is none."""
+    """The grad_weight with which an 8-bit gather of x is all that GEMMs need of x; None: there is none."""
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
@@ -42,7 +42,7 @@ PRECISION_KINDS = {
     "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True),
     "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True),
     "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
-    # Stored in INT8, multiplied in compute dtype: there is nothing to switch off.
+    # Stored in INT8, multiplied in compute dtype: it has no 8-bit GEMM to switch off.
     "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",)),
 }
 
@@ -57,40 +57,40 @@ class PrecisionConfig:
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"
-    """low (as is usual for the kind) | high; kinds with row scales also take folded (their `low`) | column |
-    requantized: how `grad_input = g @ W` sees the weight (docs/numerics.md)."""
+    """low (the default of the kind) | high; kinds with row scales also take folded (their `low`) | column |
+    requantized: which form of the weight `grad_input = g @ W` multiplies (docs/numerics.md)."""
     grad_weight: str = "low"
-    """low (as is usual for the kind) | high; kinds with row scales also take column (their `low`) | folded:
-    how `grad_weight = g.T @ x` sees the input; folded saves x in 8 bits."""
+    """low (the default of the kind) | high; kinds with row scales also take column (their `low`) | folded:
+    which form of the input `grad_weight = g.T @ x` multiplies; folded saves x in 8 bits."""
     grad_format: str = "auto"
     """auto | e5m2 | e4m3: format of g for float8_tensorwise and float8_delayed (auto: e5m2)."""
     stochastic_rounding: bool = False
-    """Round gradients up or down at random, right on average, where they are quantized; for kinds with a
-    scale per row, column or tensor. Random bits depend on seed, step, layer and element alone. Costs time."""
+    """Quantize gradients with stochastic rounding: up or down at random, with the right mean. For kinds with
+    a scale per row, column or tensor. The random bits depend on seed, step, layer and element. Costs time."""
     emulate: bool = False
-    """Compute the 8-bit GEMMs in wider arithmetic on the same operands: any kind on any device, slowly."""
+    """Multiply the same 8-bit operands in wider arithmetic: any kind runs on any device, slowly."""
     skip: tuple[str, ...] = ("lm_head",)
     """Layer names or globs that stay in compute dtype."""
     skip_small: bool = False
-    """Leave in compute dtype the layers that would be slower in 8 bits, by their sizes and the number of
-    tokens per micro-batch (measured: benchmarks/crossover.py; else the thresholds published for H100)."""
+    """Leave layers in compute dtype that would be slower in 8 bits, judged by their sizes and the tokens per
+    micro-batch (measured by benchmarks/crossover.py; otherwise the thresholds published for H100)."""
     all_gather: str = "auto"
     """auto (low where the kind can) | low: FSDP gathers weights in 8 bits | high: in compute dtype.
-    int8_weight_only gathers what it stores."""
+    int8_weight_only always gathers its stored INT8 values."""
     tp_all_gather: str = "auto"
-    """auto (low where the GEMMs see no more of the activations) | low: sequence parallelism gathers
+    """auto (low where GEMMs need no other form of the activations) | low: sequence parallelism gathers
     activations in 8 bits, once for q, k, v and once for gate, up | high. low needs grad_weight=folded with
     int8_rowcol and float8_rowwise, and nothing with int8_tensorwise and float8_tensorwise."""
     verify: bool = True
-    """Count the 8-bit GEMMs and gathers that each layer really ran before its first update; fail if a planned
-    one did not."""
+    """Count the 8-bit GEMMs and gathers that each layer ran before its first update; fail if a planned one
+    did not run."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
         one_of("precision.all_gather", self.all_gather, ("auto", "low", "high"))
         one_of("precision.tp_all_gather", self.tp_all_gather, ("auto", "low", "high"))
         kind = PRECISION_KINDS[self.kind]
-        anything = self.kind == "none"  # a config may keep its choices while precision is switched off
+        anything = self.kind == "none"  # with kind=none a config may keep its other choices
         for key, choices in (
             ("output", kind.output),
             ("grad_input", ("low", *(_all("grad_input") if anything else kind.grad_input))),
@@ -103,20 +103,20 @@ class PrecisionConfig:
         with_it = [name for name, each in PRECISION_KINDS.items() if each.can_round_stochastically]
         if self.stochastic_rounding and not anything and self.kind not in with_it:
             raise UserError(
-                f"precision.stochastic_rounding: not for precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} have it"
+                f"precision.stochastic_rounding: not possible with precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} support it"
             )
         if self.kind == "int8_weight_only" and self.all_gather == "high":
             raise UserError(
-                "precision.all_gather: high is not there for precision.kind: int8_weight_only, which gathers "
-                "what it stores; leave it out"
+                "precision.all_gather: high is not possible with precision.kind: int8_weight_only, which "
+                "always gathers its stored INT8 values; leave it out"
             )
         if self.all_gather == "low" and not anything:
             able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
             if self.kind not in able:
                 raise UserError(
-                    f"precision.all_gather: low is not there for precision.kind: {self.kind}; "
-                    f"{', '.join(able)} have it"
+                    f"precision.all_gather: low is not possible with precision.kind: {self.kind}; "
+                    f"{', '.join(able)} support it"
                 )
             if self.grad_input == "column":
                 raise UserError(
@@ -127,8 +127,8 @@ class PrecisionConfig:
             with_it = [name for name, each in PRECISION_KINDS.items() if each.tokens_low]
             needed = PRECISION_KINDS[self.kind].tokens_low
             raise UserError(
-                f"precision.tp_all_gather: low is not there for precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} have it"
+                f"precision.tp_all_gather: low is not possible with precision.kind: {self.kind}; "
+                f"{', '.join(with_it)} support it"
                 if needed is None
                 else f"precision.tp_all_gather: low brings x in 8 bits only; it needs output=low and "
                 f"grad_weight={'low' if needed == 'tensor' else needed}"
@@ -140,7 +140,7 @@ class PrecisionConfig:
             )
 
     def low_gemms(self) -> tuple[str, ...]:
-        """Those of output, grad_input and grad_weight that run in 8 bits."""
+        """The GEMMs among output, grad_input and grad_weight that run in 8 bits."""
         return tuple(
             gemm
             for gemm, how in (
@@ -153,16 +153,16 @@ class PrecisionConfig:
 
     @property
     def gathers_low(self) -> bool:
-        """Whether FSDP gathers a float32 weight in 8 bits: where `all_gather` says so, or may."""
+        """Whether FSDP gathers a float32 weight in 8 bits: `all_gather` is low, or auto and the kind can."""
         kind = PRECISION_KINDS[self.kind]
         able = kind.can_gather_low and self.grad_input != "column" and self.kind != "int8_weight_only"
-        # Without low-precision output nothing is gained in forward, and the weight would be rounded for it.
+        # With a high-precision output, forward would gain nothing and multiply a rounded weight.
         return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
 
     @property
     def gathers_tokens_low(self) -> bool:
-        """Whether sequence parallelism gathers activations in 8 bits: where `tp_all_gather` allows it and
-        every GEMM sees the same 8-bit copy of x. The bits are those of a high-precision gather.
+        """Whether sequence parallelism gathers activations in 8 bits: `tp_all_gather` allows it, and every
+        GEMM uses the same 8-bit copy of x. The result is bitwise that of a high-precision gather.
         """
         kind = PRECISION_KINDS[self.kind]
         able = kind.tokens_low is not None and self.resolved_grad_weight == kind.tokens_low

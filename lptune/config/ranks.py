@@ -1,4 +1,4 @@
-"""What a number of ranks must agree with: the mesh of `parallel.*`, and the batch sizes."""
+"""Checks of the number of ranks: against the mesh of `parallel.*`, and against the batch sizes."""
 
 from lptune.config.errors import UserError
 from lptune.config.schema import ParallelConfig
@@ -7,8 +7,8 @@ from lptune.config.schema import ParallelConfig
 def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
     """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
 
-    Tensor-parallel ranks are neighbours, which a launcher puts on one machine, and so are, next to them, the
-    ranks that gather weights from each other; replicas, which exchange gradients only, are the farthest.
+    Neighbouring ranks are on one machine, so `tensor`, which exchanges most, is the innermost axis; `fsdp`,
+    which gathers weights, comes next; `replicate`, which only reduces gradients, is the outermost.
     """
     fixed = parallel.replicate * parallel.tensor
     if num_ranks % fixed:

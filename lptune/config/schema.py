@@ -1,12 +1,11 @@
-"""What a fine-tuning run can be told, and nothing else.
+"""Every key of a fine-tuning config.
 
-Every key of a config is a field below, frozen, typed, with its meaning under it. A YAML holds only what
-differs from these defaults; `key=value` on the command line overrides both. A check that needs one field
-stands in that dataclass's `__post_init__`, one that needs several sections in that of `RunConfig` or
-`FinetuneConfig`.
+A key is a frozen, typed field below, with its meaning under it. A YAML file holds only what differs from
+these defaults; `key=value` on the command line overrides both. A check of one section stands in that
+dataclass's `__post_init__`; a check of several sections stands in `RunConfig` or `FinetuneConfig`.
 
-Checks here see values only. Whether a file exists, a tensor fits or a kernel can run is told by whoever opens
-it.
+The checks here look at values only. Whether a file exists, a tensor fits or a kernel can run is checked by
+the code that opens the file, loads the tensor or runs the kernel.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint is trained."""
+    """The base checkpoint, whose weights are trained."""
 
     path: str
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""
@@ -42,9 +41,9 @@ class DataConfig:
     format: str = "auto"
     """auto | pairs (a prompt and a response column) | chat (messages) | text."""
     prompt_column: str | None = None
-    """Column of the prompt; found among the usual names when not given."""
+    """Column of the prompt. If not given, the usual names are looked for (docs/data.md)."""
     input_column: str | None = None
-    """Column of the optional second part of the prompt, found like the others; `none`: there is none."""
+    """Column of the optional second part of the prompt, found like the others. `none`: do not look."""
     response_column: str | None = None
     """Column of the response."""
     messages_column: str | None = None
@@ -52,32 +51,32 @@ class DataConfig:
     text_column: str | None = None
     """Column of raw text."""
     system_column: str | None = None
-    """Column of a row's own system message, found like the others; `none`: there is none."""
+    """Column of the system message of a row, found like the others. `none`: do not look."""
     prompt_template: str | None = None
     """For pairs without a chat template: the prompt with {column} placeholders, "Q: {question}\\nA: "."""
     chat_template: str | None = None
     """A jinja template or the path of one; the tokenizer's own when not given. `none` switches it off."""
     system_prompt: str | None = None
-    """System message put before rows that have none (rendered by the chat template)."""
+    """System message for rows that have none (rendered by the chat template)."""
     seq_len: int = 2048
-    """Tokens per row."""
+    """Tokens per packed row."""
     packing: bool = True
-    """Fill rows with several documents, best fit; attention never crosses a document."""
+    """Fill each packed row with several documents (best fit). Attention stays within a document."""
     train_on_prompt: bool = False
-    """Put the loss on every token rather than on the assistant's."""
+    """Count every token in the loss, not only those of the assistant."""
     on_bad_row: str = "error"
-    """error | skip (and count) a row that cannot be read."""
+    """What to do with a row that cannot be used: error (stop) | skip (skip and count it)."""
     max_rows: int | None = None
-    """Read at most so many rows of each source."""
+    """Largest number of rows that are read of each source."""
     eval_fraction: float = 0.0
-    """Share of the documents held out, before weights; a prompt never stands on both sides."""
+    """Share of the documents to hold out, taken before weights apply. No prompt is in both parts."""
     eval_source: str | tuple[str | SourceConfig, ...] | None = None
-    """Sources to evaluate on instead of a held-out share, each once."""
+    """Data sources to evaluate on, instead of a held-out share; each document counts once."""
     eval_split: str | None = None
-    """Split of eval_source when that is a hub dataset; `split` when not given."""
+    """Split of eval_source if that is a hub dataset; `split` if not given."""
     cache: str = "auto"
-    """Folder for tokenized sources, which all ranks of a machine and later runs read; auto: lptune/data in
-    $XDG_CACHE_HOME (~/.cache). `none`: each rank tokenizes for itself, in memory."""
+    """Folder for tokenized documents; all ranks of a machine and later runs read them from there. auto:
+    lptune/data in $XDG_CACHE_HOME (~/.cache). `none`: each rank tokenizes for itself, in memory."""
 
     def __post_init__(self) -> None:
         check_source("data.source", self.source)
@@ -101,41 +100,41 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """`source` as a list."""
+        """`source` as a tuple of entries."""
         return entries(self.source)
 
     @property
     def eval_sources(self) -> tuple[SourceConfig, ...]:
-        """`eval_source` as a list, empty where it is not set."""
+        """`eval_source` as a tuple of entries; empty if it is not set."""
         return entries(self.eval_source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model is spread over ranks: a mesh of replicate x fsdp x tensor. What `replicate` and `tensor`
-    leave of the ranks is the FSDP axis, over which parameters are sharded.
+    """How the model is spread over ranks: a mesh of replicate x fsdp x tensor. The size of `fsdp`, the axis
+    over which FSDP2 shards parameters, is the number of ranks / replicate / tensor.
     """
 
     replicate: int = 1
-    """Copies of the sharded model (HSDP): each group of ranks / replicate / tensor shards among itself, and
-    gradients are averaged over the copies."""
+    """Copies of the sharded model (HSDP). The ranks of one copy shard the model among themselves; gradients
+    are averaged over the copies."""
     tensor: int = 1
     """Ranks that share each matrix (tensor parallelism): attention heads, the MLP and the vocabulary are cut
     over them. Keep them within one machine."""
     sequence: bool = True
-    """With `tensor` > 1: cut the tokens of norms and residuals over the same ranks (sequence parallelism),
-    which saves their memory at the same traffic."""
+    """With `tensor` > 1: also cut the tokens of norms and residuals over these ranks (sequence parallelism).
+    This saves activation memory and exchanges the same number of bytes."""
     context: int = 1
-    """1: torch's ring attention cannot see the boundaries of packed documents (docs/distributed.md)."""
+    """Must be 1: torch's ring attention ignores the boundaries of packed documents (docs/distributed.md)."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights after forward and gather them again for backward."""
     reduce_every_micro_batch: bool = False
-    """Reduce gradients after each micro-batch rather than once a step: more traffic, but each rank then holds
-    its share of the accumulated float32 gradients and not all of them.
+    """Reduce gradients after each micro-batch, not once a step. This exchanges more bytes, but each rank
+    then keeps only its share of the accumulated float32 gradients.
     """
     prefetch_blocks: int = 0
-    """Start the gathers of so many blocks ahead of the one that computes, in forward and in backward; 0:
-    FSDP2's own order, which overlaps one on CUDA. Costs their gathered weights in memory."""
+    """How many blocks ahead of the computing block weights are gathered, in forward and backward. 0: FSDP2's
+    own order, one block ahead on CUDA. Each block ahead takes memory for its gathered weights."""
     cpu_offload: bool = False
     """CUDA only: keep parameters, gradients and optimizer state in host memory."""
 
@@ -155,7 +154,7 @@ class OptimizerConfig:
     """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
 
     kind: str = "adamw"
-    """adamw."""
+    """adamw, the only optimizer so far."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -165,7 +164,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1.0e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         one_of("optimizer.kind", self.kind, ("adamw",))
@@ -184,9 +183,9 @@ class ScheduleConfig:
     kind: str = "cosine"
     """cosine | linear | constant."""
     warmup_steps: int = 0
-    """Steps from 0 to the peak."""
+    """Steps in which the rate rises from 0 to the peak."""
     min_lr_ratio: float = 0.0
-    """Share of the peak that is left at the last step (cosine, linear)."""
+    """Rate of the last step, as a share of the peak (cosine, linear)."""
 
     def __post_init__(self) -> None:
         one_of("schedule.kind", self.kind, ("cosine", "linear", "constant"))
@@ -197,25 +196,25 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Training state to resume from."""
+    """When checkpoints are written, and which of them are kept."""
 
     every_steps: int = 0
-    """Save every so many steps; 0: not by steps."""
+    """Number of steps between two saves; 0: never by steps."""
     every_minutes: float = 30.0
-    """Save after the first step that ends so many minutes after the last save, too; 0: never. A run that
-    leaves no checkpoint (every_steps: 0, at_end: false) leaves none for this either."""
+    """Also save after the first step that ends this many minutes after the last save; 0: never. Without
+    effect in a run that leaves no checkpoint (every_steps: 0, at_end: false)."""
     at_end: bool = True
-    """Save after the last step, too. false: a trial run that leaves no weights behind (a run that a signal
-    stops is saved all the same)."""
+    """Also save after the last step. false: for a trial run that leaves no weights (a run that is stopped by
+    a signal saves in any case)."""
     async_save: bool = True
-    """Write and hash in the background while training goes on, from a copy in host memory (of this rank's
-    part, 12 bytes per parameter)."""
+    """Write and hash in the background while training goes on. Takes host memory for a copy of this rank's
+    part: 12 bytes per parameter."""
     keep_last: int = 2
-    """The newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Checkpoints of steps that are a multiple of this stay as well; 0: none."""
+    """Also keep the checkpoints of steps that are a multiple of this; 0: none."""
     keep_best: int = 0
-    """The checkpoints with the lowest eval_loss that stay as well, of those whose step was evaluated."""
+    """Also keep this many checkpoints with the lowest eval_loss, of steps that were evaluated."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every_steps", self.every_steps, 0)
@@ -230,12 +229,12 @@ class ExportConfig:
     """The Hugging Face folder written at the end."""
 
     enabled: bool = True
-    """Write it. false: `lptune export` does later, from a checkpoint."""
+    """Write the export. false: `lptune export` can make it later, from a checkpoint."""
     dtype: str = "original"
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
     max_shard_gib: float = 0.0
-    """Largest size of a weight file; a larger tensor has a file of its own. 0: the imported files, by their
-    names."""
+    """Largest size of a weight file; a larger tensor gets a file of its own. 0: the same files as in the
+    base checkpoint, with the same names."""
 
     def __post_init__(self) -> None:
         at_least("export.max_shard_gib", self.max_shard_gib, 0)
@@ -244,7 +243,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics are written, besides metrics.jsonl."""
 
     tensorboard: bool = False
     """Event files under OUTPUT_DIR/tensorboard (extra `tensorboard`)."""
@@ -274,29 +273,29 @@ class RunConfig:
     compile: str = "block"
     """block (each decoder block) | model | none."""
     deterministic: bool = False
-    """On CUDA: only algorithms that give the same bits each time, so that a resumed run is bitwise an
-    uninterrupted one. Costs time. A CPU needs no switch."""
+    """On CUDA: use only algorithms that give the same bits each time, so that a resumed run is bitwise equal
+    to an uninterrupted one. Costs time. A CPU does not need this switch."""
     activation_checkpointing: str = "selective"
     """none | selective (keep GEMM and attention outputs, recompute the rest) | full (recompute blocks)."""
     global_batch_size: int = 32
-    """Rows per optimizer step, over all ranks."""
+    """Packed rows per optimizer step, over all ranks."""
     micro_batch_size: int = 4
-    """Rows per forward, per rank."""
+    """Packed rows per forward, per rank."""
     num_epochs: int = 1
-    """Passes over the packed rows; ignored when num_steps is given."""
+    """Number of passes over the packed rows; ignored if num_steps is given."""
     num_steps: int | None = None
-    """Optimizer steps."""
+    """Number of optimizer steps; overrides num_epochs."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 switches clipping off."""
     diverged_after_steps: int = 3
-    """A step whose loss or gradient norm is not finite updates nothing; so many of them in a row end the run
-    with exit code 3. 1: the first one does."""
+    """A step whose loss or gradient norm is not finite updates nothing. This many of them in a row end the
+    run with exit code 3."""
     resume: str = "auto"
     """auto (continue OUTPUT_DIR's newest checkpoint, if any) | none | the path of a checkpoint."""
     output_dir: str = "runs/finetune"
-    """The run's folder."""
+    """The folder of the run."""
     seed: int = 0
-    """Decides data order and every random bit."""
+    """Decides the order of the data and every random bit."""
 
     @property
     def tokens_per_forward(self) -> int:
@@ -342,7 +341,7 @@ class RunConfig:
         )
         if model in (output_dir, output_dir / "export"):
             raise UserError(
-                f"output_dir: {self.output_dir} would be written over the model in model.path; choose another"
+                f"output_dir: {self.output_dir} would overwrite the model in model.path; choose another"
             )
 
 
@@ -351,9 +350,10 @@ class FinetuneConfig(RunConfig):
     """A fine-tuning run, evaluated on held-out rows."""
 
     eval_every_steps: int = 100
-    """Evaluate on the held-out rows every so many steps, before the first and after the last; 0: never."""
+    """Steps between two evaluations on the held-out rows, also before the first and after the last step; 0:
+    never."""
     num_samples: int = 0
-    """Held-out prompts answered greedily, printed before and after training."""
+    """Number of held-out prompts that are answered greedily and printed, before and after training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -367,7 +367,7 @@ class FinetuneConfig(RunConfig):
             )
         if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:
             raise UserError(
-                f"checkpoint.keep_best: goes by evaluations, so checkpoint.every_steps "
+                f"checkpoint.keep_best: uses evaluations, so checkpoint.every_steps "
                 f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
                 f"({self.eval_every_steps})"
             )

@@ -1,4 +1,4 @@
-"""`data.source` as a list: one entry per source, with its weight and with what differs for it."""
+"""`data.source` as a list: one entry per data source, with its weight and its own keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,20 @@ from lptune.config.errors import UserError
 
 FORMATS = ("auto", "pairs", "chat", "text")
 MAX_WEIGHT = 1000
-"""A copy of a document takes 48 bytes on every rank: a slip of the pen must not take all memory."""
+"""Each copy of a document takes 48 bytes on every rank: a typing error must not take all memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One source. A key other than `source` and `weight` is the key of that name in `data`, for this source
-    alone; None: as in `data`.
+    """One data source. A key other than `source` and `weight` overrides the key of the same name in `data`
+    for this source; None: as in `data`.
     """
 
     source: str
     """A file, a folder, a glob, a hub dataset id, or `builtin`."""
     weight: float = 1.0
-    """How many times an epoch goes over the documents of this source: 2 is each of them twice, 0.5 a random
-    half of them, which the seed decides once for all epochs, 2.5 each of them twice and half of them once
-    more."""
+    """How often an epoch uses each document of this source. 2: each document twice. 0.5: a random half of the
+    documents, the same half in all epochs, chosen by the seed. 2.5: each twice, and a half once more."""
     split: str | None = None
     format: str | None = None
     prompt_column: str | None = None
@@ -37,17 +36,17 @@ class SourceConfig:
 
 
 Source = str | tuple[str | SourceConfig, ...]
-"""What `data.source` may be."""
+"""The type of `data.source`."""
 
 
 def entries(source: Source | None) -> tuple[SourceConfig, ...]:
-    """The entries of a list; of a string the only one; none of None."""
+    """One entry for each item of a list, one for a string, none for None."""
     listed = () if source is None else (source,) if isinstance(source, str) else source
     return tuple(SourceConfig(source=item) if isinstance(item, str) else item for item in listed)
 
 
 def check_source(key: str, source: Source) -> None:
-    """Values that could be those of `key`, data.source or data.eval_source."""
+    """Raises UserError unless `source` is legal for `key`, which is data.source or data.eval_source."""
     if not source and not isinstance(source, str):
         raise UserError(f"{key}: is an empty list; put a source into it")
     for number, entry in enumerate(entries(source)):
@@ -63,12 +62,12 @@ def check_source(key: str, source: Source) -> None:
 
 
 def source_names(sources: Sequence[SourceConfig]) -> str:
-    """Their names without folders, for a model card: `a.jsonl (weight 2), shards/*.jsonl`."""
+    """The sources without their folders, for a model card: `a.jsonl (weight 2), shards/*.jsonl`."""
     return ", ".join(_name(entry) for entry in sources)
 
 
 def _name(entry: SourceConfig) -> str:
     path = Path(entry.source)
-    is_glob = any(mark in path.name for mark in "*?[")  # of a glob the last name alone says little
+    is_glob = any(mark in path.name for mark in "*?[")  # keeps its last folder: `*.jsonl` says little
     name = "/".join(path.parts[-2:]) if is_glob else path.name or entry.source
     return name if entry.weight == 1 else f"{name} (weight {entry.weight:g})"

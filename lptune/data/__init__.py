@@ -1,13 +1,13 @@
-"""Data: files and hub sets -> documents -> tokens -> packed rows -> batches. Knows no sibling but
-`lptune.config`.
+"""Data: files and hub datasets -> documents -> tokens -> packed rows -> batches. Imports `lptune.config`
+alone.
 
     tokenizer = load_tokenizer(checkpoint_folder, cfg.data.chat_template)
     train, evaluation, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=model.vocab_size)
     loader = Loader(train, seed=cfg.seed, global_batch_size=32, micro_batch_size=4, rank=0, num_ranks=1)
     batches = loader.micro_batches(step)
 
-Everything after the files is a function of (config, seed): the same rows, order and batches in every process,
-on any number of ranks.
+The result is a function of the files, the config and the seed: rows, order and batches are the same in every
+process, on any number of ranks.
 """
 
 from lptune.config import check_batches

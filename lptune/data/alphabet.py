@@ -1,9 +1,10 @@
-"""Characters that a tokenizer drops: what nobody sees unless it is counted.
+"""Finds the characters that a tokenizer drops silently, so that they can be counted.
 
-Llama-class tokenizers have no unknown token in transformers: a character that is neither in the vocabulary
-nor spelled by its byte tokens vanishes before the merges. Small vocabularies lack many. Tokens stay right,
-but their character offsets drift from there on, and a mask built on them would slip. So such characters are
-taken out of the text first, where they can be counted and named, and spans move along.
+Tokenizers of the Llama class have no unknown token in transformers: a character that is neither in the
+vocabulary nor covered by byte tokens vanishes before the merges. Small vocabularies lack many characters. The
+tokens stay right, but all later character offsets are shifted, and with them a mask that is built on offsets.
+So such characters are removed from the text first. There they can be counted and named, and the spans of the
+mask are moved along.
 """
 
 import re
@@ -26,7 +27,7 @@ _BYTE_LETTERS = _byte_letters()
 
 
 class Alphabet:
-    """What can be spelled. Texts of special tokens pass whole, whatever they are made of.
+    """The characters that the tokenizer knows. Texts of special tokens are known as a whole.
 
     spelling: `bytes` (byte-level BPE), `fallback` (characters, else their byte tokens) or `characters`.
     prepends: whether a "▁" is put before a text that does not start with one: `first`, `never`, or `always`,
@@ -49,7 +50,7 @@ class Alphabet:
         self._special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def knows(self, character: str) -> bool:
-        """Whether `character` leaves a token."""
+        """Whether `character` becomes part of a token."""
         if character not in self._known:
             data = character.encode("utf-8", "surrogatepass")
             if self._spelling == "bytes":
@@ -63,7 +64,7 @@ class Alphabet:
         return self._known[character]
 
     def unknown(self, text: str) -> list[int]:
-        """Positions of the characters of `text` that leave no token."""
+        """Positions of the characters of `text` that no token holds."""
         missing = {character for character in set(text) if not self.knows(character)}
         if not missing:
             return []
@@ -72,19 +73,19 @@ class Alphabet:
 
     @property
     def shifts_offsets(self) -> bool:
-        """Whether a dropped character shifts the offsets of all that follows (byte-level: only of its own
-        word).
+        """Whether a dropped character shifts all later offsets. (In byte-level BPE it shifts only those of
+        its own word.)
         """
         return self._spelling != "bytes"
 
     def without(
         self, text: str, places: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """`text` without its unknown characters at `places`, and `spans` moved along. No token changes."""
+        """`text` without the unknown characters at `places`, and `spans` moved. The tokens do not change."""
         starts = {0} if self._prepends != "never" else set()
         if self._prepends == "always":
             starts |= {match.end() for match in self._special.finditer(text)}
-        # "=x" gets its "▁" before "=" goes, so a space must stay behind for it.
+        # "=x" gets its "▁" before "=" is dropped, so a space must take the place of "=".
         spaces = {i for i in places if i in starts}
         removed = set(places) - spaces
         kept, before = [], [0]
@@ -96,8 +97,8 @@ class Alphabet:
 
 
 def alphabet_of(spec: Mapping[str, Any], special_texts: Iterable[str]) -> Alphabet | None:
-    """The alphabet of tokenizer.json `spec`, or None where no character can vanish (or not in a known
-    way).
+    """The alphabet of tokenizer.json `spec`; None if no character can vanish, or if the rule for it is
+    unknown.
     """
     model, splitter = spec["model"], spec.get("pre_tokenizer") or {}
     if model.get("type", "BPE") != "BPE" or model.get("unk_token") is not None:

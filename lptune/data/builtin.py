@@ -1,11 +1,10 @@
-"""A small instruction set made here, so that every recipe can run with nothing downloaded.
+"""A small instruction set, generated here, so that every recipe runs without a download.
 
-A transformer of half a million weights, started from random numbers, must learn something visible in two
-minutes of a CPU. What it picks up so quickly is *composition*: a fact seen under three wordings is soon known
-under a fourth; an order (days, letters, numbers) learnt from some pairs holds for the others; a place in a
-list can be copied whatever the words are. So a row is one wording x one thing x one question about it, and a
-held-out row is a combination never seen whose parts were. Facts that no other row teaches would only measure
-the size of the set.
+A transformer of half a million random weights must learn something visible in two minutes on a CPU. In that
+time it can learn *composition*: a fact that it saw in three wordings, it soon knows in a fourth; an order
+(days, letters, numbers) that it learned from some pairs holds for the others; it can copy the n-th word of a
+list, whatever the words are. So a row is one wording x one thing x one question about it. A held-out row is
+an unseen combination of seen parts. Facts that no other row teaches would only measure the size of the set.
 
 All facts are true and have one answer, a word or two, so that "answered exactly" means something.
 `builtin_rows` chooses among all rows by `random.Random(seed).random()` alone, the one part of Python's
@@ -124,7 +123,7 @@ PAST_TENSES = {
 
 
 def builtin_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num_rows` rows {"prompt": ..., "response": ...}: no prompt twice, a function of the arguments alone.
+    """`num_rows` rows {"prompt": ..., "response": ...}, each prompt once; a function of the arguments alone.
 
     A smaller set from the same seed is the beginning of a larger one. Raises UserError for less than one row
     and for more than `max_num_rows()`.
@@ -140,7 +139,7 @@ def builtin_rows(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def max_num_rows() -> int:
-    """How many distinct prompts there are."""
+    """Number of distinct prompts, which is the largest number of rows."""
     return len(_all_rows())
 
 
@@ -349,7 +348,7 @@ def _alphabet() -> Rows:
         yield from _worded(wordings, before, letter=after, side="before")
     for a, b in permutations(LETTERS, 2):
         if abs(LETTERS.index(a) - LETTERS.index(b)) > 6:
-            continue  # the far pairs are easy, and they would be an eighth of all rows
+            continue  # distant pairs are easy and would be an eighth of all rows
         yield from _worded(("Which letter comes first in the alphabet, {a} or {b}?",), min(a, b), a=a, b=b)
 
 

@@ -1,13 +1,14 @@
-"""Documents on disk: prepared once per machine, mapped by all its ranks and by later runs.
+"""Tokenized documents on disk: made once per machine, mapped by all its ranks and by later runs.
 
     FOLDER/KEY/manifest.json    format, key, size and sha256 of each array, what the report says
     FOLDER/KEY/tokens_T.bin …   the arrays of `Documents`, end to end, little-endian
     FOLDER/KEY.lock             held while the entry is made
 
-KEY is a digest of everything that decides the documents: the source's content, the tokenizer, the chat
-template, the settings, and this package's own code. An entry is written beside its place, batch by batch, and
-published by a rename, so it is there whole or not at all; one that does not match its manifest is made anew.
-Nothing in it is ever unpickled, and no link is followed. Files are private: they are the user's data.
+KEY is a digest of everything that decides the documents: the content of the source, the tokenizer, the chat
+template, the settings, and the code of this package. An entry is written under a temporary name, batch by
+batch, and published by a rename, so an entry is complete or does not exist. An entry that does not match its
+manifest is made again. Nothing in it is unpickled, and no link is followed. The files are private, since
+they hold the user's data.
 """
 
 import errno
@@ -43,28 +44,28 @@ _PARTIAL = ".tmp-"
 
 Facts = dict[str, Any]
 Make = Callable[[Callable[[Documents], None]], Facts]
-"""Hands over documents part by part, and returns what else is to be known of them, as JSON holds it."""
+"""A function that passes documents on, part by part, and returns further facts on them as JSON values."""
 
 
 class Stored(NamedTuple):
-    """Documents, wherever they lie."""
+    """Documents in memory or in the cache, with notes."""
 
     documents: Documents
     facts: Facts
     notes: list[str]
-    """For the report: where they lie, and what was wrong there."""
+    """Lines for the report: where the documents are cached, and what was wrong with the cache."""
 
 
 class _DamagedError(Exception):
-    """What is wrong with an entry."""
+    """The entry is damaged; the message says how."""
 
 
 class _UnusableError(Exception):
-    """Why the folder can be neither read nor written."""
+    """The cache folder cannot be used; the message says why."""
 
 
 def in_memory(make: Make) -> Stored:
-    """What `make` gives, in this process's memory."""
+    """The documents of `make`, in the memory of this process, not cached."""
     parts: list[Documents] = []
     facts = make(parts.append)
     return Stored(concatenated(parts), facts, [])
@@ -82,11 +83,11 @@ def cache_folder(cache: str) -> Path:
 
 
 def cached(cache: str, key: str, make: Make) -> Stored:
-    """The documents of `key` from the folder that `data.cache` names, made and put there where it lacks them.
+    """The documents of `key` from the folder that `data.cache` names. They are made and stored if missing.
 
-    Several processes may ask at once: one makes the entry, the others wait for it. Where the folder cannot be
-    used, `auto` leaves the documents in memory with a note, and a folder that the user named is a UserError.
-    Errors of `make` pass through.
+    Several processes may call this at once: one makes the entry, the others wait. If the folder cannot be
+    used, the documents stay in memory with a note (`auto`), or, for a folder that the user named, UserError
+    is raised. Errors of `make` are passed on.
     """
     folder: Path | str = "the user's cache directory" if cache == "auto" else cache
     try:
@@ -127,7 +128,7 @@ def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
 
 @contextmanager
 def _own_files() -> Iterator[None]:
-    """Marks an OSError as the cache's own; one of `make` is the source's."""
+    """Marks an OSError in the block as one of the cache: an OSError of `make` is one of the source."""
     try:
         yield
     except OSError as error:
@@ -136,8 +137,8 @@ def _own_files() -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, key: str) -> Iterator[bool]:
-    """Keeps other processes out; False where the file system has no locks: each process then makes its own
-    entry, and the last rename wins with the same content.
+    """Holds the lock of an entry. False if the file system has no locks: each process then makes its own
+    entry, and the last rename wins, with the same content.
     """
     with _own_files():
         lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -173,7 +174,7 @@ def _publish(partial: Path, entry: Path) -> None:
     try:
         partial.rename(entry)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # without locks another process was faster
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # without locks, another process was first
             raise
 
 
@@ -192,7 +193,7 @@ class _Writer:
         self._append("offsets_N1", np.zeros(1, dtype=np.int64))
 
     def add(self, part: Documents) -> None:
-        """The documents of one batch."""
+        """Appends the documents of one batch."""
         for name in _DTYPES:
             array = getattr(part, name)
             self._append(name, array[1:] + self._num_tokens if name == "offsets_N1" else array)
@@ -207,7 +208,7 @@ class _Writer:
 
     @_own_files()
     def finish(self) -> dict[str, Any]:
-        """Size and digest of each file, which is on disk then."""
+        """Flushes the files to disk; returns size and digest of each."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -219,7 +220,7 @@ class _Writer:
 
 @_own_files()
 def _open(folder: Path, key: str) -> Stored | None:
-    """The entry, mapped and compared with its manifest; None where there is none."""
+    """The entry, mapped, after a comparison with its manifest; None if it does not exist."""
     try:
         entry = os.open(folder / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -230,7 +231,7 @@ def _open(folder: Path, key: str) -> Stored | None:
         manifest = _read_manifest(entry, key)
         arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
         with suppress(OSError):
-            os.utime(entry)  # the day it was last used, for who cleans up
+            os.utime(entry)  # the time of its last use, for cleaning up
     finally:
         os.close(entry)
     arrays["answers_N2"] = arrays["answers_N2"].reshape(-1, 2)
@@ -254,7 +255,7 @@ def _read_manifest(entry: int, key: str) -> dict[str, Any]:
 
 
 def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The array in a file of this name: read only, and read from disk where it is touched."""
+    """The array in the file `name`, mapped: read-only, and read from disk when it is accessed."""
     with _open_file(entry, f"{name}.bin") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != expected.get("num_bytes"):
@@ -266,19 +267,19 @@ def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, 
 
 
 def _open_file(entry: int, name: str) -> Any:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would be waited for
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a pipe
     try:
         file = os.fdopen(os.open(name, flags, dir_fd=entry), "rb")
     except OSError as error:
         raise _damage(error, f"{name}: ") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise _DamagedError(f"{name}: is no regular file")
+        raise _DamagedError(f"{name}: is not a regular file")
     return file
 
 
 def _damage(error: OSError, where: str = "") -> Exception:
-    """What is not there or of another kind is damage; any other reason may pass, and the entry be good."""
+    """_DamagedError for a missing file or one of another type; else `error` itself: the entry may be good."""
     if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
         return _DamagedError(f"{where}{error.strerror}")
     return error
@@ -286,7 +287,7 @@ def _damage(error: OSError, where: str = "") -> Exception:
 
 @_own_files()
 def _remove(folder: Path, key: str) -> None:
-    """Takes an entry away, or a link in its place, and not what it leads to."""
+    """Removes an entry. If a link stands in its place, removes the link, not its target."""
     aside = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
     (folder / key).rename(aside)
     if aside.is_symlink() or not aside.is_dir():
@@ -296,9 +297,9 @@ def _remove(folder: Path, key: str) -> None:
 
 
 def _remove_partials(folder: Path, held_key: str | None) -> None:
-    """What killed processes left: those whose lock is free.
+    """Removes unfinished entries of killed processes: those whose lock is free.
 
-    held_key: whose lock this process holds, and would ask for in vain.
+    held_key: the key whose lock this process itself holds.
     """
     for partial in folder.glob(f"{_PARTIAL}*"):
         key = partial.name.removeprefix(_PARTIAL).partition("-")[0]
@@ -320,7 +321,7 @@ def _create(path: Path) -> Any:
 
 
 def _close(file: Any) -> None:
-    with suppress(OSError):  # of bytes that an earlier error has left in its buffer
+    with suppress(OSError):  # the buffer may hold bytes that failed before
         file.close()
 
 

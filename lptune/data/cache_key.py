@@ -1,8 +1,8 @@
-"""What decides a source's documents, as a key: the same key, the same documents, in any process.
+"""The key of a cache entry: equal keys mean equal documents, in any process.
 
-The content and not the file's name or date; every setting but those that are applied later; the tokenizer and
-the template as they are used; the versions of what does the work, and this package's own source, so that an
-entry of another version of lptune is never taken for its own.
+The key is a digest of the content of the files, without their dates; of every setting but those that are
+applied later; of the tokenizer and the template as they are used; of the versions of the libraries that do
+the work; and of the source of this package, so that an entry of another version of lptune is never used.
 """
 
 import dataclasses
@@ -25,28 +25,28 @@ from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
 
 MIN_BYTES = 1024 * 1024
-"""A source smaller than this is prepared faster than it is looked up."""
+"""Preparing a source smaller than this is faster than looking it up."""
 _APPLIED_LATER = (
     "packing", "eval_fraction", "eval_source", "eval_split", "cache",
-    "chat_template",  # as the tokenizer's own
+    "chat_template",  # part of the tokenizer
 )  # fmt: skip
 
 
 class Content(NamedTuple):
-    """What a source holds."""
+    """The content of a source, for the key."""
 
     digest: str
     stat: tuple[tuple[int, int, int], ...]
-    """Of its files, to notice that one was changed meanwhile; empty where there are none."""
+    """Of each file, to notice a change while it is read; empty if the source has no files."""
 
 
 def content_of(source: str, cfg: DataConfig) -> Content | None:
-    """The content of a source: of files their bytes and names, else and with `max_rows` its rows.
+    """The content of a source: the bytes and names of files; for other sources and with `max_rows`, the rows.
 
     cfg: the config of this source alone.
 
-    None of what is not worth an entry: `builtin`, a source below MIN_BYTES, a file that cannot be opened,
-    rows with values such as images that neither JSON nor `_encoded` writes down.
+    None if the source must not be cached: `builtin`, a source below MIN_BYTES, a file that cannot be opened,
+    rows with values such as images, which neither JSON nor `_encoded` can write.
     """
     if source == "builtin":
         return None
@@ -76,8 +76,8 @@ def content_of(source: str, cfg: DataConfig) -> Content | None:
 
 
 def _encoded(value: Any) -> dict[str, str]:
-    """Values of Parquet and of the hub that JSON has not, the same in any process. TypeError for others,
-    whose repr may hold an address.
+    """JSON for values of Parquet and of hub datasets that JSON lacks; equal in any process. TypeError for
+    other types, whose repr may hold an address.
     """
     if isinstance(value, bytes):
         text = value.hex()
@@ -91,21 +91,21 @@ def _encoded(value: Any) -> dict[str, str]:
 
 
 def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]:
-    """Inode, size and time of change of each file of a source; nothing where it has none."""
+    """Inode, size and time of change of each file of a source; empty if it has no files."""
     stats = [path.stat() for path in files or []]
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
 def cache_key(content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool) -> str:
-    """32 hexadecimal digits. cfg: the config of this source alone."""
+    """The key, 32 hexadecimal digits. cfg: the config of this source alone."""
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
     parts = {
         "format": FORMAT,
         "code": _code(),
         "versions": [tokenizers.__version__, jinja2.__version__],
         "content": content.digest,
-        "settings": settings,  # with the source's name: the report and the places of bad rows say it
-        "is_training": is_training,  # what an evaluation source may lack
+        "settings": settings,  # with the name of the source, which report and errors show
+        "is_training": is_training,  # an evaluation source may lack a few things
         "tokenizer": _tokenizer(tokenizer),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -120,7 +120,7 @@ def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id],
         "around": [tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.continuation],
         "template": sources,
-        # Only a template that can write the date depends on it.
+        # The date counts only if the template can write it.
         "date": str(template.date) if template and "strftime_now" in "".join(sources.values()) else None,
     }
 

@@ -1,8 +1,8 @@
-"""What columns beside prompt, response, messages and text say of a row, and which of them nothing reads.
+"""Columns other than prompt, response, messages and text: which are used, refused or only counted.
 
-A system message and earlier turns belong to the document. A row that says that it is not to be learned, or
-that comes with images, is refused. All else is counted, over all rows, and named in the report: a column that
-is ignored in silence may be the one that the data set is about.
+A system message and earlier turns belong to the document. A row that is marked as not to be learned, or that
+has images, is refused. All other columns are counted over all rows and named in the report, since a column
+that is ignored silently may be the most important one of the dataset.
 """
 
 import re
@@ -26,18 +26,18 @@ SYSTEM_NAMES = ("system", "system_prompt", "system_message")
 HISTORY_NAMES = ("history",)
 MEDIA_NAMES = ("images", "image", "videos", "video", "audios", "audio")
 ROW_LOSS_KEYS = ("loss_weight", "loss_mask", "train", "trainable", "masked")
-"""Of LOSS_KEYS those whose name leaves no doubt in a column: `weight` may be a patient's."""
+"""Those of LOSS_KEYS with only one meaning as a column: `weight` may be the weight of a patient."""
 _CALL_KEYS = ("tool_calls", "function_call")
 _MAX_NAMES = 1000
-"""Different names that are counted: keys may be data, one to a row."""
+"""Number of different names that are counted. Keys may be data, a new one in each row."""
 _MAX_NAMED = 40
-"""Of these in the report, the most frequent first."""
+"""Number of names in the report, the most frequent first."""
 
 
 def refuse_unlearnable(values: Mapping[str, Any], used: Collection[str]) -> None:
-    """RowError for a prompt and its answer that say they are not to be learned, or not from text alone.
+    """Raises RowError for a pair that is marked as not to be learned, or that is not text alone.
 
-    values: the row. used: the columns that are part of the document; what they hold is content.
+    values: the row. used: the columns that are part of the document; their values are content.
     """
     for name, value in values.items():
         if name in used or is_missing(value):
@@ -56,7 +56,7 @@ def refuse_unlearnable(values: Mapping[str, Any], used: Collection[str]) -> None
 
 
 def earlier_turns(value: Any, column: str) -> list[dict[str, str]]:
-    """Messages of `history`, a list of [prompt, response]; they are turns like the row's own."""
+    """The messages of `history`, a list of [prompt, response]. These turns are learned like the last one."""
     if is_missing(value) or value in ("", []):
         return []
     turns: list[dict[str, str]] = []
@@ -71,11 +71,11 @@ def earlier_turns(value: Any, column: str) -> list[dict[str, str]]:
 
 
 class Unused:
-    """Counts, in the rows that pass, columns and message keys that hold something and that nothing reads."""
+    """Counts the columns and message keys that are not empty and that nothing reads, over all rows."""
 
     def __init__(self, is_used: Callable[[str], bool], messages: Sequence[str], template: str) -> None:
         """is_used: whether a column of this name is read. messages: the columns that hold messages. template:
-        the text of the chat template, which is given every key of a message and reads those that it names.
+        the text of the chat template; a message key that it names counts as read.
         """
         self.num_rows = 0
         self._is_used = is_used
@@ -86,7 +86,7 @@ class Unused:
         self._num_asking = 0
 
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """`rows`, counted."""
+        """Passes `rows` through and counts them."""
         is_used, is_read = cache(self._is_used), cache(self._is_read)
         for row in rows:
             self.num_rows += 1
@@ -118,11 +118,11 @@ class Unused:
                     _count(self._keys, f"{content}[].{key}")
 
     def _is_read(self, key: str) -> bool:
-        names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template is given all of them
+        names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
         return any(re.search(rf"[.'\"]{re.escape(name)}\b", self._template) for name in names)
 
     def notes(self) -> list[str]:
-        """What the report says of them."""
+        """Lines for the report on unused columns and keys."""
         notes = []
         if self._columns:
             notes.append(f"columns that are not used, with their rows: {_listed(self._columns)}")
@@ -142,7 +142,7 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 def _listed(counter: Counter[str]) -> str:
-    """`id (7,473), source (12)`."""
+    """Names with their counts: `id (7,473), source (12)`."""
     named = [f"{name:.60} ({count:,})" for name, count in counter.most_common(_MAX_NAMED)]
     more = len(counter) - len(named)
     most = " or more" * (len(counter) == _MAX_NAMES)

@@ -1,8 +1,8 @@
-"""Which kind of documents a source holds, and which of its columns is what.
+"""Detects the format of a source: the kind of its documents, and the meaning of its columns.
 
-Read off the columns of the first rows: a column of messages makes it chat, a prompt and a response pairs, a
-text column text, in this order; any `data.*_column` key overrides it. What is ambiguous is never guessed: one
-line lists the columns and names the key to set.
+The columns of the first rows decide, in this order: a column of messages means chat, a prompt and a response
+column mean pairs, a text column means text. Any `data.*_column` key overrides this. An ambiguous case is
+never guessed: an error of one line lists the columns and names the key to set.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from lptune.data.sources import Row
 
 
 def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
-    """The format of a source from its first `rows` and the config's overrides. UserError when it cannot be
-    told.
+    """The format of a source, by its first `rows` and the overrides of the config. Raises UserError if it is
+    ambiguous.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row.values))
     first = {
@@ -55,13 +55,13 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
 
 
 def _with_files(source: str, rows: Sequence[Row]) -> str:
-    """`source`, and of a folder or a glob the files that the first rows are of."""
+    """`source`; for a folder or a glob also the files that the first rows come from."""
     files = list(dict.fromkeys(re.sub(r" (line|row) \d+$", "", row.place) for row in rows))
     return source if files in ([], [source]) else f"{source} ({listed(files)})"
 
 
 def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: str) -> Format:
-    """`fmt` with the columns of the system message and of earlier turns, and with what is still open."""
+    """`fmt` with the columns of system message and earlier turns, and with the parts not found so far."""
     free = [name for name in columns if not fmt.is_used(name)]
     has_system = cfg.system_column != NO_COLUMN
     system, history = (
@@ -184,7 +184,7 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
     prompt = cfg.prompt_column or (filled[0] if filled else None)
     if prompt is None:
         names = [name for name in _present(free, PROMPT_NAMES) if name != response]
-        # Some sets call the prompt itself `input`.
+        # Some datasets call the prompt itself `input`.
         names = names or [name for name in _present(free, INPUT_NAMES) if name not in (response, second)]
         prompt = _only(names, columns, "the prompt", "data.prompt_column", source)
     if second is None and template is None and has_input:
@@ -206,7 +206,7 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
 
 
 def _present(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Columns that bear one of `names` (case aside), in the order of `names`."""
+    """Columns with one of `names` (upper or lower case), in the order of `names`."""
     by_lower = {column.lower(): column for column in reversed(columns)}
     return [by_lower[name] for name in names if name in by_lower]
 

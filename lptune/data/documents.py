@@ -1,9 +1,9 @@
-"""Documents as flat arrays: all tokens end to end, one bit per token for "is learned", and where each
-document starts.
+"""Documents as flat arrays: all tokens end to end, a flag per token for "is a target", and the start of
+each document.
 
-No object per token or document survives tokenization: a billion tokens take 5 GB. Texts are encoded in
-batches by the Rust tokenizer, on all cores and without the GIL, while the next batch is rendered here; each
-batch becomes arrays at once, so that no more than a few of them are in memory as objects.
+After tokenization there is no Python object per token or document: a billion tokens take 5 GB. The Rust
+tokenizer encodes texts in batches, on all cores and without the GIL, while Python renders the next batch.
+Each batch becomes arrays at once, so that only a few batches are in memory as objects.
 
 Legend: T tokens, N documents, N1 = N + 1.
 """
@@ -43,9 +43,9 @@ class Documents:
     """Tokenized documents of at most seq_len tokens each, with at least one target each."""
 
     tokens_T: npt.NDArray[np.int32] | Joined
-    """Of several sources: their arrays, joined."""
+    """With several sources: their arrays, joined."""
     is_target_T: npt.NDArray[np.bool_] | Joined
-    """Never set at a document's first token: nothing precedes it to predict it from."""
+    """Never set at the first token of a document: no token precedes it to predict it from."""
     offsets_N1: npt.NDArray[np.int64]
     """Document i is tokens_T[offsets_N1[i]:offsets_N1[i + 1]]."""
     answers_N2: npt.NDArray[np.int32]
@@ -54,10 +54,10 @@ class Documents:
     """Hash of the prompt's tokens (of the whole text for raw text): equal for equal prompts."""
 
     num_targets_N: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: _UNKNOWN)
-    """Targets of each document; counted where they are not given."""
+    """Number of targets of each document; counted if not given."""
     starts_N: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: _UNKNOWN)
-    """Where each document begins in `tokens_T`; `offsets_N1`, where these are not some of the documents of a
-    larger array."""
+    """Where each document begins in `tokens_T`. Equal to `offsets_N1` unless the documents are a selection
+    from a larger array."""
 
     def __post_init__(self) -> None:
         if self.starts_N is _UNKNOWN:
@@ -65,18 +65,17 @@ class Documents:
         if self.num_targets_N is _UNKNOWN:
             counts = np.zeros(0, dtype=np.int64)
             if len(self.starts_N):
-                assert isinstance(self.is_target_T, np.ndarray)  # of several sources the counts are given
+                assert isinstance(self.is_target_T, np.ndarray)  # with several sources the counts are given
                 counts = np.add.reduceat(self.is_target_T, self.starts_N, dtype=np.int64)
             object.__setattr__(self, "num_targets_N", counts)
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.offsets_N1) - 1
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens per document."""
+        """Number of tokens of each document."""
         return np.diff(self.offsets_N1)
 
     def place(self, number: int) -> tuple[int, int]:
@@ -85,8 +84,8 @@ class Documents:
         return start, start + int(self.offsets_N1[number + 1] - self.offsets_N1[number])
 
     def select(self, numbers: npt.NDArray[np.int64]) -> "Documents":
-        """The documents `numbers`, in that order. Tokens and targets stay where they are: only `offsets_N1`
-        counts these documents' tokens alone, as if they stood end to end.
+        """The documents `numbers`, in that order. Tokens and targets are not copied; `offsets_N1` counts as
+        if the selected documents stood end to end.
         """
         return Documents(
             tokens_T=self.tokens_T, is_target_T=self.is_target_T,
@@ -96,7 +95,7 @@ class Documents:
         )  # fmt: skip
 
     def end_to_end(self, array_T: npt.NDArray[Any] | Joined) -> Iterator[npt.NDArray[Any]]:
-        """`array_T` (tokens_T or is_target_T) of these documents one after the other, in pieces."""
+        """`array_T` (tokens_T or is_target_T) of these documents in order, in pieces."""
         in_order = self.starts_N.base is self.offsets_N1 or np.array_equal(
             self.starts_N, self.offsets_N1[:-1]
         )
@@ -112,7 +111,7 @@ class Documents:
 
 
 def offsets_of(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where documents of these lengths begin that stand end to end, and where the last one ends."""
+    """Starts of documents of these lengths that stand end to end, and the end of the last one."""
     offsets_N1: npt.NDArray[np.int64] = np.r_[0, np.cumsum(lengths_N)].astype(np.int64)
     return offsets_N1
 
@@ -132,16 +131,16 @@ def concatenated(parts: Sequence[Documents]) -> Documents:
 
 @dataclasses.dataclass(kw_only=True)
 class Counts:
-    """What became of the rows, for the report."""
+    """Counts of truncated, dropped and odd rows, for the report."""
 
     num_truncated_documents: int = 0
     num_truncated_tokens: int = 0
     num_dropped_documents: int = 0
-    """Documents left without a target."""
+    """Documents that were dropped because they have no target."""
     num_placeholder_rows: int = 0
     """Rows that hold {{name}}."""
     num_unknown_tokens: int = 0
-    """Tokens that stand for characters which the tokenizer does not know."""
+    """Tokens for characters that the tokenizer does not know (<unk>)."""
 
 
 def tokenize(
@@ -155,8 +154,8 @@ def tokenize(
     seq_len: int,
     train_on_prompt: bool = False,
 ) -> Iterator[Documents]:
-    """The documents of `rows`, batch by batch; some batches may have none. Pairs and chats longer than
-    seq_len are cut at the end, raw text is cut into chunks that lose nothing. `counts` is added to.
+    """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
+    seq_len lose their end; raw text is cut into chunks without loss. Adds to `counts`.
     """
     builder = _Builder(tokenizer, counts, seq_len, train_on_prompt)
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -175,8 +174,8 @@ def tokenize(
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
-    """Encodings, of which chats need the offsets; else arrays of ids, int32: an encoding takes over a hundred
-    bytes per token, and a long text has many pieces.
+    """Encodings for chats, which need the offsets; otherwise int32 arrays of ids, since an encoding takes
+    over a hundred bytes per token, and a long text has many pieces.
     """
     if is_chat:
         return [*tokenizer.encode_batch(texts, offsets=True)]
@@ -224,8 +223,8 @@ def _batches(documents: Iterable[Written]) -> Iterator[list[Written]]:
 
 
 def _pieces(written: Written, tokenizer: Tokenizer) -> list[str]:
-    """The texts to encode: a chat whole; prompt and response; raw text cut for parallel encoding, where a cut
-    changes no token.
+    """The texts to encode: a whole chat; prompt and response; or raw text, cut for parallel encoding where a
+    cut changes no token.
     """
     if written.spans is not None:
         return [written.text]
@@ -243,8 +242,8 @@ def _pieces(written: Written, tokenizer: Tokenizer) -> list[str]:
 
 
 def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
-    """The first place after `near` where a line ends and the tokens around it do not reach across, or None
-    within one piece.
+    """The first end of a line after `near` that no token crosses; None if there is no such place within one
+    piece.
     """
     for _ in range(16):
         near = text.find("\n", near, near + PIECE_CHARACTERS) + 1
@@ -271,7 +270,7 @@ class _Builder:
         names = tokenizer.special_tokens
         unknown = names.get("unk_token")
         if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
-            unknown = None  # byte-level classes give the name to <|endoftext|>, and know every character
+            unknown = None  # byte-level classes use the name for <|endoftext|>; they know every character
         self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
         self._clear()
 
@@ -282,7 +281,7 @@ class _Builder:
         self._keys: list[int] = []
 
     def build(self, batch: list[Written], num_pieces: list[int], encoded: list[Any]) -> Documents:
-        """The documents of one batch; document i is written in `num_pieces[i]` of what was encoded."""
+        """The documents of one batch; document i takes the next `num_pieces[i]` items of `encoded`."""
         place = 0
         for written, count in zip(batch, num_pieces, strict=True):
             own = encoded[place : place + count]
@@ -308,7 +307,7 @@ class _Builder:
         return suffix if eos is None or eos in suffix else (*suffix, eos)
 
     def _around(self, *ids: Ids) -> Ids:
-        """`ids` with what the tokenizer puts before and after a text."""
+        """`ids` with the tokens that the tokenizer puts before and after a text."""
         before, after = self.tokenizer.prefix_ids, self._closing()
         return np.concatenate([np.array(before, np.int32), *ids, np.array(after, np.int32)])
 
@@ -317,8 +316,8 @@ class _Builder:
         key = _key(tokens)
         if len(tokens) < 2:
             self.counts.num_dropped_documents += 1
-        # A chunk starts with the last token of the one before, which it only predicts from: each token is a
-        # target once.
+        # A chunk starts with the last token of the chunk before, which is no target there again: each token
+        # is a target once.
         for start in range(0, len(tokens) - 1, self.seq_len - 1):
             chunk = tokens[start : start + self.seq_len]
             is_target = np.ones(len(chunk), dtype=np.bool_)
@@ -375,10 +374,10 @@ class _Builder:
 
 
 def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:
-    """The tokens that hold a character of text[start:stop], as a range; empty where none does."""
+    """The range of tokens that hold a character of text[start:stop]; may be empty."""
     first, last = None, None
     while start < stop and (first := encoding.char_to_token(start)) is None:
-        start += 1  # a character that the tokenizer's normalizer drops
+        start += 1  # the tokenizer's normalizer drops this character
     while start < stop and (last := encoding.char_to_token(stop - 1)) is None:
         stop -= 1
     if first is None or last is None:
@@ -386,7 +385,7 @@ def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:
     end = int(last) + 1
     num_tokens = len(encoding)
     while end < num_tokens and (chars := encoding.token_to_chars(end)) is not None and chars[0] < stop:
-        end += 1  # further tokens of the same character (bytes of an emoji)
+        end += 1  # more tokens of the same character (bytes of an emoji)
     return int(first), end
 
 

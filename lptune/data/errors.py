@@ -1,19 +1,19 @@
-"""What is wrong with one row, and what happens then.
+"""Errors of one row: stop, or skip and count.
 
-A problem inside a row is raised as `RowError`, without a place: the code that finds it sees one row only.
-Whoever walks over the rows hands it to `BadRows`, which knows the place and the user's choice: stop with one
-line, or skip and count.
+Code that looks at one row raises `RowError` without a place, since it does not know the place. The code that
+iterates over the rows passes the error and the place to `BadRows`, which does what `data.on_bad_row` says:
+stop with an error of one line, or skip and count.
 """
 
 from lptune.config import UserError
 
 
 class RowError(ValueError):
-    """What is wrong with a row: problem and remedy, without the place."""
+    """The problem of a row and its remedy, without the place."""
 
 
 class BadRows:
-    """Rows that cannot be used: `error` stops at the first, `skip` counts them."""
+    """Handles rows that cannot be used: `error` stops at the first, `skip` counts them."""
 
     def __init__(self, policy: str) -> None:
         assert policy in ("error", "skip")
@@ -22,7 +22,7 @@ class BadRows:
         self.first = ""
 
     def add(self, place: str, problem: RowError) -> None:
-        """Raise UserError for the row at `place`, or count it."""
+        """Raises UserError for the row at `place`, or counts it."""
         message = f"{place}: {problem}"
         if self.policy == "error":
             raise UserError(f"{message} (or set data.on_bad_row=skip)")

@@ -4,7 +4,7 @@ chat   `messages` or `conversations`: a `Conversation`
 pairs  a prompt and a response column under any of the usual names: a `Pair`
 text   one column of raw text: a `Text`
 
-Which kind a source is of, and which column is what, is read off its first rows (detect.py).
+detect.py finds the kind and the meaning of each column by the first rows of a source.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
 TOOLS_NAMES = ("tools", "functions")
 NO_COLUMN = "none"
-"""As `data.input_column` or `data.system_column`: there is none, whatever the columns are called."""
+"""Value of `data.input_column` or `data.system_column`: no column is used, whatever the names are."""
 _PART_NAMES = {
     "input": "the prompt's second part",
     "tools": "the tools",
@@ -36,7 +36,7 @@ _USUAL_NAMES = {"input": INPUT_NAMES, "tools": TOOLS_NAMES, "system": SYSTEM_NAM
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A chat, in the form that chat templates read."""
+    """A chat in the common form that chat templates read."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -50,16 +50,16 @@ class Pair:
     input: str
     response: str
     filled_template: str | None
-    """`data.prompt_template` filled in from the row's columns."""
+    """`data.prompt_template`, filled with the columns of the row."""
     system: str = ""
-    """The row's own system message."""
+    """The system message of the row."""
     history: tuple[dict[str, str], ...] = ()
-    """Messages of earlier turns."""
+    """The messages of earlier turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Raw text."""
+    """A document of raw text."""
 
     text: str
 
@@ -69,7 +69,7 @@ Document = Conversation | Pair | Text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the rows of one source are read."""
+    """How the rows of one source are read: kind and columns."""
 
     kind: str
     """chat | pairs | text."""
@@ -83,18 +83,18 @@ class Format:
     history: str | None = None
     prompt_template: str | None = None
     absent: tuple[str, ...] = ()
-    """Which of input, tools, system and history the first rows lack; a later row may have it under one of the
-    usual names."""
+    """The parts among input, tools, system and history that the first rows lack. A later row may have such a
+    part under one of its usual names."""
     columns: frozenset[str] = frozenset()
-    """Of the first rows."""
+    """The columns of the first rows."""
 
     def _parts(self) -> dict[str, str]:
-        """What each column is used for that is named."""
+        """Part -> the column that is used for it."""
         names = ("prompt", "input", "response", "messages", "tools", "text", "system", "history")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def describe(self) -> str:
-        """`pairs (prompt: question, response: answer)`."""
+        """Text for the report: `pairs (prompt: question, response: answer)`."""
         return f"{self.kind} ({', '.join(f'{name}: {column}' for name, column in self._parts().items())})"
 
     def is_used(self, column: str) -> bool:
@@ -104,17 +104,17 @@ class Format:
 
     @property
     def message_columns(self) -> tuple[str, ...]:
-        """Those that hold chat messages."""
+        """The columns that hold chat messages."""
         return tuple(name for name in (self.messages, self.response) if name) if self.messages else ()
 
     def _part_of(self, column: str) -> str | None:
-        """Which of `absent` it is."""
+        """The part of `absent` that `column` is by its name; None if it is none."""
         if column in self.columns:
             return None
         return next((name for name in self.absent if column.lower() in _USUAL_NAMES[name]), None)
 
     def in_row(self, values: dict[str, Any]) -> "Format":
-        """This format with the columns of `absent` that the row has. RowError for two columns of one part."""
+        """This format with the columns of `absent` that the row has. RowError if two could be one part."""
         if not self.absent or values.keys() <= self.columns:
             return self
         late: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Format:
         return dataclasses.replace(self, absent=(), **late) if late else self
 
     def document(self, row: Row) -> Document:
-        """The row's document. Raises RowError for a missing or unusable value."""
+        """The document of `row`. Raises RowError for a missing or unusable value."""
         values = row.values
         if self.kind == "text":
             assert self.text
@@ -163,7 +163,7 @@ class Format:
     def _with_system(
         self, system: str, history: list[dict[str, str]], messages: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """`messages` with what other columns add to them."""
+        """`messages` with the system message and the turns of other columns."""
         if history:
             raise RowError(
                 f"column {self.history!r} holds turns beside those in {self.messages!r}; put all into one"
@@ -194,12 +194,12 @@ class Format:
 
 
 def placeholders(template: str) -> list[str]:
-    """The columns that `data.prompt_template` names, once each. UserError for anything but {column}."""
+    """The columns that `data.prompt_template` names, each once. UserError for anything but {column}."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(
-            f"data.prompt_template: {error}; write a brace that is no placeholder as {{{{ or }}}}"
+            f"data.prompt_template: {error}; write a brace that is not a placeholder as {{{{ or }}}}"
         ) from None
     names = []
     for _, name, spec, conversion in parts:
@@ -215,7 +215,7 @@ def placeholders(template: str) -> list[str]:
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
-    """`template` with its placeholders replaced, once: braces inside a value stay as they are."""
+    """`template` with its placeholders replaced. Braces inside a value are not replaced again."""
     return "".join(
         literal + (values[name] if name else "") for literal, name, _, _ in string.Formatter().parse(template)
     )
@@ -252,6 +252,6 @@ def _lacks(values: dict[str, Any], name: str) -> str:
 
 
 def listed(names: Any) -> str:
-    """`a, b, c` of at most ten names."""
+    """At most ten of the names, as `a, b, c`."""
     names = [str(name) for name in names]
     return ", ".join(names[:10]) + (", …" if len(names) > 10 else "") or "none"

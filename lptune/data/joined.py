@@ -1,4 +1,4 @@
-"""Arrays of several sources as one, without a copy: each stays where it is, in a mapped file for instance."""
+"""The arrays of several sources as one array, without a copy: they may be mapped files."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Joined:
-    """Arrays end to end, read like one array. A slice must lie within one of them."""
+    """Several arrays, read like one array. A slice must lie within one of them."""
 
     def __init__(self, arrays: "Sequence[npt.NDArray[Any] | Joined]") -> None:
         self.dtype: np.dtype[Any] = arrays[0].dtype
@@ -20,7 +20,7 @@ class Joined:
         return int(self._bounds[-1])
 
     def __getitem__(self, places: slice | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """A view of a slice; a copy of what stands at `places`, which are not negative."""
+        """A view for a slice; a copy for an array of `places`, which must not be negative."""
         if isinstance(places, slice):
             number = self._index(places.start)
             base = self._bounds[number]
@@ -34,5 +34,5 @@ class Joined:
         return found
 
     def _index(self, place: int) -> int:
-        """Of the array that holds `place`; of the last one for the end."""
+        """Number of the array that holds `place`; for the end, of the last one."""
         return min(bisect_right(self._bounds, place), len(self._arrays)) - 1

@@ -1,16 +1,16 @@
-"""How a document is written down before it is tokenized, and which of its characters are learned.
+"""Writes a document as text before it is tokenized, and marks which characters are learned.
 
-A conversation, and a pair where there is a chat template, is written by the template. A pair without one has
-the plain layout
+The chat template, if there is one, writes conversations and pairs. Without a template, a pair has the plain
+layout
 
     <bos>PROMPT⏎INPUT⏎RESPONSE<eos>
 
 (the line of INPUT only where the row has one, <bos> where the tokenizer itself puts it),
 or `data.prompt_template` filled in, followed by the response and <eos>. Raw text is <bos>TEXT<eos>.
 
-There, prompt and response are tokenized apart: what the model is trained to continue is exactly what it is
-given at inference, token for token, also where the prompt ends in a space. A chat is tokenized as one text,
-as `apply_chat_template` does it.
+In the plain layout, prompt and response are tokenized separately: in training the model continues exactly the
+tokens that it gets at inference, also if the prompt ends in a space. A chat is tokenized as one text, as
+`apply_chat_template` does.
 """
 
 from collections import Counter
@@ -32,13 +32,13 @@ class Written(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]] | None = None
-    """Character spans of a chat that are the assistant's."""
+    """Character spans of a chat that the assistant writes."""
     response: str | None = None
-    """Of a pair in the plain layout; `text` is its prompt."""
+    """The response of a pair in the plain layout; `text` is then the prompt."""
 
 
 class Layout:
-    """Writes the documents of one source. Counts what a user should know of it."""
+    """Writes the documents of one source, and counts what the report should mention."""
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, fmt: Format) -> None:
         self.tokenizer = tokenizer
@@ -79,18 +79,18 @@ class Layout:
             )
 
     def describe(self) -> str:
-        """One phrase for the report."""
+        """A phrase for the report, on how documents are written."""
         if self.is_text:
             return "raw text"
         return "chat template" if self.finder else "plain layout"
 
     @property
     def template_text(self) -> str:
-        """The chat template's source, all its variants; empty without one."""
+        """The source of the chat template with all its variants; empty without a template."""
         return "\n".join(self.finder.template.sources.values()) if self.finder else ""
 
     def write(self, document: Document) -> Written:
-        """`document` as text. Raises RowError where its template refuses it."""
+        """`document` as text. Raises RowError if the template refuses it."""
         if isinstance(document, Text):
             written = Written(document.text)
         elif isinstance(document, Conversation):
@@ -153,7 +153,7 @@ class Layout:
         return Written(text, spans)
 
     def check(self, is_training: bool) -> None:
-        """UserError for a `data.system_prompt` that no conversation shows. Evaluation may have its own."""
+        """Raises UserError if `data.system_prompt` is never written, or if no training row uses it."""
         if is_training and self.system_prompt is not None and not self.num_system_prompts:
             raise UserError(
                 f"data.system_prompt: every row of {self.source} has a system message of its own; drop "
@@ -166,7 +166,7 @@ class Layout:
             )
 
     def notes(self) -> list[str]:
-        """What happened that nobody asked for."""
+        """Lines for the report on what the layout changed or dropped."""
         notes = []
         if self.num_rewritten_turns:
             notes.append(
@@ -185,7 +185,7 @@ class Layout:
             )
         if self.num_inlined_calls:
             notes.append(
-                f"the chat template knows no tool_calls: the calls of {self.num_inlined_calls:,} "
+                f"the chat template does not support tool_calls: the calls of {self.num_inlined_calls:,} "
                 "conversations are written as JSON text"
             )
         if self.num_unwritten:
@@ -210,7 +210,7 @@ def _check_characters(text: str) -> None:
     except UnicodeEncodeError as error:
         half = ascii(text[error.start])
         raise RowError(
-            f"holds {half}, half of a surrogate pair, which is no character; write the whole pair"
+            f"holds {half}, half of a surrogate pair, which is not a character; write the whole pair"
         ) from None
 
 

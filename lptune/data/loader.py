@@ -1,9 +1,9 @@
-"""Which rows a rank sees at a step: arithmetic on one number, the global sample index. There is no state to
-save.
+"""The rows that a rank gets in a step: arithmetic on one number, the global sample index. There is no state
+to save.
 
-Step k takes samples k*G … (k+1)*G - 1 of an endless stream of epochs. They are cut into micro-batches in
-order, and rank r takes the r-th run of them. So the contents of every micro-batch, and with them every scale
-computed over one, do not depend on the number of ranks.
+Step k takes samples k*G … (k+1)*G - 1 of an endless stream of epochs (G: global batch size). These are cut
+into micro-batches in order, and rank r takes the r-th group of consecutive micro-batches. So the content of
+every micro-batch, and every scale that is computed over it, does not depend on the number of ranks.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Loader:
         ]
 
     def num_targets(self, step: int) -> int:
-        """Targets of step `step` over all ranks: counted, since every rank has all rows, not exchanged."""
+        """Targets of step `step` over all ranks. Each rank counts them itself, since it has all rows."""
         return int(self.rows.num_targets_per_row[self._rows_of(step)].sum())
 
     def document_lengths(self, step: int) -> npt.NDArray[np.int64]:
@@ -67,19 +67,19 @@ class Loader:
         return self.rows.document_lengths(self._rows_of(step))
 
     def _rows_of(self, step: int) -> list[int]:
-        """Rows of step `step`, over all ranks."""
+        """Numbers of the rows of step `step`, over all ranks."""
         start = step * self.global_batch_size
         samples = range(start, start + self.global_batch_size)
         return [self.rows.row_at(sample, self.seed) for sample in samples]
 
     def num_steps(self, num_epochs: int) -> int:
-        """Steps until every row was seen `num_epochs` times."""
+        """Number of steps after which every row was seen `num_epochs` times."""
         return -(-num_epochs * self.rows.num_rows // self.global_batch_size)
 
 
 def evaluation_batches(rows: Rows, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
-    """All rows once, in order, over all ranks; filled up with rows of padding, so that shapes and numbers of
-    batches are equal.
+    """All rows once, in order, dealt out to all ranks. Rows of padding fill up the last batches, so that all
+    batches have one shape and all ranks have equally many.
     """
     num_batches = -(-rows.num_rows // (batch_size * num_ranks))
     for i in range(num_batches):

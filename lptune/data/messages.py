@@ -1,11 +1,11 @@
-"""Chat rows in their two dialects, brought into the form that chat templates read.
+"""Reads chat messages of two dialects into the common form that chat templates read.
 
 OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, content in parts, `weight` 0 for an
 answer that is context only. ShareGPT: `conversations` of {"from", "value"} with human, gpt, system,
 function_call, observation. The common form is transformers': roles system, user, assistant, tool; a call is
 `{"type": "function", "function": {"name": …, "arguments": {…}}}` with its arguments as an object, not as a
 string of JSON, because templates write them with `tojson`; a tool is `{"type": "function", "function": {…}}`.
-Whatever key a tool chain uses to say that an answer is not learned, in the common form it is `weight` 0.
+Several keys are in use to mark an answer as not learned; the common form has `weight` 0 for all of them.
 """
 
 import json
@@ -29,7 +29,7 @@ _LEARNED_KEYS = (
 )  # fmt: skip
 HIDDEN_KEYS = ("masked", "mask")
 LOSS_KEYS = (*_LEARNED_KEYS, *HIDDEN_KEYS)
-"""Keys of a message (the last two the other way round) that say whether it is learned: 0, 1, false, true."""
+"""Keys that say whether a message is learned: 0, 1, false, true. The last two mean the opposite."""
 ANSWER_ROLES = {*_CALL_ROLES, *(role for role, common in _ROLES.items() if common == "assistant")}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _TEXT_KEYS = ("text", "value", "content")
@@ -38,14 +38,14 @@ _TEXT_TYPES = (None, "text", "input_text", "output_text")
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a column or key holds nothing: null, or the NaN that pandas writes for it."""
+    """Whether `value` counts as missing: null, or NaN, which pandas writes for null."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS_KEYS) -> bool | None:
-    """What `values` say about learning them by any of LOSS_KEYS; None where they do not.
+    """Whether `values` say by one of LOSS_KEYS that they are learned; None if they do not say.
 
-    RowError for a value that is neither yes nor no, and for a contradiction.
+    Raises RowError for a value that is neither yes nor no, and for contradicting keys.
     """
     said = {}
     for key in keys:
@@ -75,7 +75,7 @@ def is_messages(value: Any) -> bool:
 
 
 def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """The messages of `column` in the common form. RowError names the message and what is wrong with it."""
+    """The messages of `column` in the common form. A RowError names the message and its problem."""
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, (list, tuple)):
@@ -88,7 +88,7 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """The tools of a conversation (a list, or its JSON text) in the common form; None where there are
+    """The tools of a conversation (a list, or JSON text of a list) in the common form; None if there are
     none.
     """
     if isinstance(value, str):
@@ -155,14 +155,14 @@ def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -
             if text is None and isinstance(part, dict)
         }
         raise RowError(
-            f"{where} has content parts that are no text ({', '.join(sorted(kinds)) or 'unknown'}); only "
+            f"{where} has content parts that are not text ({', '.join(sorted(kinds)) or 'unknown'}); only "
             "text can be trained on"
         )
     raise RowError(f"{where} must have text as its {key!r}, found {_short(content)}")
 
 
 def _part_text(part: Any) -> str | None:
-    """The text of a content part: a string, or an object of type text; None of anything else."""
+    """The text of a content part, which is a string or an object of type text; None for anything else."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or part.get("type") not in _TEXT_TYPES:
@@ -203,7 +203,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def call_text(call: dict[str, Any]) -> str:
-    """A call as one JSON object, for templates that know nothing of `tool_calls`."""
+    """A call as one JSON object, for templates that do not support `tool_calls`."""
     return json.dumps(call["function"], ensure_ascii=False)
 
 

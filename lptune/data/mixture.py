@@ -1,7 +1,7 @@
-"""Several sources as one: their documents one source after the other, each as often as its weight says.
+"""Joins the documents of several sources; each source counts as often as its weight says.
 
-Tokens stay where their source has put them. What a mixture makes is arrays with one entry for each document
-and each copy of one: some 40 bytes for a document and 48 for a copy, on every rank.
+Tokens are not copied. A mixture only adds arrays with one entry for each document and each copy of a
+document: about 40 bytes for a document and 48 for a copy, on every rank.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from lptune.data.order import random_keys
 
 
 def joined(sources: Sequence[Documents]) -> Documents:
-    """The documents of all sources, in order. Their tokens stay where they are."""
+    """The documents of all sources, in order, without copying their tokens."""
     if len(sources) == 1:
         return sources[0]
     return Documents(
@@ -31,10 +31,10 @@ def joined(sources: Sequence[Documents]) -> Documents:
 def weighted(
     numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int
 ) -> npt.NDArray[np.int64]:
-    """The documents `numbers_N` as many times as `weight` says. Of 2.3: all of them twice, then three tenths
-    of them, chosen at random, once.
+    """Repeats the documents `numbers_N` as often as `weight` says. For 2.3: all of them twice, then a random
+    three tenths of them once more.
 
-    The choice is a function of (how many they are, weight, seed, source). source: which of the sources it is.
+    The choice is a function of (number of documents, weight, seed, source). source: number of the source.
     """
     whole, share = divmod(weight, 1)
     order_N = np.argsort(random_keys(seed, "weight", len(numbers_N), source), kind="stable")

@@ -1,8 +1,8 @@
-"""Randomness of the data side: pure functions of (seed, purpose), the same in every process and numpy
-version.
+"""Random numbers for the data: pure functions of (seed, purpose), equal in every process and every version
+of numpy.
 
-Only the raw 64-bit output of Philox is used: numpy guarantees that stream, while `Generator.permutation` may
-change between versions, and a resumed run must see the order that the interrupted one saw.
+Only the raw 64-bit output of Philox is used. numpy guarantees that stream, while `Generator.permutation` may
+change between versions, and a resumed run must see the same order as the interrupted one.
 """
 
 import zlib
@@ -17,7 +17,7 @@ UInt64Array = npt.NDArray[np.uint64]
 def random_keys(seed: int, purpose: str, count: int, stream: int = 0) -> UInt64Array:
     """`count` random 64-bit numbers, a function of (seed, purpose, stream)."""
     assert 0 <= stream < 1 << 32, "stream must fit into 32 bits"
-    # Philox's key is 128 bits: the seed, and what the numbers are for.
+    # Philox has a key of 128 bits: the seed and the purpose.
     key = np.array([seed % (1 << 64), zlib.crc32(purpose.encode()) << 32 | stream], dtype=np.uint64)
     numbers: UInt64Array = np.random.Philox(key=key).random_raw(count)
     return numbers

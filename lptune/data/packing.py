@@ -1,10 +1,10 @@
-"""Which documents share a row: best-fit decreasing.
+"""Packing: decides which documents share a row, by best-fit decreasing.
 
-Documents are taken from long to short, each put where the least space is left over. The result is within 11/9
-of the fewest rows possible and in practice, with the short documents filling the gaps, near full. Taken one
-by one this costs a search per document; but documents of equal length are interchangeable, and rows with
-equal space left are too, so whole groups are placed at once. The work is then bounded by the number of
-different lengths, not of documents: a million documents take well under a second.
+Documents are taken from long to short; each goes to the row where the least space is left over. The result
+has at most 11/9 of the fewest rows possible; in practice short documents fill the gaps and rows are nearly
+full. Placing documents one by one would cost a search for each. But documents of equal length are
+interchangeable, and so are rows with equal space, so whole groups are placed at once. The work then depends
+on the number of different lengths, not of documents: a million documents take well under a second.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,13 @@ class Packing(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return len(self.row_offsets) - 1
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, seed: int) -> Packing:
-    """Rows of at most `capacity` tokens that hold every document once and whole.
+    """Rows of at most `capacity` tokens. Each document is in one row, uncut.
 
-    A function of (lengths, capacity, seed); the seed decides which of the equally long documents go together.
+    A function of (lengths, capacity, seed). The seed decides which documents of equal length share rows. All
     `lengths` are in 1..capacity.
     """
     lengths_N = np.asarray(lengths, dtype=np.int64)
@@ -80,7 +79,7 @@ def one_document_per_row(num_documents: int) -> Packing:
 
 
 class _OpenRows:
-    """Rows by the space left in them, with a bit set for every size at hand."""
+    """Open rows, by the space left in them; a bit set tells which sizes exist."""
 
     def __init__(self, capacity: int) -> None:
         self._rows: list[list[Int64Array]] = [[] for _ in range(capacity + 1)]
@@ -92,7 +91,7 @@ class _OpenRows:
             self._bits |= 1 << left
 
     def smallest(self, length: int) -> int | None:
-        """The least space left that still takes `length` tokens."""
+        """The smallest space among open rows that holds `length` tokens; None if there is none."""
         fitting = self._bits >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 

@@ -1,5 +1,5 @@
-"""From `data.source` to rows: read, recognise, write down, tokenize, hold out, weigh, pack; and say what was
-done.
+"""From `data.source` to packed rows: read, detect, write as text, tokenize, hold out, weigh, pack, and
+report.
 """
 
 import itertools
@@ -31,7 +31,7 @@ DETECTION_ROWS = 32
 _OF_AN_ENTRY = re.compile(
     r"data\.(format|(?:prompt|input|response|messages|text|system)_column|prompt_template|system_prompt)\b"
 )
-"""Keys that a source of a list may have for itself."""
+"""Keys of `data` that an entry of a list of sources may override."""
 
 
 class Prepared(NamedTuple):
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     train: Rows
     evaluation: Rows | None
     report: list[str]
-    """Lines to print: what was read, dropped, truncated, how full the rows are."""
+    """Lines to print: what was read, dropped and truncated, and how full the rows are."""
 
 
 class _Source(NamedTuple):
@@ -50,12 +50,11 @@ class _Source(NamedTuple):
 
 
 def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
-    """Rows for training and, where the config asks for it, for evaluation. A function of its arguments and
-    the files; what was tokenized is kept in the folder `cfg.cache` names, and read from there.
+    """Packed rows for training and, if the config asks for it, for evaluation. A function of its arguments
+    and the files. Tokenized documents are stored in the folder that `cfg.cache` names, and read from there.
 
-    Documents are held out before weights apply: evaluation sees each once, and none of its copies is trained
-    on.
-    vocab_size: of the model; a token beyond it is a UserError. `cfg.chat_template` is applied here too.
+    Documents are held out before weights apply: evaluation sees each once, and training sees none of its
+    copies. vocab_size: of the model; a larger token id is a UserError. Applies `cfg.chat_template`.
     """
     if cfg.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(cfg.chat_template)
@@ -96,7 +95,7 @@ def _names(sources: Sequence[SourceConfig]) -> str:
 
 
 def _numbers(sources: Sequence[_Source]) -> list[npt.NDArray[np.int64]]:
-    """The numbers that the documents of each source have among all."""
+    """For each source, the numbers of its documents among all documents."""
     bounds = np.cumsum([0, *(source.documents.num_documents for source in sources)])
     return [np.arange(first, stop) for first, stop in itertools.pairwise(bounds.tolist())]
 
@@ -104,8 +103,8 @@ def _numbers(sources: Sequence[_Source]) -> list[npt.NDArray[np.int64]]:
 def _weigh(
     cfg: DataConfig, documents: Documents, numbers: list[npt.NDArray[np.int64]], seed: int
 ) -> tuple[Documents, list[str]]:
-    """What is trained on: of `documents` the `numbers` of each source, as often as its weight says; and lines
-    for the report on the share of each.
+    """The training documents: those of `numbers`, for each source as often as its weight says. Also lines for
+    the report on the share of each source.
     """
     entries = cfg.sources
     chosen = [
@@ -116,7 +115,7 @@ def _weigh(
         if len(before_N) and not len(after_N):
             raise UserError(
                 f"data.source[{i}].weight: {entry.weight:g} of the {len(before_N):,} documents of "
-                f"{entry.source} is none; raise it, or leave the source out"
+                f"{entry.source} selects none; raise it, or leave the source out"
             )
     if len(entries) == 1 and len(chosen[0]) == documents.num_documents and entries[0].weight == 1:
         return documents, []
@@ -139,7 +138,7 @@ def _read_all(
     entries: Sequence[SourceConfig],
     split: str,
 ) -> list[_Source]:
-    """The sources of `key`; split: that of an entry which names none."""
+    """Reads all sources of `key`. split: for entries without a split of their own."""
     sources = []
     for number, entry in enumerate(entries):
         keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None, "split": split}
@@ -150,14 +149,14 @@ def _read_all(
                 _read(replace(cfg, **keys), entry, tokenizer, vocab_size, is_training=key == "data.source")
             )
         except UserError as error:
-            message = str(error).replace("data.source", key)  # the reader names the key that it usually reads
+            message = str(error).replace("data.source", key)  # the reader always writes data.source
             message = _of_entry(message, entry, key, number, is_alone=len(entries) == 1)
             raise UserError(message) from None
     return sources
 
 
 def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_alone: bool) -> str:
-    """`message` with the place of `entry` in the list `key`: keys that are set in it are called after it, as
+    """`message`, with each key that `entry` sets written as the key of that entry, for example
     data.source[1].prompt_column.
     """
     keys = dict.fromkeys(_OF_AN_ENTRY.findall(message))
@@ -166,7 +165,7 @@ def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_al
             message = re.sub(rf"data\.{name}\b", f"{key}[{number}].{name}", message)
     if is_alone or all(getattr(entry, name) is not None for name in keys):
         return message
-    if _OF_AN_ENTRY.match(message):  # it is set for all entries, and this one has no use for it
+    if _OF_AN_ENTRY.match(message):  # set for all entries, but not usable in this one
         return f"{message} (or set it in those entries of {key} that need it)"
     return f"{message} (or set it in {key}[{number}])"
 
@@ -174,7 +173,7 @@ def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_al
 def _read(
     cfg: DataConfig, entry: SourceConfig, tokenizer: Tokenizer, vocab_size: int, *, is_training: bool
 ) -> _Source:
-    """One source. cfg: its own config."""
+    """Reads one source. cfg: the config of this source."""
     make = partial(_make, entry.source, cfg, tokenizer, is_training)
     content = None if cfg.cache == "none" else content_of(entry.source, cfg)
     if content is None:
@@ -198,7 +197,7 @@ def _make(
     content: Content | None,
     add: Callable[[Documents], None],
 ) -> Facts:
-    """Reads and tokenizes `source`, and hands its documents to `add`."""
+    """Reads and tokenizes `source`, and passes its documents to `add`."""
     bad = BadRows(cfg.on_bad_row)
     rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
@@ -273,15 +272,15 @@ def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> No
 
 
 def _hold_out(cfg: DataConfig, sources: Sequence[_Source], seed: int) -> npt.NDArray[np.bool_]:
-    """True where a document is held out. Documents with equal prompts stay on one side, whichever sources
-    they come from. Which side a prompt falls on depends on the seed and the prompt alone.
+    """True for each document to hold out. Documents with equal prompts are all held out or all trained on,
+    also across sources. The side depends on the seed and the prompt alone.
     """
     keys = [source.documents.prompt_keys_N for source in sources]
     first = 0
     for i, source in enumerate(sources):
         others = [keys_N for j, keys_N in enumerate(keys) if j != i]
         if source.is_text and (keys[i] == keys[i][0]).all() and not any(keys[i][0] in o for o in others):
-            # One long text, and the only copy of it: its chunks are held out.
+            # One long text, read once: some of its chunks are held out.
             keys[i] = np.arange(first, first + len(keys[i]), dtype=np.uint64)
         first += len(keys[i])
     keys_N = np.concatenate(keys)
@@ -301,8 +300,8 @@ def _hold_out(cfg: DataConfig, sources: Sequence[_Source], seed: int) -> npt.NDA
 def split_by_prompt(
     keys_N: npt.NDArray[np.uint64], fraction: float, seed: int
 ) -> npt.NDArray[np.bool_] | None:
-    """True where a document is held out: about `fraction` of them, all or none of those with one key. None
-    where one side stays empty.
+    """True for each document to hold out: about `fraction` of them, and all or none of those with one key.
+    None if one side would be empty.
     """
     unique_P, inverse_N, counts_P = np.unique(keys_N, return_inverse=True, return_counts=True)
     if len(unique_P) < 2:
@@ -314,7 +313,7 @@ def split_by_prompt(
     for p in np.argsort(ranks_P, kind="stable").tolist():
         if taken >= wanted:
             break
-        if taken + counts_P[p] <= wanted:  # a prompt with more documents than are wanted stays in training
+        if taken + counts_P[p] <= wanted:  # a prompt with too many documents stays in training
             held_out_P[p] = True
             taken += counts_P[p]
     if not taken:

@@ -1,9 +1,9 @@
-"""Rows of fixed length, and batches of them.
+"""Packed rows of fixed length, and batches of them.
 
-A row holds whole documents one after the other; what is left at its end is padding, which forms a document of
-its own without targets, so every token of a row belongs to exactly one document. Labels are shifted here,
-once: `labels[s]` is the token to predict at s, that is tokens[s + 1] where it belongs to the same document
-and is a target, else -100.
+A row holds whole documents one after the other. The padding at its end is a document of its own without
+targets, so every token of a row belongs to exactly one document. Labels are shifted here, once: `labels[s]`
+is the token to predict at s, which is tokens[s + 1] if that belongs to the same document and is a target, and
+-100 otherwise.
 
 Legend: B rows of a batch, S tokens of a row.
 """
@@ -23,29 +23,29 @@ from lptune.data.packing import Packing
 
 IGNORE = -100
 EMPTY_ROW = -1
-"""As a row number: a row of padding."""
+"""Row number that stands for a row of padding."""
 
 
 class Batch(NamedTuple):
-    """Rows as tensors. `positions` and `document` restart, and count up, within each row."""
+    """Packed rows as tensors, with labels and the bounds of documents."""
 
     tokens_BS: torch.Tensor
     """int64."""
     labels_BS: torch.Tensor
-    """int64, already shifted; -100 where nothing is learned."""
+    """int64, already shifted; -100 where there is no target."""
     positions_BS: torch.Tensor
-    """int64, 0 at each document's first token."""
+    """int64; starts with 0 at the first token of each document."""
     document_BS: torch.Tensor
-    """int64, 0, 1, 2 … number of the document within its row."""
+    """int64; number of the document within its row: 0, 1, 2 …"""
     offsets: torch.Tensor
-    """int32 (`Rows.most_documents(B)` + 1,): starts of documents in the flattened tokens, padded at the end
-    with B * S.
+    """int32 (`Rows.most_documents(B)` + 1,): starts of the documents in the flattened tokens; the unused end
+    is filled with B * S.
     """
     num_targets: int
-    """Labels that are not -100."""
+    """Number of labels that are not -100."""
     one_document_per_row: bool
-    """Whether no row of the data has more than one document: plain causal attention is then enough. The
-    padding after it sees it, and has no targets.
+    """Whether no row of the data has more than one document. Plain causal attention is then enough: the
+    padding sees the document, but has no targets.
     """
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Packed rows over tokenized documents; immutable."""
+    """Tokenized documents, packed into rows; immutable."""
 
     def __init__(self, documents: Documents, packing: Packing, *, seq_len: int, pad_id: int) -> None:
         self.documents = documents
@@ -65,63 +65,61 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return self.packing.num_rows
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return self.documents.num_documents
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return int(self.documents.offsets_N1[-1])
 
     @cached_property
     def num_target_tokens(self) -> int:
-        """Labels over all rows that are not -100."""
+        """Number of labels over all rows that are not -100."""
         return int(self.documents.num_targets_N.sum())
 
     @cached_property
     def num_targets_per_row(self) -> npt.NDArray[np.int64]:
-        """Labels of each row that are not -100. A document is never empty, and its first token no target."""
+        """Number of labels of each row that are not -100."""
         in_document = self.documents.num_targets_N[self.packing.documents]
         in_row: npt.NDArray[np.int64] = np.add.reduceat(in_document, self.packing.row_offsets[:-1])
         return in_row
 
     @property
     def fill(self) -> float:
-        """Share of the rows that is no padding."""
+        """Share of the tokens of all rows that is not padding."""
         return self.num_tokens / (self.num_rows * self.seq_len)
 
     @cached_property
     def _documents_per_row(self) -> npt.NDArray[np.int64]:
-        """Documents of each row, its padding counted as one; the largest first."""
+        """Number of documents of each row, with its padding as one; the largest first."""
         lengths = self.documents.lengths[self.packing.documents]
         tokens_in_row = np.add.reduceat(lengths, self.packing.row_offsets[:-1])
         return np.sort(np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len))[::-1]
 
     def most_documents(self, num_rows: int) -> int:
-        """The most documents that a batch of `num_rows` rows can have, padding and rows of padding counted.
+        """The largest number of documents that a batch of `num_rows` rows can have, with padding.
 
-        Of the rows with most of them, not `num_rows` times that of one: flash attention's backward takes
-        memory for each, whether it is in the batch or not, and a row of a thousand tiny ones is rare. A row
-        may come twice in a batch, at the end of one epoch and at the beginning of the next.
+        The sum over the rows with most documents, not `num_rows` times the largest: the backward of flash
+        attention takes memory for each, in every batch, and a row of a thousand tiny documents is rare. A row
+        may be twice in a batch: at the end of one epoch and at the beginning of the next.
         """
         times = 1 + -(-(num_rows - 1) // self.num_rows)
         return int(np.repeat(self._documents_per_row, times)[:num_rows].sum())
 
     @cached_property
     def one_document_per_row(self) -> bool:
-        """Whether no row has more than one document, its padding apart. Of all rows, so that the batches of a
-        run are alike.
+        """Whether no row has more than one document, without the padding. It holds for all rows, so that all
+        batches of a run take the same path.
         """
         return bool((np.diff(self.packing.row_offsets) == 1).all())
 
     def document_lengths(self, row_numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Tokens of each document that attention sees in the rows `row_numbers`; padding is one, too. Where
-        each row is one document, that is the row with its padding, as in `batch`.
+        """Number of tokens of each document, as attention sees it, in the rows `row_numbers`. Padding counts
+        as a document; with one document per row, the document is the whole row.
         """
         if self.one_document_per_row:
             return np.full(len(row_numbers), self.seq_len, dtype=np.int64)
@@ -133,7 +131,7 @@ class Rows:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of tokens, targets, documents and packing: equal digests mean equal batches."""
+        """sha256 of tokens, targets, documents and packing. Equal digests mean equal batches."""
         sha = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
         documents, packing = self.documents, self.packing
         for array_T in (documents.tokens_T, documents.is_target_T):
@@ -146,15 +144,15 @@ class Rows:
         return sha.hexdigest()
 
     def row_at(self, sample_index: int, seed: int) -> int:
-        """The row of a global sample: epochs follow each other, each a permutation that is a function of
+        """The row number of a global sample index. Each epoch is a permutation of the rows, a function of
         (seed, epoch).
         """
         epoch, place = divmod(sample_index, self.num_rows)
         return int(permutation(seed, epoch, self.num_rows)[place])
 
     def prompt_and_answer(self, document: int) -> tuple[list[int], list[int]]:
-        """Tokens of a document up to its first answer, and that answer (raw text: its beginning, and the
-        rest).
+        """The tokens of a document before its first answer, and that answer (for raw text: its beginning, and
+        the rest).
         """
         base, stop = self.documents.place(document)
         first, end = self.documents.answers_N2[document].tolist()
@@ -162,7 +160,7 @@ class Rows:
         return tokens[:first], tokens[first:end]
 
     def batch(self, row_numbers: Sequence[int]) -> Batch:
-        """The rows `row_numbers` as tensors; EMPTY_ROW gives a row of padding."""
+        """The rows `row_numbers` as tensors. EMPTY_ROW stands for a row of padding."""
         shape = (len(row_numbers), self.seq_len)
         tokens_BS = np.full(shape, self.pad_id, dtype=np.int64)
         labels_BS = np.full(shape, IGNORE, dtype=np.int64)

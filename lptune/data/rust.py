@@ -1,4 +1,4 @@
-"""`tokenizers` is Rust, which a stranger's tokenizer.json configures: its errors, its panics, its memory."""
+"""Guards for `tokenizers`, which is Rust and reads files of other people: errors, panics, memory."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ _MAX_GROWTH = 64
 
 @contextlib.contextmanager
 def errors_of(folder: Path) -> Iterator[None]:
-    """What `tokenizers` makes of a tokenizer.json that it cannot use, as a UserError."""
+    """Turns errors of `tokenizers` over a bad tokenizer.json into a UserError."""
     try:
         with held_back():
             yield
@@ -23,7 +23,7 @@ def errors_of(folder: Path) -> Iterator[None]:
         # The Rust side raises bare Exception, or panics: a BaseException whose class cannot be imported.
         if type(error) is not Exception and not _is_panic(error):
             raise
-        # The place it names is in our own rendering of the file.
+        # The place in the message refers to our own rendering of the file, so it is dropped.
         reason = re.sub(r" at line \d+ column \d+$", "", str(error))
         raise UserError(
             f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can use: {reason}; copy it "
@@ -32,19 +32,19 @@ def errors_of(folder: Path) -> Iterator[None]:
 
 
 def check_growth(spec: dict[str, Any], folder: Path) -> None:
-    """Refuses replacements that, one after the other, make more than 64 characters of one."""
+    """Raises UserError if replacements, one after the other, can make more than 64 characters of one."""
     for key in ("normalizer", "decoder"):
         growth = 1.0
         for part in _parts(spec.get(key)):
             if part.get("type") == "Replace":
                 pattern, content = part.get("pattern"), part.get("content")
                 text = pattern.get("String") if isinstance(pattern, dict) else ""
-                length = len(text) if isinstance(text, str) else 1  # of a regex: the least that it matches
+                length = len(text) if isinstance(text, str) else 1  # a regex matches at least one
                 growth *= max(1.0, len(content) / max(length, 1)) if isinstance(content, str) else 1.0
         if growth > _MAX_GROWTH:
             raise UserError(
                 f"{folder / 'tokenizer.json'}: {key}: its replacements make {growth:,.0f} characters of one; "
-                "that is no tokenizer, copy it again from the checkpoint"
+                "that is not a tokenizer, copy it again from the checkpoint"
             )
 
 
@@ -58,13 +58,13 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """What native code writes to stderr in here is dropped if a panic ends it, and else passed on after it.
+    """Holds back what native code writes to stderr in the block. A panic drops it; otherwise it is passed on.
 
-    sys.stderr still prints: another thread may have to say how the process ends.
+    sys.stderr still prints, since another thread may have to report how the process ends.
     """
     try:
         stderr, held = os.dup(2), os.memfd_create("lptune-stderr")
-    except (OSError, AttributeError):  # it is closed; or not Linux
+    except (OSError, AttributeError):  # stderr is closed, or this is not Linux
         yield
         return
     is_panic = False
@@ -91,5 +91,5 @@ def _is_panic(error: BaseException) -> bool:
 def _is_descriptor_2() -> bool:
     try:
         return sys.stderr.fileno() == 2
-    except (OSError, ValueError, AttributeError):  # a notebook's, a test's, or none
+    except (OSError, ValueError, AttributeError):  # sys.stderr of a notebook or a test, or none
         return False

@@ -1,23 +1,23 @@
-"""A jinja environment for the templates of strangers: they can reach nothing, and they stop.
+"""A jinja environment for chat templates of other people: no access to Python, and limited work.
 
 Jinja's own sandbox keeps a template away from Python (no attribute that begins with an underscore, no
-mutation, no import). It does not keep it from work: three nested loops over `range(100000)`, a text doubled
-forty times, one `"{:>999999999}".format("")`. Such work is counted here, and a rendering that exceeds
-MAX_WORK ends. A count is the same on every machine and in every thread, unlike an alarm clock, which would
-not interrupt a single call inside the interpreter either.
+mutation, no import). It does not limit work: three nested loops over `range(100000)`, a text doubled forty
+times, one `"{:>999999999}".format("")`. The code here counts work and ends a rendering that exceeds MAX_WORK.
+A count is the same on every machine and in every thread. An alarm clock is not, and could not interrupt a
+single call inside the interpreter.
 
-Units are characters: what an operation reads and what it makes. An item of a list counts as ITEM, a pass of a
-loop or a call as STEP, roughly in proportion to the time they take. Work is counted *before* it is done
-wherever its result can be longer than its operands. For that, everything that a template can do must come by.
-A parsed template is rewritten before it is compiled, with nodes that jinja offers to its extensions:
+Work is counted in characters: those that an operation reads and those that it makes. An item of a list counts
+as ITEM, a pass of a loop or a call as STEP, roughly in proportion to their time. Where a result can be longer
+than its operands, work is counted *before* it is done. So every operation of a template must pass through the
+counter. A parsed template is rewritten before it is compiled, with nodes that jinja offers to extensions:
 
   loops, macros   a count, written as a filter, stands at the head of their bodies
   `~`, compare, [a:b]          a filter around their operands, which jinja compiles to plain Python
   [key], {key: …} a filter around keys, whose hash reads all of a tuple
   {{ }}           the environment's `finalize`
   + - * / // % **              the sandbox's interception of operators
-  calls           its interception of calls: methods of values are looked at, most kinds have none
-  filters, tests  wrapped; what they yield lazily is counted item by item
+  calls           its interception of calls: methods of values are checked, most types have none
+  filters, tests  wrapped; a lazy result is counted item by item
 """
 
 import functools
@@ -35,9 +35,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_WORK = 2**28
-"""Per rendering. The longest test conversation of 1,000 turns takes a hundredth of it."""
+"""Limit per rendering. The longest test conversation, of 1,000 turns, takes a hundredth of it."""
 MAX_VALUE = 64 * 1024 * 1024
-"""Characters that one operation may make."""
+"""Largest number of characters that one operation may make."""
 STEP, ITEM = 256, 64
 _MAX_INTEGER_BITS = 4096
 
@@ -45,52 +45,52 @@ _GROWING = {
     "*", "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "tojson", "translate",
     "truncate", "urlize", "wordwrap", "xmlattr", "zfill",
 }  # fmt: skip
-"""What can make as much as the product of its operands' sizes, numbers among them."""
+"""Operations whose result can be as large as the product of the sizes of their operands."""
 _FORMATTING = {"%", "format", "format_map"}
 _QUADRATIC = {"pprint", "round", "striptags", "sum", "urlize", "wordwrap"}
-"""What may take the square of its operands' sizes in time."""
+"""Operations that may take the square of the sizes of their operands in time."""
 _SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
 _SHALLOW = {
     "d", "default", "first", "get", "items", "keys", "last", "length", "map", "reject", "rejectattr",
     "select", "selectattr", "values",
 }  # fmt: skip
-"""What looks at its first operand from outside, or passes its items on one by one."""
+"""Operations that do not read inside their first operand, or that pass its items on one by one."""
 _COMPARING = {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan",
               ">", "ge", ">="}  # fmt: skip
 _READING = {"lower", "upper", "filter", "test"}
-"""Tests that read all of a text, or hash what they are given."""
+"""Tests that read all of a text, or hash their operand."""
 _STEP, _WEIGH, _GLANCE = "step!", "weigh!", "glance!"
-"""Filters that only `_insert_counts` writes: a template's own filters have names without a `!`."""
+"""Filters that `_insert_counts` writes. The names of filters in a template have no `!`."""
 
 
 class TooMuchWorkError(SecurityError):
-    """The rendering has done MAX_WORK."""
+    """The rendering has exceeded MAX_WORK."""
 
 
 class Work:
-    """What a rendering may still do."""
+    """Counts the work that a rendering may still do."""
 
     def __init__(self) -> None:
         self.left = MAX_WORK
 
     def spend(self, amount: int) -> bool:
-        """True, so that it can stand in a condition."""
+        """Counts `amount`; raises TooMuchWorkError at the limit. Returns True, for use in a condition."""
         self.left -= amount
         if self.left < 0:
             raise TooMuchWorkError(f"more than {MAX_WORK:,} characters, items and steps of work")
         return True
 
     def step(self, amount: Any) -> bool:
-        """`spend` as a filter. A template can call it by name (`map("step!")`); it gives no work back."""
+        """`spend` as a filter. A template can call it (`map("step!")`), so it never gives work back."""
         if type(amount) is not int or amount < 0:
             raise SecurityError("no count")
         return self.spend(amount)
 
     def weigh(self, value: Any) -> Any:
-        """Spends what `value` weighs in full; returns `value`.
+        """Spends the full weight of `value`; returns `value`.
 
-        In full: a list that holds another twice counts it twice, as printing and comparing do. Forty such
-        lists in each other are 2^40 items.
+        Full weight: a list that holds another list twice counts it twice, as printing and comparing do. Forty
+        such lists in each other are 2^40 items.
         """
         if isinstance(value, str):  # nearly always
             self.left -= len(value)
@@ -111,13 +111,13 @@ class Work:
                 self.spend(ITEM * len(item))
                 waiting += item
             elif isinstance(item, Namespace):
-                raise SecurityError("a namespace is no text")  # nor can its size be told
+                raise SecurityError("a namespace is no text")  # and its size is not known
             else:
                 self.glance(item)
         return value
 
     def glance(self, value: Any) -> Any:
-        """Spends what `value` weighs from outside; returns `value`, an iterator with its items counted."""
+        """Spends the outer weight of `value`; returns it (an iterator then counts its items)."""
         if isinstance(value, str):
             self.spend(len(value))
         elif isinstance(value, int):
@@ -131,7 +131,7 @@ class Work:
         return value
 
     def before(self, name: str, operands: Sequence[Any]) -> None:
-        """Spends what an operation may take and make."""
+        """Spends the work of an operation on `operands`, before it is done."""
         self.spend(STEP)
         if name in _SHALLOW:
             for operand in operands[1:]:  # an attribute or a key is hashed
@@ -156,14 +156,14 @@ class Work:
         self.spend(makes)
 
     def _size(self, operand: Any) -> int:
-        """What it weighs, or the number that it is: that many copies, columns or digits are asked for."""
+        """The weight of a value; a number weighs its value: it may mean so many copies, columns or digits."""
         start = self.left
         self.weigh(operand)
         return abs(operand) if isinstance(operand, int) else start - self.left
 
 
 def _formatted(pattern: str, weight: int) -> int:
-    """Characters that `pattern` can make of values that weigh so much."""
+    """Number of characters that `pattern` can make of values with this weight."""
     if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", pattern):
         raise SecurityError(f"{pattern!r:.40} takes a width from a value")
     widths = [int(digits) for digits in re.findall(r"\d+", pattern)]
@@ -171,25 +171,25 @@ def _formatted(pattern: str, weight: int) -> int:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which work is counted. `start` comes before each rendering, `work` is what it has
-    left.
+    """Jinja's sandbox with a count of work. Call `start` before each rendering; `work` holds what is left of
+    the limit.
     """
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, **options: Any) -> None:
-        # Folding constants would do at compile time, uncounted, what is counted here.
+        # Constant folding would do the work at compile time, where it is not counted.
         super().__init__(optimized=False, finalize=_finalize, **options)
         del self.globals["lipsum"]  # random text of any length
         self.start()
 
     def start(self) -> None:
-        """Begins the count of a rendering."""
+        """Starts the count for a new rendering."""
         self.work = Work()
         self.filters |= {_STEP: self.work.step, _WEIGH: self.work.weigh, _GLANCE: self.work.glance}
 
     def meter(self) -> None:
-        """Counts the filters and tests that the environment has by now."""
+        """Wraps the filters and tests of the environment, so that they are counted."""
         own = (_STEP, _WEIGH, _GLANCE)
         self.filters |= {
             name: self._metered(name, function) for name, function in self.filters.items() if name not in own
@@ -197,7 +197,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING | _READING}
 
     def counted(self, source: str) -> nodes.Template:
-        """`source` parsed, with counts where the environment cannot intercept; `from_string` compiles it."""
+        """`source`, parsed, with counters where jinja offers no interception; `from_string` compiles it."""
         tree = self.parse(source)
         _insert_counts(tree)
         return tree
@@ -205,7 +205,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _metered(self, name: str, function: Any) -> Callable[..., Any]:
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
-            # A filter may ask for the context, which comes before the operands.
+            # A filter may take the context, which precedes the operands.
             first = int(isinstance(args[0], (Context, EvalContext, Sandbox)))
             self.work.before(name, [*args[first:], *kwargs.values()])
             return self.work.glance(function(*args, **kwargs))
@@ -213,11 +213,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return metered
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Counts a call; of a method of a value, what it will take."""
+        """Counts a call; for a method of a value, also the work that it will do."""
         self.work.spend(STEP + ITEM * (len(args) + len(kwargs)))
         bound = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
         owner = getattr(bound, "__self__", None)
-        # int.to_bytes makes, dict.fromkeys and str.maketrans (which has no owner) read any amount.
+        # int.to_bytes makes any amount; dict.fromkeys and str.maketrans (without an owner) read any amount.
         if isinstance(owner, (int, float, bytes, type)) or called is str.maketrans:
             raise SecurityError(f"{bound.__name__!r} is a method that templates do not need")
         if isinstance(owner, (str, list, tuple, dict, range, AnySet, ValuesView)):
@@ -228,8 +228,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
             if not self.is_safe_callable(called):
                 raise SecurityError(f"{bound.__name__!r} is not safely callable")
-            # Jinja adds the variables of the enclosing loop to `kwargs`, and takes them out again before it
-            # calls `metered`.
+            # Jinja adds the variables of the enclosing loop to `kwargs`, and removes them before it calls
+            # `metered`.
             return super().call(context, metered, *args, **kwargs)
         if called is dict or isinstance(owner, LoopContext):  # whose `changed` compares
             for argument in args:
@@ -237,7 +237,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Counts an operator. Integers stay of a size that arithmetic takes no time with."""
+        """Counts an operator. Limits the size of integers, so that arithmetic stays fast."""
         if operator == "+" and isinstance(left, str) and isinstance(right, str):  # nearly always
             self.work.spend(len(left) + len(right))
             return left + right
@@ -264,7 +264,7 @@ def _finalize(context: Context, value: Any) -> Any:
 
 
 def _insert_counts(tree: nodes.Template) -> None:
-    """Puts into `tree` the counts of what jinja compiles to plain Python."""
+    """Inserts counters into `tree` for the operations that jinja compiles to plain Python."""
     repeated: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
     for found in list(tree.find_all(repeated)):
         written = sum(len(text.data) for text in found.find_all(nodes.TemplateData))

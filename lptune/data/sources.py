@@ -1,15 +1,15 @@
-"""Rows from files and from the hub, each with the place where it stands, so that a bad one can be named.
+"""Reads source rows from files and from the hub, each with its place, so that an error can name it.
 
 .json   a list of objects, an object that holds one such list, or (as many tools write it) one object per line
 .jsonl  one object per line
 .csv    a header and rows
 .txt    the whole file is one text
 .parquet needs the extra `data`, hub ids the extra `datasets`
-builtin the instruction set that lptune makes itself
+builtin the instruction set that lptune generates
 A folder or a glob is one source: the rows of its files, one file after the other.
 
 Text is UTF-8; a byte order mark is dropped and CRLF read as a line feed. Lines and rows are counted from 1.
-Files are read as far as their rows are asked for.
+A file is read only as far as its rows are needed.
 """
 
 import csv
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     """One row of a source."""
 
     place: str
-    """`rows.jsonl line 12`."""
+    """Where the row is: `rows.jsonl line 12`."""
     values: dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of `source` (a file, a folder, a glob, a hub id or `builtin`), at most `max_rows`.
 
-    A row that cannot be read goes to `bad`. UserError for a source that is missing, empty or no data at all.
+    A row that cannot be read goes to `bad`. Raises UserError for a source that is missing, empty or not data.
     """
     rows = _open(source, bad, split)
     first = next(rows, None)
@@ -112,7 +112,7 @@ def _json_object(line: str) -> dict[str, Any]:
 
 
 def _json_problem(error: json.JSONDecodeError) -> str:
-    """`Unterminated string starting at column 12`."""
+    """The problem as text: `Unterminated string starting at column 12`."""
     return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
@@ -212,7 +212,7 @@ def _csv_rows(source: str, reader: Any, names: list[str], bad: BadRows) -> Itera
         except StopIteration:
             return
         except csv.Error as error:
-            # Where a quote is left open, all that follows is gone with it.
+            # An open quote swallows the rest of the file.
             raise UserError(f"{place}: not CSV: {error}; check the quotes") from None
         if not fields:
             continue
@@ -259,7 +259,7 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
     name, _, config = source.partition(":")
     try:
         table = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # datasets raises many kinds, network ones among them
+    except Exception as error:  # datasets raises many types, also for the network
         raise UserError(
             f"{source}: cannot load split {split!r} from the hub: {_first_line(error)}; check data.source "
             "and data.split"
@@ -284,6 +284,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _listed(names: Any) -> str:
-    """`a, b, c` of at most eight names."""
+    """At most eight of the names, as `a, b, c`."""
     names = [str(name) for name in names]
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -1,9 +1,9 @@
-"""Which tokens a folder adds to its vocabulary, and which of them have a name (`bos_token` …).
+"""The tokens that a folder adds to its vocabulary, and the names of some of them (`bos_token` …).
 
-They stand in up to four files that contradict each other: tokenizer.json, tokenizer_config.json, and in
-older folders special_tokens_map.json and added_tokens.json. Their order decides the ids of tokens that the
-vocabulary lacks, and the last one to name a token decides its flags (`lstrip`, `normalized` …), which change
-ids too. Both are transformers'.
+Up to four files list them, and contradict each other: tokenizer.json, tokenizer_config.json, and in older
+folders special_tokens_map.json and added_tokens.json. The order of the files decides the ids of tokens that
+the vocabulary lacks. The last file that names a token decides its flags (`lstrip`, `normalized` …), which
+also change ids. Order and flags follow transformers.
 """
 
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ Token = str | AddedToken
 
 
 class SpecialTokens(NamedTuple):
-    """What a folder's files say, in transformers' order."""
+    """The special and added tokens of a folder, in the order of transformers."""
 
     named: dict[str, Token]
     extra: list[Token]
-    """Special tokens without a name."""
+    """Special tokens that have no name."""
     added: list[AddedToken]
-    """All tokens outside of the plain vocabulary, special or not, by id."""
+    """All tokens outside of the plain vocabulary, special or not, sorted by id."""
 
     @property
     def texts(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` … as text; what a chat template sees."""
+        """`bos_token`, `eos_token` … -> text: the variables of a chat template."""
         return {name: str(token) for name, token in self.named.items()}
 
     def register(self, backend: tokenizers.Tokenizer, resets_flags: bool) -> None:
-        """Add them to `backend`."""
+        """Adds all tokens to `backend`."""
         tokens: list[Token] = list(self.added)
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         known |= {str(token) for token in tokens}
@@ -49,7 +49,7 @@ class SpecialTokens(NamedTuple):
 
 def special_tokens(spec: Spec, files: dict[str, Spec], kind: TokenizerClass) -> SpecialTokens:
     """The tokens of a folder. `spec` is tokenizer.json; `files` holds tokenizer_config.json and the others by
-    name. Raises TypeError and ValueError for entries that are no tokens.
+    name. Raises TypeError and ValueError for entries that are not tokens.
     """
     config = dict(files["tokenizer_config.json"])
     if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
@@ -101,7 +101,7 @@ def special_tokens(spec: Spec, files: dict[str, Spec], kind: TokenizerClass) -> 
 
 
 def _move_dict(config: Spec, own: dict[str, Any]) -> None:
-    """Extra special tokens with a name are tokens like `bos_token`."""
+    """Moves extra special tokens that have a name to the named ones, like `bos_token`."""
     if isinstance(config.get("extra_special_tokens"), dict):
         own.update(config.pop("extra_special_tokens"))
 

@@ -1,13 +1,13 @@
 """Chat templates: jinja programs that come with a checkpoint and write a conversation as the model's own
 text.
 
-They are rendered as transformers renders them (same environment, filters, globals and variables), so the
-text, and with it every token, is equal to `apply_chat_template`'s. They are also code of strangers, hence the
-sandbox: nothing of Python within reach, and a cap on the work of a rendering and on its output (sandbox.py).
+They are rendered as transformers renders them (same environment, filters, globals and variables), so the text
+and every token equal those of `apply_chat_template`. They are also code of other people, so they run in a
+sandbox: no access to Python, and limits on the work and the output of a rendering (sandbox.py).
 
-`{% generation %} … {% endgeneration %}` marks what the assistant itself writes. Here the block leaves two
-marks in the output, which are taken out again while their positions are noted; that stays right inside macros
-and loops.
+`{% generation %} … {% endgeneration %}` marks the text that the assistant writes. The block puts two marks
+into the output; the marks are then removed and their positions noted. This works inside macros and loops,
+too.
 """
 
 import json
@@ -27,16 +27,16 @@ from lptune.data.messages import REASONING_KEYS
 from lptune.data.sandbox import Sandbox, TooMuchWorkError
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
-"""A rendering longer than this is a runaway template, not a conversation."""
+"""Largest rendering. A longer one is an endless template, not a conversation."""
 
 MAX_SOURCE_CHARS = 256 * 1024
-"""Of a template's own text, ten times the longest in use: compiling it takes time and stack, too."""
+"""Largest template, ten times the longest in use: compiling one takes time and stack."""
 
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """A rendered conversation: its text and marks."""
 
     text: str
     marks: list[tuple[int, int]]
@@ -78,20 +78,20 @@ class ChatTemplate:
                 raise UserError(
                     f"{where}: line {error.lineno}: not a jinja template: {error.message}"
                 ) from None
-            except Exception as error:  # nesting deeper than jinja, or the Python that it writes, can be
+            except Exception as error:  # nesting too deep for jinja, or for the Python that it writes
                 raise UserError(f"{where}: not a jinja template: {type(error).__name__}: {error}") from None
 
     def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The jinja text used for a conversation with `tools` (or without)."""
+        """The jinja text that is used for a conversation with or without `tools`."""
         return self.sources[self._name(tools)]
 
     def has_marks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
-        """Whether the template says by `{% generation %}` what the assistant writes."""
+        """Whether the template marks by `{% generation %}` what the assistant writes."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source(tools)) is not None
 
     @property
     def work_left(self) -> int:
-        """Of `sandbox.MAX_WORK`, after the last rendering."""
+        """Rest of `sandbox.MAX_WORK` after the last rendering."""
         return self._environment.work.left
 
     def render(
@@ -101,7 +101,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """`messages` as text. Raises RowError with the template's own words when it refuses them."""
+        """`messages` as text. If the template refuses them, raises RowError with the template's message."""
         compiled = self._compiled[self._name(tools)]
         variables = {
             **self.special_tokens,
@@ -123,13 +123,13 @@ class ChatTemplate:
                     )
         except RowError:
             raise
-        except TooMuchWorkError as error:  # no row to skip: the next one would take as long
+        except TooMuchWorkError as error:  # not an error of the row: the next one would take as long
             raise UserError(f"{self.where}: takes {error} for {len(messages)} messages; fix it") from None
         except jinja2.TemplateError as error:
             raise RowError(
                 f"the chat template refuses it: {error.message or error}; change the row or {self.where}"
             ) from None
-        except Exception as error:  # a template is a program: anything can happen in it
+        except Exception as error:  # a template is a program and can fail in any way
             raise RowError(
                 f"the chat template fails on it: {type(error).__name__}: {error}; change the row or "
                 f"{self.where}"
@@ -141,7 +141,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` blocks."""
+    """Adds the block `{% generation %}` to jinja."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -184,7 +184,7 @@ def _environment(today: Date) -> Sandbox:
 
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template sees: no keys without a value, and reasoning under each name that templates read."""
+    """A message for the template: without empty keys, and with reasoning under each name that is in use."""
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}

@@ -1,7 +1,7 @@
-"""Text files, read as far as they are asked for: lines, and the values of a JSON text one after the other.
+"""Reads text files lazily: lines, and the values of a JSON text one after the other.
 
-No file is in memory as a whole but one that is a single value. What is wrong with one is found where it
-stands, after the rows before it.
+A file is never in memory as a whole, unless it is a single value. An error in a file is raised when reading
+gets there, after the rows before it were read.
 """
 
 import codecs
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1024 * 1024
 
 
 def read_text(source: str, path: Path) -> str:
-    """All of the file, line breaks as line feeds. Errors as `lines`."""
+    """The whole file, with line feeds as line breaks. Raises the same errors as `lines`."""
     try:
         with _open(source, path) as file:
             text = file.read().decode()
@@ -33,7 +33,7 @@ def read_text(source: str, path: Path) -> str:
 def lines(source: str, path: Path) -> Iterator[str]:
     """The lines of the file, each with its line feed (CRLF is one).
 
-    source: how messages name it. UserError for what is empty, no UTF-8, or cannot be read.
+    source: the name in messages. Raises UserError for a file that is empty, not UTF-8, or unreadable.
     """
     try:
         with _open(source, path) as file:
@@ -51,7 +51,7 @@ def lines(source: str, path: Path) -> Iterator[str]:
 
 
 def _open(source: str, path: Path) -> BinaryIO:
-    """The file, at its first character."""
+    """Opens the file, at its first character (after a byte order mark)."""
     file = path.open("rb")
     try:
         head = file.read(3)
@@ -71,7 +71,7 @@ def _open(source: str, path: Path) -> BinaryIO:
 
 
 class JsonText:
-    """The values of a JSON text, parsed one by one from a window of it."""
+    """Parses the values of a JSON text one by one, with only a window of the text in memory."""
 
     def __init__(self, source: str, path: Path) -> None:
         self._source, self._path = source, path
@@ -82,11 +82,11 @@ class JsonText:
         self._line, self._column = 1, 0  # of the window's first character
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file that is read."""
         self._file.close()
 
     def next_character(self) -> str:
-        """The next one that is no white space, which stays; empty at the end."""
+        """The next character that is not white space, without passing it; empty at the end."""
         while True:
             self._at = _NO_SPACE.search(self._text, self._at).start()  # type: ignore[union-attr]
             if self._at < len(self._text) or self._ended:
@@ -94,7 +94,7 @@ class JsonText:
             self._read_on()
 
     def skip(self, character: str) -> None:
-        """Goes past `character`, which must be the next."""
+        """Passes `character`. Raises UserError if it is not the next one."""
         if self.next_character() != character:
             raise self._error(
                 json.JSONDecodeError(f"Expecting {character!r} delimiter", self._text, self._at)
@@ -102,7 +102,7 @@ class JsonText:
         self._at += 1
 
     def value(self) -> Any:
-        """The value that begins at the next character. UserError for one that is not valid."""
+        """Parses the value that begins at the next character. Raises UserError if it is not valid."""
         self.next_character()
         while True:
             try:
@@ -116,13 +116,13 @@ class JsonText:
                     "fix the file"
                 ) from None
             else:
-                if end < len(self._text) or self._ended:  # else it may be the first half of a number
+                if end < len(self._text) or self._ended:  # otherwise it may be half of a number
                     self._at = end
                     return value
             self._read_on()
 
     def elements(self) -> Iterator[Any]:
-        """The elements of the list that begins at the next character, which must be all of the text."""
+        """The elements of the list that begins at the next character; no text may follow the list."""
         self.skip("[")
         if self.next_character() != "]":
             yield self.value()
@@ -134,11 +134,11 @@ class JsonText:
             raise self.extra_data()
 
     def extra_data(self) -> UserError:
-        """That the text goes on where it should end."""
+        """The error for text after the end of the JSON value."""
         return self._error(json.JSONDecodeError("Extra data", self._text, self._at))
 
     def _error(self, error: json.JSONDecodeError) -> UserError:
-        """What is wrong, and where in the file."""
+        """A UserError with the problem and its place in the file."""
         line = self._line + self._text.count("\n", 0, error.pos)
         before = self._text.rfind("\n", 0, error.pos)
         column = error.pos - before if before >= 0 else self._column + error.pos + 1
@@ -155,7 +155,7 @@ class JsonText:
             raw = self._file.read(max(CHUNK_BYTES, len(self._text)))
             self._text += self._bytes.decode(raw, final=not raw)
         except UnicodeDecodeError:
-            for _ in lines(self._source, self._path):  # which finds the line
+            for _ in lines(self._source, self._path):  # finds the line with the error
                 pass
             raise
         except OSError as error:

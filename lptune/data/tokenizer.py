@@ -1,10 +1,10 @@
 """The tokenizer of a checkpoint folder: text <-> ids, its special tokens and its chat templates.
 
-`tokenizers.Tokenizer` does the work, in Rust and on all cores; this module finds out from the folder's files
-what transformers would find out (which class rebuilds what, which tokens are special, which template counts),
-so that ids are equal to AutoTokenizer's.
+`tokenizers.Tokenizer` does the work, in Rust and on all cores. This module reads the files of the folder as
+transformers does (which class rebuilds what, which tokens are special, which template counts), so that ids
+equal those of AutoTokenizer.
 
-Characters map to tokens through `encode_batch`'s encodings. Their offsets include a token's leading space
+The encodings of `encode_batch` map characters to tokens. Offsets of a token include its leading space
 (`trim_offsets` is switched off), so a span of text is exactly the tokens that hold one of its characters.
 """
 
@@ -27,9 +27,9 @@ from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 from lptune.data.tokenizer_classes import CLASSES, TokenizerClass, loading_class, refusal, untrim_offsets
 
 _MAX_JSON_CHARS = 256 * MEBI
-"""The tokenizer.json of a vocabulary of 262,144 has 33 MB."""
+"""Largest tokenizer.json in characters; that of a vocabulary of 262,144 has 33 MB."""
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
-"""Of a file that data.chat_template may name."""
+"""Suffixes of a file that data.chat_template may name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,41 +39,41 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     """The Rust tokenizer."""
     folder: Path
-    """Where it was read."""
+    """The folder that it was read from."""
     special_tokens: dict[str, str]
-    """`bos_token`, `eos_token` … as text; what a chat template sees."""
+    """`bos_token`, `eos_token` … -> text: the variables of a chat template."""
     bos_id: int | None
     eos_id: int | None
     pad_id: int
-    """Padding; the eos token, else 0, where the folder names none."""
+    """Id of padding. If the folder names none: the eos token, or 0."""
     prefix_ids: tuple[int, ...]
-    """What the tokenizer puts before every text when asked for special tokens (usually bos, or nothing)."""
+    """Ids that the tokenizer puts before every text with `add_special` (usually bos, or nothing)."""
     suffix_ids: tuple[int, ...]
-    """The same for the end."""
+    """Ids that it puts after every text with `add_special`."""
     template: ChatTemplate | None
-    """The chat template in use."""
+    """The chat template in use; None: there is none."""
     alphabet: Alphabet | None
-    """What can be spelled, where the tokenizer drops characters; else None."""
+    """The known characters, if the tokenizer drops others; otherwise None."""
     continuation: str
-    """A special token's text: what follows it is tokenized as in the middle of a text. Empty where a text's
-    start is nothing special.
+    """Text of a special token. Text after it is tokenized as in the middle of a text. Empty if the start of a
+    text is tokenized no differently.
     """
 
     infill_token: str = ""
-    """A text that holds it is refused: transformers takes it apart into prefix and suffix."""
+    """A text with this token is refused: transformers splits such a text into prefix and suffix."""
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja source of the chat template, to be written beside an export; None where there is none."""
+        """The jinja source of the chat template, for exports; None if there is none."""
         return self.template.sources["default"] if self.template else None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of `text`; with `add_special` also what the tokenizer puts around every text."""
+        """Ids of `text`; with `add_special` also those that the tokenizer puts around every text."""
         self._refuse_infilling([text])
         with rust.errors_of(self.folder):
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
@@ -85,23 +85,23 @@ class Tokenizer:
         """Encodings of many texts, on all cores. Without `offsets` it is faster, and characters do not map to
         tokens.
         """
-        # Said outright, so that a later fork (torch.compile's workers) is not greeted with a warning.
+        # Set explicitly, so that a later fork (workers of torch.compile) does not print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self._refuse_infilling(texts)
         encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
-        with rust.errors_of(self.folder):  # of a token for the unknown that the vocabulary lacks
+        with rust.errors_of(self.folder):  # such as an unknown token that is not in the vocabulary
             encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
         return encodings
 
     def _refuse_infilling(self, texts: Sequence[str]) -> None:
         if self.infill_token and any(self.infill_token in text for text in texts):
             raise UserError(
-                f"{self.folder}: a text holds {self.infill_token}, at which transformers takes it apart into "
+                f"{self.folder}: a text holds {self.infill_token}, at which transformers splits it into "
                 "prefix and suffix; write their tokens yourself, or remove it"
             )
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`."""
+        """The text of `ids`, by default without special tokens."""
         text: str = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         return text
 
@@ -112,8 +112,8 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """`messages` as text, by the chat template; encode it with `add_special=False`. UserError without a
-        template.
+        """`messages` as text, by the chat template. Encode the result with `add_special=False`. Raises
+        UserError without a template.
         """
         if self.template is None:
             raise UserError(
@@ -141,9 +141,7 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
-        """Texts that the tokenizer never splits and that mean something to the model: `<|im_end|>`, `</s>`
-        …
-        """
+        """Texts of special tokens, which the tokenizer never splits: `<|im_end|>`, `</s>` …"""
         added = self.backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
@@ -152,9 +150,10 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     """The tokenizer in `folder` (tokenizer.json, and tokenizer_config.json, chat_template.jinja … where
     present).
 
-    `chat_template` (the config's `data.chat_template`) replaces the folder's own: jinja text, a path, or
-    `none`. `date` is what a template that writes today's date sees; a resumed run passes the day it started,
-    or its tokens change at midnight. UserError for a missing or broken file, naming it.
+    `chat_template` (`data.chat_template` of the config) replaces that of the folder: jinja text, a path, or
+    `none`. `date`: today for templates that write the date. A resumed run passes the day of its start, since
+    its tokens must not change at midnight. Raises UserError, with the name of the file, for a missing or
+    broken file.
     """
     folder = Path(folder)
     spec, is_byte_level = _read_spec(folder)
@@ -205,7 +204,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
 
 
 def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
-    """tokenizer.json, and whether the word "ByteLevel" stands in it, which decides about the class."""
+    """tokenizer.json, and whether it contains the word "ByteLevel", which decides about the class."""
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; model.path names a Hugging Face checkpoint folder")
@@ -230,7 +229,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, _MAX_JSON_CHARS)
         values = json.loads(text)
-        if "\\ud" in text:  # pairs of \ud83d\ude00 are a character, one of them is no text
+        if "\\ud" in text:  # a pair \ud83d\ude00 is a character, half of it is not text
             json.dumps(values, ensure_ascii=False).encode()
     except FileNotFoundError:
         return {}
@@ -244,7 +243,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_types(path: Path, config: dict[str, Any]) -> None:
-    """The values of tokenizer_config.json that are read here. UserError for one of another type."""
+    """Raises UserError for a value of tokenizer_config.json with a wrong type, among those read here."""
     expected = {
         "tokenizer_class": (str,), "chat_template": (str, list), "added_tokens_decoder": (dict,),
         "additional_special_tokens": (list, dict), "extra_special_tokens": (list, dict),
@@ -294,7 +293,7 @@ def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
 
 
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text."""
+    """Ids that the post-processor puts before and after a text."""
     encoding = backend.encode("a", add_special_tokens=True)
     inner = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
     if not inner:
@@ -303,7 +302,7 @@ def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
 
 
 def _continuation(backend: tokenizers.Tokenizer, special: dict[str, str]) -> str:
-    """Sentencepiece-like tokenizers put a space before a text, but not after a special token."""
+    """`Tokenizer.continuation`: tokenizers like sentencepiece put a space before a text, not within it."""
     alone = backend.encode("a", add_special_tokens=False).ids
     for text in special.values():
         after = backend.encode(f"{text}a", add_special_tokens=False).ids
@@ -313,11 +312,11 @@ def _continuation(backend: tokenizers.Tokenizer, special: dict[str, str]) -> str
 
 
 def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """The folder's chat templates by name. Files win over tokenizer_config.json, as in transformers."""
+    """Name -> chat template of the folder. Files win over tokenizer_config.json, as in transformers."""
     path = folder / "chat_template.jinja"
     extras = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if path.is_file() or extras:
-        # Transformers writes a byte order mark like any other character.
+        # transformers keeps a byte order mark as a character.
         named = {file.stem: _read_text(file, "utf-8") for file in extras}
         if path.is_file():
             named = {"default": _read_text(path, "utf-8")} | named
@@ -355,11 +354,11 @@ def _given_template(value: str) -> dict[str, str]:
     try:
         path = path.expanduser()
         exists = looks_like_path and path.is_file()
-    except (OSError, RuntimeError):  # longer than a file name can be; the home of an unknown user
+    except (OSError, RuntimeError):  # too long for a file name, or the home of an unknown user
         exists = False
     if exists:
-        # The template is exported, and so published, and a config may come from a stranger: of the user's
-        # files it can name those alone that say they are templates.
+        # The template is exported, so it may be published, and a config may come from other people. So it
+        # may only name files whose suffix says that they are templates.
         for file in (path, path.resolve()):
             if file.suffix not in TEMPLATE_SUFFIXES:
                 raise UserError(

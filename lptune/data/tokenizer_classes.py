@@ -1,11 +1,10 @@
-"""What `tokenizer_class` changes: the parts of tokenizer.json that transformers replaces when it loads a
-folder.
+"""Effects of `tokenizer_class`: transformers replaces parts of tokenizer.json when it loads a folder.
 
-Since version 5, transformers' AutoTokenizer keeps only vocabulary, merges and post-processor of
-tokenizer.json for some classes and rebuilds normalizer, pre-tokenizer and decoder from the class. A Llama 2
-file, for instance, puts "▁" before every piece between two special tokens, the class only before the first.
-Ids then differ between file and library. A model fine-tuned here is used through transformers (or vLLM, which
-calls it), so its choice is followed. A class whose ids are not known to be equal is refused:
+For some classes, AutoTokenizer of transformers 5 and newer keeps only vocabulary, merges and post-processor
+of tokenizer.json, and rebuilds normalizer, pre-tokenizer and decoder from the class. For example, the file of
+Llama 2 puts "▁" before every piece between two special tokens, the class only before the first. The file and
+the library then give different ids. A model that is fine-tuned here is used through transformers (or vLLM,
+which calls it), so lptune follows transformers. A class is refused unless its ids are known to be equal:
 `python -m tests.data.fuzz_tokenizers` compares all classes of transformers id for id.
 """
 
@@ -14,28 +13,28 @@ from collections.abc import Callable
 from typing import Any
 
 Spec = dict[str, Any]
-"""tokenizer.json, tokenizer_config.json … as read."""
+"""The parsed content of tokenizer.json, tokenizer_config.json …"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerClass:
-    """One class of transformers."""
+    """What one tokenizer class of transformers does."""
 
     rebuild: Callable[[Spec, Spec], None] | None = None
-    """Rewrites tokenizer.json in place, given tokenizer_config.json; None: the class takes it as it is."""
+    """Rewrites tokenizer.json in place, given tokenizer_config.json; None: the class does not change it."""
     special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Those that the class has where the folder names none, in the order in which it registers them."""
+    """Special tokens of the class for names that the folder lacks, in the order of registration."""
     extra_special_tokens: tuple[str, ...] = ()
-    """The same, without a name."""
+    """Special tokens of the class without a name."""
     writes_bos: bool = False
-    """Whether it puts bos before every text whatever tokenizer.json says."""
+    """Whether the class puts bos before every text, even if tokenizer.json does not."""
     infill_token: str = ""
-    """A text that holds it is taken apart into prefix and suffix."""
+    """A text with this token is split into prefix and suffix."""
     resets_flags: bool = False
-    """Whether special tokens lose their `lstrip`, `rstrip` … at the end."""
+    """Whether the class finally resets `lstrip`, `rstrip` … of special tokens."""
 
 
-# Families whose registered class transformers uses unless the folder declares another one of its own.
+# Families for which transformers uses the registered class unless the folder declares another one.
 _REGISTERED = {
     "qwen2": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
@@ -48,7 +47,7 @@ _REGISTERED = {
     "olmo2": "TokenizersBackend",
     "granite": "TokenizersBackend",
 }
-# For these the registered class wins over any that the folder declares.
+# For these the registered class wins over the class that the folder declares.
 _REGISTERED_WINS = ("qwen2", "phi3")
 
 _QWEN2_PATTERN = (
@@ -69,9 +68,9 @@ _STRIP_DECODER = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def loading_class(is_byte_level: bool, config: Spec, model_config: Spec) -> str:
-    """The name of the transformers class that AutoTokenizer loads, without code of the checkpoint's own.
+    """The name of the class that AutoTokenizer of transformers loads, without code from the checkpoint.
 
-    is_byte_level: whether tokenizer.json holds the word "ByteLevel" in quotes. `config` is
+    is_byte_level: whether tokenizer.json contains "ByteLevel" in quotes. `config` is
     tokenizer_config.json, `model_config` config.json (empty where absent).
     """
     declared = str(config.get("tokenizer_class") or model_config.get("tokenizer_class") or "")
@@ -133,7 +132,7 @@ def _gpt_neox(spec: Spec, config: Spec) -> None:
 
 
 def _unknown_token(config: Spec) -> str:
-    # The class hands `str(unk_token)` to BPE, None included.
+    # The class passes `str(unk_token)` to BPE, also for None.
     return str(token_text(config["unk_token"])) if "unk_token" in config else "<unk>"
 
 
@@ -153,7 +152,7 @@ def _set_byte_level(spec: Spec, config: Spec, *, normalizer: Spec | None) -> Non
 
 
 def _set_model(spec: Spec, *, fuse_unk: bool, byte_fallback: bool, affix: str | None) -> None:
-    # Most classes hand no unk_token to BPE: a character outside of the vocabulary vanishes instead of
+    # Most classes pass no unk_token to BPE: a character outside of the vocabulary vanishes instead of
     # becoming <unk>. No class keeps tokenizer.json's added tokens: they are registered anew.
     spec["model"].update(
         dropout=None, unk_token=None, continuing_subword_prefix=affix, end_of_word_suffix=affix,
@@ -198,11 +197,13 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "Qwen3_5Tokenizer": TokenizerClass(rebuild=_qwen(_QWEN3_5_PATTERN), special_tokens=_QWEN_TOKENS),
 }  # fmt: skip
-"""By name. A class that is not here is refused."""
+"""Class name -> its effects. A class that is not listed is refused."""
 
 
 def refusal(name: str, spec: Spec, config: Spec) -> str | None:
-    """Why ids equal to transformers' are not known for class `name` on these files; None where they are."""
+    """Why class `name` may give other ids than transformers on these files; None if ids are known to be
+    equal.
+    """
     if name not in CLASSES:
         return (
             f"tokenizer_class: transformers' {name} is not known to give the ids of tokenizer.json; where it "
@@ -230,8 +231,8 @@ def refusal(name: str, spec: Spec, config: Spec) -> str | None:
 
 
 def untrim_offsets(node: Any) -> None:
-    """Switch `trim_offsets` off everywhere in `node`: it changes no id, and a token's characters then include
-    its space.
+    """Switches `trim_offsets` off everywhere in `node`. Ids stay the same, and the offsets of a token then
+    include its space.
     """
     if isinstance(node, dict):
         if "trim_offsets" in node:

@@ -1,21 +1,21 @@
-"""Which characters of a rendered conversation the assistant writes itself.
+"""Finds the characters of a rendered conversation that the assistant writes.
 
-Where the template has `{% generation %}` marks, they say it. Elsewhere the conversation is rendered step by
-step: the text of `messages[:i]` with the generation prompt is what the model is given before turn i, the text
-of `messages[:i+1]` what there is after it; the difference is the turn. It ends with the token that closes a
-turn (`<|im_end|>`, `</s>`), a target because the model must learn to stop; white space after that token is
-the template's.
+If the template has `{% generation %}` marks, they tell. Otherwise the conversation is rendered step by step:
+the text of `messages[:i]` with the generation prompt is the input of the model before turn i; the text of
+`messages[:i+1]` is the text after turn i; the difference is turn i. A turn ends with the token that closes it
+(`<|im_end|>`, `</s>`), which is a target, because the model must learn to stop. White space after that token
+belongs to the template.
 
-Three habits of templates break the plain difference, and each has an exact way out:
+Some templates need more than this difference. There are three cases, and each has an exact solution:
 - The template ignores `add_generation_prompt`, or its prompt opens reasoning (`<think>`) that earlier turns
-  do not show. Then the whole conversation is rendered twice with other contents in place of the turn's: what
-  differs is the turn.
+  do not show. Then the whole conversation is rendered twice with two other contents for the turn: the part
+  that differs is the turn.
 - It always writes the assistant's header at the end (Llama 3 once did). Then the turn ends with the first
   special token after its content.
-- It rewrites earlier turns (Qwen3 drops their reasoning). Then the text after the turn is no prefix of the
-  whole. Again what follows the two other contents follows the turn; failing that, the turn ends at the first
-  closing text after its start, as seen on a probe conversation.
-Anything else is one line asking for marks, never a guess.
+- It rewrites earlier turns (Qwen3 drops their reasoning). Then the text after the turn is not a prefix of the
+  whole. The text that follows both other contents follows the turn; if that fails, the turn ends at the first
+  closing text after its start, which a probe conversation shows.
+In any other case an error of one line asks for marks; the code never guesses.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from lptune.data.errors import RowError
 from lptune.data.templates import ChatTemplate, Rendered
 
-# Two contents that differ in their first and last character, and that no template treats specially.
+# Two contents with different first and last characters, which no template treats specially.
 _PROBES = ("qzx assistant probe zxq", "vjk assistant probe kjv")
 _ASK_FOR_MARKS = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in data.chat_template"
@@ -32,13 +32,13 @@ _ASK_FOR_MARKS = (
 
 
 class Turns(NamedTuple):
-    """A rendered conversation and what of it the assistant writes."""
+    """A rendered conversation with the spans of the assistant."""
 
     text: str
     spans: list[tuple[int, int]]
     """Character spans, in order, one per assistant turn (or per mark)."""
     num_rewritten: int
-    """Turns that the template writes differently once the conversation goes on."""
+    """Number of turns that the template writes differently when the conversation goes on."""
 
 
 class TurnFinder:
@@ -52,7 +52,7 @@ class TurnFinder:
     def find(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Turns:
-        """Render `messages` and tell the assistant's spans. Raises RowError where they cannot be told
+        """Renders `messages` and finds the spans of the assistant. Raises RowError if they cannot be found
         exactly.
         """
         whole = self.template.render(messages, tools)
@@ -77,14 +77,14 @@ class TurnFinder:
         is_prefix = given is not None and whole.startswith(given)
         if given is not None and is_prefix and self._heeds_generation_prompt(tools):
             return len(given)
-        # No generation prompt to go by: the turn starts where its content does.
+        # Without a generation prompt, the turn starts where its content does.
         for before, _ in self._around(messages, tools, i):
             if whole.startswith(before):
                 # A space before the content is part of its first token in many tokenizers.
                 spaced = given is not None and is_prefix and not before[len(given) :].strip()
                 return len(given) if given is not None and spaced else len(before)
         raise RowError(
-            f"the start of assistant message {i + 1} cannot be told from the chat template's text; "
+            f"the start of assistant message {i + 1} cannot be found in the chat template's text; "
             f"{_ASK_FOR_MARKS}"
         )
 
@@ -99,7 +99,7 @@ class TurnFinder:
                 return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False
             if upto.endswith(closing.tail):
                 return max(start, len(upto) - len(closing.tail) + len(closing.text)), False
-            # A call may end otherwise than an answer: Llama 3's in <|eom_id|>, Gemma 4's in <|tool_response>.
+            # A call may end differently from an answer: in Llama 3 <|eom_id|>, in Gemma 4 <|tool_response>.
             end = len(upto.rstrip())
             if messages[i].get("tool_calls") and end > start and self._ends_special(upto):
                 return end, False
@@ -111,7 +111,7 @@ class TurnFinder:
                 return end + len(closing.text), not last
         if closing is None or closing.text not in whole.text[start:]:
             raise RowError(
-                f"the end of assistant message {i + 1} cannot be told from the chat template's text; "
+                f"the end of assistant message {i + 1} cannot be found in the chat template's text; "
                 f"{_ASK_FOR_MARKS}"
             )
         content = messages[i].get("content")
@@ -119,7 +119,7 @@ class TurnFinder:
             raise RowError(
                 f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the "
                 "chat template rewrites earlier "
-                f"turns, so that its end cannot be told; {_ASK_FOR_MARKS}"
+                f"turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
 
@@ -130,11 +130,11 @@ class TurnFinder:
     def _around(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
     ) -> Iterator[tuple[str, str | None]]:
-        """The text before the content of message i and the text after it, as far as the content does not
-        change them. The second is None where it is not that of the whole conversation.
+        """The text before and after the content of message i, as far as it does not depend on the content.
+        The second is None if the whole conversation has another text there.
         """
         plain, rest = {"role": "assistant"}, messages[i + 1 :]
-        # With its tool calls, too: some templates refuse a tool's result that no call precedes.
+        # With tool calls: some templates refuse the result of a tool without a call before it.
         for message, following in ((plain, rest), (messages[i], rest), (plain, [])):
             texts = [
                 self._try([*messages[:i], {**message, "content": probe}, *following], tools)
@@ -164,15 +164,15 @@ class TurnFinder:
         return self._heeds[source]
 
     def closing_token(self) -> str | None:
-        """The special token that ends an assistant turn; None where there is none, so that a model would not
-        learn to stop.
+        """The special token that ends an assistant turn; None if there is none (a model would not learn to
+        stop).
         """
         closing = self._closing(None)
         text = closing.text if closing else ""
         return next((token for token in self.template.special_texts if token and text.endswith(token)), None)
 
     def _probe_closing(self, tools: Any) -> "_Closing | None":
-        """What follows the content of an assistant turn, read off a conversation of three messages."""
+        """The text that follows the content of an assistant turn in a conversation of three messages."""
         user, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBES[0]}
         ended, continued = self._try([user, answer], tools), self._try([user, answer, user], tools)
         if ended is None or _PROBES[0] not in ended:
@@ -181,7 +181,7 @@ class TurnFinder:
         text = tail
         if continued is not None and _PROBES[0] in continued:
             next_text = continued.rpartition(_PROBES[0])[2]
-            if not next_text.startswith(tail):  # the template always appends the assistant's header
+            if not next_text.startswith(tail):  # the template appends the header in any case
                 text = tail[: _common_prefix(tail, next_text)]
                 text = _first_special(text, self.template.special_texts)
         text = text[: len(text) - len(_after_special(text, self.template.special_texts))]
@@ -198,42 +198,40 @@ class TurnFinder:
 
 class _Closing(NamedTuple):
     tail: str
-    """All that the template writes after the content of the last turn."""
+    """Everything that the template writes after the content of the last turn."""
     text: str
-    """The part of it that belongs to the turn: up to and including the closing token."""
+    """The part of `tail` that belongs to the turn: up to and including the closing token."""
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:
-    """An assistant's message, unless its `weight` is 0."""
+    """Whether `message` is one of the assistant with a `weight` other than 0."""
     return message.get("role") == "assistant" and message.get("weight", 1) != 0
 
 
 def _marks_to_learn(
     marks: list[tuple[int, int]], messages: Sequence[Mapping[str, Any]]
 ) -> list[tuple[int, int]]:
-    """`marks` without those of messages of weight 0; RowError where it cannot be told which these are."""
+    """`marks` without those of messages of weight 0. Raises RowError if these cannot be identified."""
     answers = [message for message in messages if message.get("role") == "assistant"]
     if all(_is_learned(message) for message in answers):
         return marks
     if len(marks) != len(answers):
         raise RowError(
             f"has a message of weight 0, and the chat template marks {len(marks)} spans in {len(answers)} "
-            "assistant messages, so that it cannot be told which to leave out; remove the weight"
+            "assistant messages, so that it is unclear which to leave out; remove the weight"
         )
     return [mark for mark, message in zip(marks, answers, strict=True) if _is_learned(message)]
 
 
 def _after_special(text: str, special_texts: frozenset[str]) -> str:
-    """White space at the end of `text` that stands after a special token; empty where no special token
-    precedes it.
-    """
+    """White space at the end of `text`, if a special token stands right before it; otherwise empty."""
     stripped = text.rstrip()
     ends_special = any(token and stripped.endswith(token) for token in special_texts)
     return text[len(stripped) :] if ends_special else ""
 
 
 def _first_special(text: str, special_texts: frozenset[str]) -> str:
-    """`text` up to the end of the first special token in it; all of it where there is none."""
+    """`text` up to the end of its first special token; all of it if it has none."""
     ends = [
         (text.index(token), text.index(token) + len(token))
         for token in special_texts
@@ -243,8 +241,8 @@ def _first_special(text: str, special_texts: frozenset[str]) -> str:
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix, by bisection: comparing slices is C, comparing characters is
-    not.
+    """Length of the longest common prefix, by bisection: comparing slices is fast, comparing characters in
+    Python is not.
     """
     low, high = 0, min(len(a), len(b))
     while low < high:

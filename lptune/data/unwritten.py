@@ -1,8 +1,8 @@
-"""What of a conversation its chat template leaves out.
+"""Finds the parts of a conversation that its chat template leaves out.
 
-Many templates pass over what they do not know: a system message, a tool's result, reasoning. The rendered
-text then lacks it without a word. A part is written if it stands in the text, or else if the text changes
-with it.
+Many templates silently drop parts that they do not support: a system message, the result of a tool,
+reasoning. A part counts as written if the rendered text contains it, or if the text changes when the part
+changes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ _PROBE_TOOL = {
         "arguments": {"qzx": 1},
     },
 }
-"""A call, or the definition of what it calls."""
+"""Used both as a tool call and as the definition of a tool."""
 _SURE_CHARACTERS = 16
-"""A text so long does not stand in a conversation by accident."""
+"""Length from which a text is not contained in a conversation by accident."""
 _KINDS = {"system": "system messages", "user": "user messages", "tool": "tool results"}
 SYSTEM = _KINDS["system"]
 TOOLS = "tool definitions"
@@ -40,8 +40,8 @@ class UnwrittenFinder:
         self._written: dict[tuple[Any, ...], bool] = {}
 
     def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[str, int]]:
-        """What of `messages`, rendered as `text`, is left out: its kind (`system messages`, …) and the number
-        of its message. Tool definitions stand at -1.
+        """The parts of `messages` that are missing in `text`, the rendering: (kind such as `system messages`,
+        number of the message). Tool definitions have the number -1.
         """
         found = [
             (kind, i)
@@ -60,7 +60,7 @@ class UnwrittenFinder:
         is_long = isinstance(value, str) and len(value) >= _SURE_CHARACTERS
         if is_long and value.strip() in text:
             return True
-        # What a template does with a short text, or a call, depends on where its message stands.
+        # How a template treats a short text, or a call, depends on the position of the message.
         around = [messages[j].get("role") if 0 <= j < len(messages) else None for j in (i - 1, i, i + 1)]
         place = (key, bool(tools), i == 0, *around, *sorted(messages[i]))
         if is_long or place not in self._written:
@@ -77,7 +77,7 @@ class UnwrittenFinder:
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, Any]]:
-    """The parts of a message that should be written: what to call it, its key, another value for it."""
+    """The parts of a message that should be written: (name of the part, key, another value for a test)."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str) and content.strip():
         yield _KINDS.get(str(role), "texts of assistant messages"), "content", _PROBE

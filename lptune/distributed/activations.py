@@ -1,9 +1,9 @@
 """The collectives of tensor and sequence parallelism, each with its gradient.
 
-A matrix that is cut over ranks makes two kinds of layers. A column-parallel one has some of the output's
-features, and needs all tokens of its input; a row-parallel one has some of the input's features, and its
-output is a sum over ranks. Between the two nothing is exchanged. Around them (norms, residuals) each rank
-either holds all tokens or, with sequence parallelism, its share of every row:
+There are two kinds of layers whose matrix is cut over ranks. A column-parallel layer computes a part of the
+output features, and needs all tokens of its input. A row-parallel layer reads a part of the input features,
+and its output is a sum over ranks. Between the two nothing is exchanged. Around them (norms, residuals) each
+rank holds all tokens or, with sequence parallelism, its share of the tokens of every row:
 
                          forward                backward
     gather_tokens        all-gather             reduce-scatter       before column-parallel layers
@@ -11,12 +11,12 @@ either holds all tokens or, with sequence parallelism, its share of every row:
     copy_tokens          nothing                all-reduce           the two without
     sum_tokens           all-reduce             nothing              sequence parallelism
 
-Sums and gathers are in the dtype of the activations. `gather_tokens_low` is the exception: the layers behind
-it want 8-bit numbers, so that is what is gathered, once for all of them. What they get is q and scale, and a
+Sums and gathers use the dtype of the activations. `gather_tokens_low` is the exception: the layers behind it
+need 8-bit values, so it gathers 8-bit values, once for all of these layers. It returns q and scale, and a
 tensor without storage that carries the gradient (linear.QuantizedTokens).
 
-Functional collectives, by the name of their group: the compiler can trace them, and they allocate what they
-return.
+These are functional collectives, with the name of their group: the compiler can trace them, and they allocate
+their result.
 
 Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / ranks rounded up, T = B * S.
 """
@@ -36,7 +36,7 @@ _TOKENS = 1  # the dim of tokens in (B, S, K)
 
 
 class Group(NamedTuple):
-    """The ranks of one mesh axis. Plain values: constants to the compiler."""
+    """The ranks of one mesh axis, as plain values, which are constants for the compiler."""
 
     name: str
     size: int
@@ -44,19 +44,21 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Group":
-        """mesh: of one axis."""
+        """The group of a mesh with one axis."""
         group = mesh.get_group()
         return cls(group.group_name, group.size(), mesh.get_local_rank())
 
 
 def gather_tokens(x_BsK: Tensor, group: Group) -> Tensor:
-    """(B, s, K) of each rank -> (B, S, K) on all."""
+    """All-gathers tokens: (B, s, K) of each rank -> (B, S, K) on all ranks."""
     x_BSK: Tensor = _GatherTokens.apply(x_BsK, group)  # type: ignore[no-untyped-call]
     return x_BSK
 
 
 def scatter_tokens(x_BSK: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of (B, S, K), of which each gets (B, s, K). UserError if S does not divide."""
+    """Reduce-scatters tokens: sums (B, S, K) over ranks, each gets (B, s, K). UserError if S is not s *
+    ranks.
+    """
     if x_BSK.shape[_TOKENS] % group.size:
         raise UserError(
             f"parallel.sequence: {x_BSK.shape[_TOKENS]} tokens of a row do not divide among {group.size} "
@@ -67,27 +69,27 @@ def scatter_tokens(x_BSK: Tensor, group: Group) -> Tensor:
 
 
 def copy_tokens(x_BSK: Tensor, group: Group) -> Tensor:
-    """Unchanged; what ranks find to be its gradient is summed."""
+    """Identity in forward; all-reduces the gradient in backward."""
     copied: Tensor = _CopyTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
     return copied
 
 
 def sum_tokens(x_BSK: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, on all of them."""
+    """All-reduces (sums) in forward; identity in backward."""
     summed: Tensor = _SumTokens.apply(x_BSK, group)  # type: ignore[no-untyped-call]
     return summed
 
 
 def gather_words(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """(…, v) of each rank -> (…, V) on all; the last ranks may have fewer than v."""
+    """All-gathers logits: (…, v) of each rank -> (…, V) on all. The last ranks may have fewer than v."""
     gathered: Tensor = _GatherWords.apply(logits, group, vocab_size)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def gather_tokens_low(x_BsK: Tensor, spec: LinearSpec, group: Group) -> QuantizedTokens:
-    """`gather_tokens` of what layers of `spec` would quantize, quantized before: the same bits.
+    """`gather_tokens`, but quantized before the gather as layers of `spec` would after it: the same bits.
 
-    Rows bring their scales along. One scale for all tokens takes an all-reduce of one number first.
+    Row scales are gathered with the rows. One scale for all tokens needs an all-reduce of one number first.
     """
     return QuantizedTokens(*_GatherTokensLow.apply(x_BsK, spec, group))  # type: ignore[no-untyped-call]
 
@@ -95,11 +97,11 @@ def gather_tokens_low(x_BsK: Tensor, spec: LinearSpec, group: Group) -> Quantize
 def vocab_parallel_cross_entropy(
     logits_tv: Tensor, labels_t: Tensor, group: Group, first_word: int, ignore_index: int
 ) -> Tensor:
-    """F.cross_entropy(logits_tV, labels_t, reduction="sum"), the logits cut over ranks.
+    """F.cross_entropy(logits_tV, labels_t, reduction="sum") with logits that are cut over ranks.
 
-    logits_tv: float32, this rank's words, `first_word` and on, at least one. Three numbers per token are
-    exchanged: the largest logit, the sum of exponentials, the label's logit. Returns a float32 scalar, equal
-    on all ranks.
+    logits_tv: float32, for the words of this rank from `first_word` on, at least one. Ranks exchange three
+    numbers per token: the largest logit, the sum of exponentials, and the logit of the label. Returns a
+    float32 scalar, equal on all ranks.
     """
     loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_tv, labels_t, group, first_word, ignore_index
@@ -108,7 +110,7 @@ def vocab_parallel_cross_entropy(
 
 
 def all_reduce(x: Tensor, operation: str, group: Group) -> Tensor:
-    """operation: sum | max. A new tensor, without a gradient of its own."""
+    """All-reduces into a new tensor, which has no gradient. operation: sum | max."""
     functional = torch.ops._c10d_functional
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group.name))
     return reduced
@@ -117,7 +119,7 @@ def all_reduce(x: Tensor, operation: str, group: Group) -> Tensor:
 def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     functional = torch.ops._c10d_functional
     x_ = functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    gathered: Tensor = functional.wait_tensor(x_)  # ranks one after the other along dim 0
+    gathered: Tensor = functional.wait_tensor(x_)  # ranks are stacked along dim 0
     if dim == 1 and x.shape[0] == 1:  # no copy
         return gathered.reshape(1, -1, *x.shape[2:])
     return gathered if dim == 0 else torch.cat(gathered.chunk(group.size), dim=dim)
@@ -187,7 +189,7 @@ class _GatherWords(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        # All ranks go on with the same logits, so each has the whole gradient.
+        # All ranks use the same logits, so each rank has the whole gradient.
         return g[..., ctx.first : ctx.first + ctx.num_words].contiguous(), None, None
 
 
@@ -203,7 +205,7 @@ class _GatherTokensLow(torch.autograd.Function):
             q, scale = unpack_rows(packed_BSR.flatten(0, 1), batch * num_tokens * group.size, dtype)
         else:
             amax_11 = x_tK.abs().amax().float().view(1, 1)
-            # NaN has no order that every backend agrees on; inf does, and gives the same scale.
+            # Backends order NaN differently; inf has one order, and gives the same scale.
             amax_11 = all_reduce(torch.where(amax_11.isnan(), torch.inf, amax_11), "max", group)
             mine, scale = quantize_by_amax(x_tK, amax_11, spec.fmt, power_of_two=spec.power_of_two)
             bytes_BsK = mine.view(torch.uint8).view(batch, num_tokens, k)

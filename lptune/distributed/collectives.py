@@ -1,16 +1,16 @@
-"""What ranks exchange, counted where it is exchanged: operation, dtype, number of calls and bytes.
+"""Counts the collectives that execute: operation, dtype, number of calls and bytes.
 
-Whoever asks for a collective (FSDP2's gathers, a DTensor that changes its layout, a functional collective
-that torch compiled into a graph), and whatever carries it (gloo, NCCL), it ends as an operator `c10d::…` of
-torch's dispatcher. There it is counted. While somebody records, each of these operators has a kernel at the
-dispatch key BackendSelect, which every call passes just before its backend: it takes a note and hands the
-call on. Other places see less. A TorchDispatchMode makes torch.compile trace anew and sees nothing inside a
-compiled graph; a wrapped function of torch.distributed is bypassed by all that calls from C++. After the
-recording the kernels are taken away, and a collective costs what it did before.
+Every collective, with any caller (gathers of FSDP2, a DTensor that changes its layout, a functional
+collective in a compiled graph) and any backend (gloo, NCCL), is in the end an operator `c10d::…` of torch's
+dispatcher. It is counted there. During a recording, each of these operators has a kernel at the dispatch key
+BackendSelect, which every call passes just before its backend; the kernel makes a note and passes the call
+on. Other places see less: a TorchDispatchMode makes torch.compile trace again and sees nothing inside a
+compiled graph, and calls from C++ bypass a wrapped function of torch.distributed. After the recording the
+kernels are removed, so that a collective costs nothing extra.
 
-The size of a collective is that of its message: the larger of what goes in and what comes out, this rank's
-own part included. For an all-gather that is the gathered buffer, for a reduce-scatter the buffer that is cut
-up. In a ring of n ranks each receives (n - 1) / n of it; in an all-reduce, which is both, twice that.
+The size of a collective is the larger of its input and its output, with this rank's own part: the gathered
+buffer for an all-gather, the input buffer for a reduce-scatter. In a ring of n ranks each rank receives
+(n - 1) / n of it; in an all-reduce, which is both, twice that.
 """
 
 from collections import Counter
@@ -44,35 +44,35 @@ _C10D = {
     "send": "send",
     "recv_": "recv",
 }
-"""Operators of c10d -> what this package calls them; barriers move nothing."""
+"""Operator of c10d -> its name here. Barriers are left out: they move no data."""
 
 
 class Collective(NamedTuple):
-    """One kind of exchange; equal ones are counted together."""
+    """A kind of collective. Calls with equal fields are counted together."""
 
     operation: str
     """all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, …"""
     dtype: str
-    """As `bfloat16`; a gather of float8 rows moves uint8."""
+    """For example `bfloat16`. A gather of float8 rows moves uint8."""
     num_bytes: int
-    """The larger of what goes in and what comes out of one call on this rank."""
+    """The larger of input and output of one call on this rank."""
     axis: str
-    """The mesh axis it runs over, `all` ranks, or torch's name of another group."""
+    """The mesh axis that it runs over, `all` for all ranks, or torch's name of another group."""
 
 
 class Collectives(Counter[Collective]):
-    """How often each was executed."""
+    """Collective -> number of calls."""
 
     def num_bytes(self, **fields: str) -> int:
-        """Of all that have these values: `num_bytes(operation="all_gather", dtype="uint8")`."""
+        """Bytes of all calls with these fields: `num_bytes(operation="all_gather", dtype="uint8")`."""
         return sum(each.num_bytes * count for each, count in self._having(fields))
 
     def num_calls(self, **fields: str) -> int:
-        """Likewise."""
+        """Number of all calls with these fields."""
         return sum(count for _, count in self._having(fields))
 
     def rows(self) -> list[tuple[str, str, str, int, int]]:
-        """(operation, dtype, axis, calls, bytes) of each operation, dtype and axis, in order."""
+        """(operation, dtype, axis, calls, bytes) for each operation, dtype and axis, sorted."""
         kinds = sorted({(each.operation, each.dtype, each.axis) for each in self})
         found = []
         for operation, dtype, axis in kinds:
@@ -81,8 +81,8 @@ class Collectives(Counter[Collective]):
         return found
 
     def __str__(self) -> str:
-        """`all_gather uint8 28 x, 12.3 MB; reduce_scatter float32 14 x, …`, with the axis where it is not
-        FSDP's alone; `none`.
+        """One line: `all_gather uint8 28 x, 12.3 MB; reduce_scatter float32 14 x, …`, or `none`. The axis is
+        named if there is more than one.
         """
         rows = self.rows()
         several = {axis for _, _, axis, _, _ in rows} != {"fsdp"}
@@ -101,12 +101,12 @@ class Collectives(Counter[Collective]):
 
 
 def size_text(num_bytes: float) -> str:
-    """`512 B`, `12.3 MB`, in powers of 1000."""
+    """A number of bytes as text: `512 B`, `12.3 MB`, in powers of 1000."""
     return _scaled(num_bytes, ("B", "kB", "MB", "GB"))
 
 
 def flop_text(num_flops: float) -> str:
-    """`300 FLOP`, `12.3 MFLOP`, likewise."""
+    """A number of FLOPs as text: `300 FLOP`, `12.3 MFLOP`, in powers of 1000."""
     return _scaled(num_flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP"))
 
 
@@ -119,14 +119,14 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
 
 
 _recordings: list[tuple[Collectives, dict[str, str]]] = []
-_library: torch.library.Library | None = None  # the kernels, while there are recordings
+_library: torch.library.Library | None = None  # holds the kernels during recordings
 
 
 @contextmanager
 def record_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
-    """Counts every collective that executes on this rank within the block, on whatever thread.
+    """Counts every collective that this rank executes within the block, on any thread.
 
-    mesh: whose axes the counts name. Recordings may be nested; each sees all of its block.
+    mesh: gives the names of axes. Recordings may be nested; each counts its whole block.
     """
     global _library
     recording = (Collectives(), axis_names(mesh))
@@ -136,14 +136,14 @@ def record_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
     try:
         yield recording[0]
     finally:
-        _recordings[:] = [other for other in _recordings if other is not recording]  # equal ones stay
+        _recordings[:] = [other for other in _recordings if other is not recording]  # others may be equal
         if not _recordings:
             _library._destroy()
             _library = None
 
 
 def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """Name of a process group -> the axis of `mesh` that it is, or `all` for the group of all ranks."""
+    """Name of a process group -> name of its axis of `mesh`, or `all` for the group of all ranks."""
     names = {str(dist.group.WORLD.group_name): "all"} if dist.group.WORLD is not None else {}
     if mesh is not None:
         names |= {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
@@ -153,9 +153,9 @@ def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
 def describe_collective(
     op: Any, args: tuple[Any, ...], result: Any, axes: dict[str, str]
 ) -> Collective | None:
-    """What a call of `op`, an operator of c10d or a functional collective, exchanges; None of any other.
+    """The collective of a call of `op` (of c10d, or a functional collective); None for any other operator.
 
-    result: what it returned; None where it writes to its arguments.
+    result: what the call returned; None if it writes to its arguments.
     """
     operation = _operation(op)
     if operation is None:
@@ -178,7 +178,7 @@ def _operation(op: Any) -> str | None:
         return _C10D.get(name)
     if not namespace.startswith("_c10d_functional"):
         return None
-    # Variants end in _coalesced, _into_tensor, _single, _ and more, and their names change with torch.
+    # Variants end in _coalesced, _into_tensor, _single, _ and more; the names differ between versions.
     return next((each for each in dict.fromkeys(_C10D.values()) if name.startswith(each)), None)
 
 

@@ -1,12 +1,12 @@
-"""`parallelize()`: tensor parallelism, checkpointing, compilation, FSDP2, in the only order that works.
+"""`parallelize()`: tensor parallelism, activation checkpointing, compilation, FSDP2, in this order.
 
-    tensor parallelism first, on whole parameters;
-    activation checkpointing next, so that what is compiled includes the recomputation and the compiler can
-    plan it;
-    compilation, on each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
-    all blocks of a kind;
-    the weights' way of being gathered, 8-bit rows where the plan says so;
-    `fully_shard` last, block by block and then the root (embeddings, final norm, head).
+    1. tensor parallelism, on whole parameters;
+    2. activation checkpointing, so that the compiled code includes the recomputation and the compiler can
+       plan it;
+    3. compilation of the forward of each block, so that FSDP's hooks stay outside the graph and one graph
+       serves all blocks of a kind;
+    4. wrapping the weights that the precision plan gathers in 8 bits;
+    5. `fully_shard`, block by block and then the root (embeddings, final norm, head).
 
 Parameters stay float32, the master weights (INT8 with int8_weight_only); FSDP gathers a block in the compute
 dtype or in 8 bits and reduces gradients in float32.
@@ -36,28 +36,28 @@ BatchT = TypeVar("BatchT")
 
 
 class Settings(Protocol):
-    """What `parallelize` reads of a config."""
+    """The part of a config that `parallelize` reads."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The mesh and its use."""
+        """The section `parallel` of the config."""
 
     @property
     def compute_dtype(self) -> str:
-        """bfloat16 | float32."""
+        """One of bfloat16 | float32."""
 
     @property
     def compile(self) -> str:
-        """block | model | none."""
+        """One of block | model | none."""
 
     @property
     def activation_checkpointing(self) -> str:
-        """none | selective | full."""
+        """One of none | selective | full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The settings without the rest of a RunConfig, for a loop of your own."""
+    """The settings of `parallelize` alone, for your own loop without a RunConfig."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compute_dtype: str = "bfloat16"
@@ -78,12 +78,12 @@ def parallelize(
     Every rank calls it with the same model. Afterwards parameters are DTensors, cut over the mesh axis
     `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP).
 
-    A Decoder needs no more. Of any other model, blocks: the modules that are gathered, compiled and
-    recomputed one by one; plan: for tensor parallelism, module names or globs -> styles (styles.py). Raises
-    UserError where the mesh does not divide the model.
+    For a Decoder that is all. For any other model, blocks: the modules to gather, compile and recompute one
+    by one; plan: for tensor parallelism, module name or glob -> style (styles.py). Raises UserError if the
+    mesh does not divide the model.
     """
     if world.tensor_mesh is not None:
-        # It would warn of every export that it gathers over two axes one after the other; so it must.
+        # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         if isinstance(model, Decoder):
             cut_decoder(model, world.tensor_mesh, cfg.parallel.sequence)
@@ -96,11 +96,11 @@ def parallelize(
     each: list[Any] = list(model.model.layers if isinstance(model, Decoder) else blocks or ())
     mode = cfg.activation_checkpointing
     if mode == "full" and cfg.compile != "none" and world.tensor_mesh is not None:
-        # torch 2.13 misplaces the random state of attention that is recomputed, whether it draws anything or
-        # not, beside the mesh of a DTensor among the values that a compiled graph saves for backward.
+        # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
+        # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
     checkpoint_activations(each, mode)
-    # FSDP's hooks on the blocks break the graph of a whole model.
+    # FSDP's hooks on the blocks break a graph of the whole model.
     whole_graph = cfg.compile == "block"
     compile_forward(each if whole_graph else [model], cfg.compile, fullgraph=whole_graph)
     compute_dtype = getattr(torch, cfg.compute_dtype)
@@ -116,15 +116,15 @@ def parallelize(
         shard["offload_policy"] = CPUOffloadPolicy()
     for block in each:
         fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
-    # The root's weights are used last in forward and first in backward: freeing them between would gather
-    # twice.
+    # The root's weights are used last in forward and first in backward: freeing them in between would
+    # gather them twice.
     fully_shard(model, **shard, reshard_after_forward=False)
     prefetch(each, cfg.parallel.prefetch_blocks)
 
 
 def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
-    """Makes each of `blocks`, in the order of forward, start the gathers of the `num_blocks` that come next,
-    in forward and, the other way round, in backward. 0 leaves FSDP2's own order.
+    """Makes each block start the gathers of the next `num_blocks` blocks, in forward and (in reverse order)
+    in backward. blocks: in the order of forward. 0 keeps FSDP2's own order.
     """
     if num_blocks == 0:
         return
@@ -134,15 +134,15 @@ def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
 
 
 def materialize(model: Decoder, world: World, cfg: Settings) -> None:
-    """Gives `model`, parallelized on meta, storage of unspecified values, and its buffers their values."""
+    """Allocates the parameters of a model on meta, with unspecified values, and computes its buffers."""
     activate_attention(world.device)
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
     model.reset_buffers(world.device)
 
 
 def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> None:
-    """Whether the next backward reduces gradients over ranks: in the last micro-batch, or in each; over
-    replicas (HSDP), the farthest apart, in the last alone.
+    """Sets whether the next backward reduces gradients over ranks: in the last micro-batch, or with `each` in
+    every one. Gradients of replicas (HSDP) are reduced in the last micro-batch only.
     """
     assert isinstance(model, FSDPModule), "parallelize() comes first"
     model.set_requires_gradient_sync(is_last or each)
@@ -166,10 +166,10 @@ def accumulate(
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes `model.parameters()` the sharded ones again.
+    """Frees gathered weights, so that `model.parameters()` are the sharded ones.
 
-    FSDP leaves a module's gathered weights in place after a forward without a backward (an evaluation), for
-    all modules that do not reshard after forward. Who reads parameters by name calls this first.
+    After a forward without a backward (an evaluation), FSDP leaves the gathered weights of modules that do
+    not reshard after forward. Code that reads parameters by name calls this first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -177,9 +177,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Makes backward recompute what `blocks` compute in forward, in place; before `compile_forward`.
+    """Makes backward recompute the forward of `blocks`, in place. Call it before `compile_forward`.
 
-    mode: `full` recomputes all of it, `full but attention` what its name says, `selective` all but GEMMs and
+    mode: `full` recomputes all, `full but attention` all but attention, `selective` all but GEMMs and
     attention, `none` nothing.
     """
     if mode == "none":
@@ -188,27 +188,27 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         cls: Any = block.__class__
         block.__class__ = _checkpointed(cls, mode)
     if mode != "full":
-        # "Make sure the checkpointed region does not contain in-place ops": it does not, and users cannot act
-        # on it.
+        # It warns "Make sure the checkpointed region does not contain in-place ops", which is the case here,
+        # and nothing that a user can act on.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool) -> None:
     """Compiles the forward of each of `modules`, in place, unless mode (the config's `compile`) is `none`.
 
-    fullgraph: raise where the graph of a module would be broken. Raises UserError without a compiler.
+    fullgraph: raise if the graph of a module breaks. Raises UserError if there is no compiler.
     """
     if mode == "none":
         return
     check_compiler(mode)
     for module in modules:
-        # Static shapes: rows are packed to one length, and a dynamic graph would be slower for all of them.
+        # Static shapes: all rows have one length, and a dynamic graph would be slower.
         module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
 
 
 @functools.cache
 def _checkpointed(cls: Any, mode: str) -> type[nn.Module]:
-    """A subclass of `cls` whose forward is checkpointed: no wrapper module, so parameter names stay."""
+    """A subclass of `cls` with a checkpointed forward. A wrapper module would change parameter names."""
 
     contexts = {"selective": _selective_contexts, "full but attention": _attention_contexts}.get(mode)
 
@@ -231,10 +231,10 @@ def _attention_contexts() -> Any:
 
 @functools.cache
 def _expensive_ops() -> frozenset[Any]:
-    """What selective checkpointing keeps: outputs of GEMMs and of attention, and sums over ranks."""
+    """The ops whose outputs selective checkpointing keeps: GEMMs, attention, and sums over ranks."""
     aten, functional = torch.ops.aten, torch.ops._c10d_functional
     return _attention_ops() | {
-        # Reduced once; what was gathered is gathered again, or sequence parallelism would save nothing.
+        # Sums are kept. Gathers are repeated: keeping them would undo what sequence parallelism saves.
         functional.reduce_scatter_tensor.default,
         functional.all_reduce.default,
         aten.mm.default,
@@ -274,7 +274,7 @@ def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) ->
 
 
 def check_compiler(mode: str) -> None:
-    """Raises UserError when `mode` (the config's `compile`) needs a compiler and there is none."""
+    """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and there is none."""
     if mode == "none":
         return
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]

@@ -1,7 +1,7 @@
 """A session: the process group of a run, its device and its mesh.
 
-One rank and many are the same code. Without a launcher there is a process group of one (over an in-memory
-store: no socket is opened), so that FSDP, DTensor and every collective below run in the single-device case
+The code is the same for one rank and for many. Without a launcher there is a process group of one rank, with
+a store in memory and without a socket, so that FSDP, DTensor and all collectives run with a single device,
 too.
 """
 
@@ -35,27 +35,27 @@ from lptune.trials import check_trials
 
 
 class Boundary(NamedTuple):
-    """What all ranks agree on between two steps."""
+    """What all ranks have agreed on between two steps."""
 
     stopped: signal.Signals | None
-    """The signal that asked any rank to stop."""
+    """The signal that asked a rank to stop; None: no rank was asked."""
     is_save_due: bool
-    """What the main rank said."""
+    """Whether a save is due, by the main rank."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its ranks."""
+    """This process as a rank: device, mesh, and collectives over small values."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """Named axes, outermost first: `replicate` and `tensor` where they are larger than 1, `fsdp` always."""
+    """Named axes, outermost first: `replicate` and `tensor` if larger than 1, and always `fsdp`."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes what is written once."""
+        """Whether this is rank 0, which prints, and writes what is written once."""
         return self.rank == 0
 
     @property
@@ -65,29 +65,29 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of ranks, or groups of tensor-parallel ones, that read different data."""
+        """Number of ranks (or groups of tensor-parallel ranks) that read different data."""
         return self.data_mesh.size()
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank is in. The tensor axis is the innermost: its ranks are neighbours."""
+        """Number of this rank (or its group) among them. The tensor axis is innermost: neighbouring ranks."""
         return self.rank // self.tensor_size
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: axis `fsdp`, or `replicate` and `fsdp`."""
+        """The mesh for `fully_shard`: axis `fsdp`, or `replicate` and `fsdp`."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "tensor")
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """Axis `tensor`; None without tensor parallelism."""
+        """The axis `tensor`; None without tensor parallelism."""
         return self.mesh["tensor"] if "tensor" in (self.mesh.mesh_dim_names or ()) else None
 
     def sum(self, value: float | torch.Tensor) -> float:
         """The sum of `value` over all data ranks, in float64; every rank gets it. A collective.
 
-        Of tensor-parallel ranks, which hold the same value, the first one's counts.
+        Tensor-parallel ranks hold the same value, so only the value of the first one counts.
         """
         total = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
         if self.rank % self.tensor_size:
@@ -107,21 +107,19 @@ class World:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Waits until all ranks have called it."""
         self.sum(0)
 
     def stop_requested(self) -> signal.Signals | None:
         """The signal that asked any rank to stop, or None; all ranks get the same answer. A collective.
 
-        A recipe asks before its first step and after each; before the first question a signal ends the
+        A recipe calls it before its first step and after each step. Before the first call a signal ends the
         process at once (lptune/ranks/preemption.py).
         """
         return self.at_boundary().stopped
 
     def at_boundary(self, is_save_due: bool = False) -> Boundary:
-        """`stop_requested`, and in the same collective whether a save is due, by the main rank's
-        `is_save_due`.
-        """
+        """`stop_requested` and, in the same collective, `is_save_due` of the main rank, for all ranks."""
         asked = [float(preemption.requested() or 0), float(self.is_main and is_save_due)]
         anywhere = torch.tensor(asked, device=self.device)
         self.max_(anywhere)
@@ -129,12 +127,12 @@ class World:
         return Boundary(signal.Signals(int(number)) if number else None, bool(due))
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Seeds torch, numpy and random: what this rank draws next is a function of (seed, step, data rank).
+        """Seeds torch, numpy and random: the next numbers are a function of (seed, step, data rank).
 
-        lptune's own random numbers (data order, stochastic rounding) are functions of the config's seed
-        and use no generator. This is for what a recipe of your own draws (dropout, augmentation): ranks that
-        read different rows must not drop the same units, tensor-parallel ones must. Called in every step
-        with the step's number, a resumed run draws what an uninterrupted one would have drawn.
+        lptune's own random numbers (data order, stochastic rounding) are functions of the config's seed and
+        use no generator. This is for dropout or augmentation in your own recipe: ranks that read different
+        rows must not drop the same units, tensor-parallel ranks must. If it is called in every step with the
+        number of the step, a resumed run draws the same numbers as an uninterrupted one.
         """
         words = np.random.SeedSequence([seed, step, self.data_rank]).generate_state(4)
         torch.manual_seed(int(words[0]) << 32 | int(words[1]))
@@ -148,8 +146,8 @@ class World:
 
 
 def print_line(text: str) -> None:
-    """Prints `text` with escapes for control characters, above a progress bar where there is one."""
-    # Only a terminal has a bar (training/metrics.py); elsewhere tqdm would make a lock of multiprocessing.
+    """Prints `text` with escapes for control characters, above the progress bar if there is one."""
+    # Only a terminal has a bar (training/metrics.py); otherwise tqdm would make a multiprocessing lock.
     with tqdm.external_write_mode() if sys.stderr.isatty() else nullcontext():
         print(printable(text), flush=True)
 
@@ -161,14 +159,14 @@ def session(
     seed: int | None = None,
     deterministic: bool = False,
 ) -> Iterator[World]:
-    """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one of a single
-    rank.
+    """Joins the process group that the launcher describes (RANK, WORLD_SIZE, …), or makes one with a single
+    rank. Destroys the group at exit.
 
-    An exception that leaves the session ends all ranks of the launch.
+    An exception that leaves the block ends all ranks of the launch.
 
-    device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. deterministic: see the
-    function of this name. Raises UserError when cuda is asked for and not there, and when the ranks cannot
-    form the mesh. The group is destroyed at exit.
+    device: auto | cpu | cuda. parallel: decides the mesh. seed: see `World.seed`. deterministic: see
+    `deterministic_algorithms`. Raises UserError if cuda is asked for and missing, and if the number of ranks
+    does not fit the mesh.
     """
     check_trials()
     device_type = _device_type(device)
@@ -190,7 +188,7 @@ def session(
     if "RANK" in os.environ:
         try:
             dist.init_process_group(backend)
-        except ValueError as error:  # a variable is missing, or no number
+        except ValueError as error:  # a variable is missing, or not a number
             raise UserError(
                 f"RANK={rank} in the environment, but {str(error).rpartition('rendezvous: ')[2]}; unset what "
                 "is left of a launcher, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
@@ -205,34 +203,34 @@ def session(
             world.seed(seed)
         with deterministic_algorithms() if deterministic else nullcontext():
             yield world
-    except GeneratorExit:  # a session that was never closed, collected as garbage
+    except GeneratorExit:  # the session was never closed and is garbage-collected
         raise
     except BaseException as error:
-        # Before the connections close, and peers fail that would be taken for the cause. With NCCL, closing
-        # would wait for peers that wait for this rank.
+        # Must come before the connections close: other ranks then fail, and would be taken for the cause.
+        # With NCCL, closing would wait for ranks that wait for this one.
         ranks.hold(error)
         raise
     finally:
         preemption.release()
         dist.destroy_process_group()
-        # Gloo's thread drops the tensors of the last collective just after it completes, which takes the GIL;
-        # in an interpreter that is finalizing by then it aborts the process (seen in 2 of 56 exits). Let it
-        # have the GIL.
+        # Gloo's thread drops the tensors of the last collective just after it completes, and needs the GIL
+        # for that. If the interpreter is finalizing by then, the process aborts (seen in 2 of 56 exits). The
+        # sleep lets the thread have the GIL.
         time.sleep(0.1)
 
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Within the block, and before the first use of CUDA, the same inputs give the same bits each time.
+    """Makes CUDA give the same bits for the same inputs within the block. Enter it before CUDA is used.
 
-    Some CUDA kernels add by atomics, in whatever order the hardware comes to: the backward of flash attention
-    and of an embedding, sums by index. Here their deterministic forms run, and what has none raises. cuBLAS
-    keeps to a fixed workspace, and the compiler chooses among reductions without timing them. lptune's own
-    kernels are deterministic in any case (lptune/kernels/triton/tuning.py).
+    Some CUDA kernels add by atomics, in an order that the hardware decides: the backward of flash attention
+    and of an embedding, and sums by index. Within the block their deterministic forms run; an operation
+    without one raises. cuBLAS gets a fixed workspace, and the compiler chooses reductions without timing
+    them. lptune's own kernels are always deterministic (lptune/kernels/triton/tuning.py).
     """
     import torch._inductor.config as inductor
 
-    # Read when cuBLAS is first used.
+    # cuBLAS reads this at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), inductor.deterministic
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

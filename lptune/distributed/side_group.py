@@ -1,9 +1,9 @@
-"""Collectives beside training's: a gloo group with its own timeout, for work that waits for disks.
+"""A second gloo group with its own timeout, for collectives of work that waits for disks.
 
-Saving and verifying agree on a few numbers. Over training's group that would not do: a background thread may
-not put its collectives between those of the main thread, and NCCL ends a run whose ranks wait for each other
-for ten minutes, which a large file on a slow disk may take. Lines of text travel as bytes; torch's object
-collectives would unpickle what comes.
+Ranks that save or verify agree on a few numbers. The group of training cannot be used for that: a background
+thread may not put its collectives between those of the main thread, and NCCL ends a run whose ranks wait for
+each other for ten minutes, which a large file on a slow disk may take. Text is sent as bytes, since the
+object collectives of torch unpickle what they receive.
 """
 
 import os
@@ -22,9 +22,9 @@ _LINE_BYTES = 2048
 
 
 class SideGroup:
-    """All ranks make one, and call its methods in the same order, each from one thread at a time.
+    """Every rank makes one; all call its methods in the same order, from one thread at a time.
 
-    world: None is this process alone.
+    world: None for a process without other ranks.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -32,32 +32,32 @@ class SideGroup:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def close(self) -> None:
-        """Ends the group. No collective may be under way."""
+        """Destroys the group. No collective may be running."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def smallest(self, value: int) -> int:
-        """Of all ranks' values."""
+        """The smallest value of all ranks."""
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def total(self, value: int) -> int:
-        """The sum of all ranks' values."""
+        """The sum of the values of all ranks."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def of_main(self, value: int) -> int:
-        """Rank 0's value."""
+        """The value of rank 0, on all ranks."""
         return self.total(value if self.rank == 0 else 0)
 
     @contextmanager
     def together(
         self, errors: tuple[type[Exception], ...], line_of: Callable[[Exception], str]
     ) -> Iterator[None]:
-        """A part of the work after which all ranks go on, or all raise UserError.
+        """A block of work. After it, either all ranks go on, or all raise UserError.
 
-        errors: what counts as a failure of the user's machine or input. line_of: the message of one; that of
-        the first rank that failed is raised. Any other error is raised where it is; the others then wait for
-        a rank that is gone, and its launcher ends them.
+        errors: exceptions that are failures of the user's machine or input. line_of: makes the message of
+        one; the message of the first rank that failed is raised everywhere. Any other exception is raised on
+        its rank only; the other ranks then wait for a rank that is gone, and the launcher ends them.
         """
         line = None
         try:
@@ -69,7 +69,7 @@ class SideGroup:
             raise UserError(line)
 
     def first_line(self, line: str | None) -> str | None:
-        """The line of the first rank that has one, for all ranks; None where none has. Cut at 2,048 bytes."""
+        """The line of the first rank that has one, on all ranks; None if none has. Cut at 2,048 bytes."""
         source = self.smallest(self.size if line is None else self.rank)
         if source == self.size or self._group is None:
             return line
@@ -90,17 +90,17 @@ class SideGroup:
 
 @contextmanager
 def side_group(world: World | None) -> Iterator[SideGroup]:
-    """A SideGroup for a while. A collective."""
+    """Makes a SideGroup and closes it after the block. A collective."""
     group = SideGroup(world)
     yield group
-    group.close()  # not after an error: the others may be waiting in a collective
+    group.close()  # not after an error: other ranks may wait in a collective
 
 
 @contextmanager
 def machine_first(world: World) -> Iterator[None]:
-    """The block runs on the first rank of every machine, and then on the others, which find its result there.
+    """Runs the block on the first rank of every machine, then on the other ranks, which find its result.
 
-    A collective. A UserError of the first ranks is raised on all; the others then skip the block.
+    A collective. A UserError of a first rank is raised on all ranks, and the others skip the block.
     """
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     with side_group(world) as group:

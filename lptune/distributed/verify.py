@@ -1,14 +1,14 @@
-"""Did the first step's gathers move what was planned?
+"""Verifies the first step: did its gathers move the bytes that the precision plan says?
 
-FSDP2 gathers a block's parameters in one all-gather: the 8-bit rows of the weights that `gather_in_8_bits`
-chose, and the others, a norm or a bias, in the compute dtype. Its size follows from the shapes,
+FSDP2 gathers the parameters of a block in one all-gather: weights that `gather_in_8_bits` chose as 8-bit
+rows, other parameters, such as a norm or a bias, in the compute dtype. Its size follows from the shapes:
 
     sum over 8-bit weights of R * ceil(N / R) * (16 + K)
     + sum over the other parameters of R * ceil(N / R) * (numbers per row) * (bytes of the compute dtype)
 
-for R ranks on the axis. Where one weight of a block comes in high precision, or in rows that are longer than
-they should be, the gather of that block is of a size that no block has in the plan. Which weight it is,
-lptune.linear's own verification says.
+for R ranks on the axis. If a weight of a block is gathered in high precision, or in rows that are too long,
+the gather of that block has a size that no block has in the plan. The verification in lptune.linear tells
+which weight it is.
 """
 
 from collections import Counter
@@ -35,12 +35,12 @@ FSDP_AXIS = "fsdp"
 def verify_collectives(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Records the collectives of the forward and backward passes within, reports them in one line and holds
-    FSDP's gathers against `planned_gathers`.
+    """Records the collectives of the passes in the block, reports them in one line, and compares FSDP's
+    gathers with `planned_gathers`.
 
-    Raises PrecisionNotAppliedError for a gather that is in no block's plan, where some are planned in 8 bits.
+    Raises PrecisionNotAppliedError for a gather that no block plans, if any is planned in 8 bits.
     """
-    # What an evaluation left gathered would not be gathered again, and could not be checked.
+    # Weights that an evaluation left gathered would not be gathered again, and could not be checked.
     reshard(model)
     with record_collectives(mesh) as executed:
         yield
@@ -50,16 +50,16 @@ def verify_collectives(
 
 
 def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """For each FSDP module of `model`: (bytes of its all-gather, those of them for 8-bit weights)."""
-    reshard(model)  # or parameters that FSDP left gathered, frozen ones, would not be found
+    """FSDP module -> (bytes of its all-gather, bytes of 8-bit weights among them)."""
+    reshard(model)  # otherwise frozen parameters that FSDP left gathered would be missed
     in_8_bits = {
         id(layer.weight): layer.spec
         for layer in model.modules()
         if isinstance(layer, LowPrecisionLinear) and _gathers_low(layer)
     }
     planned, seen = dict[str, tuple[int, int]](), set[int]()
-    for name, module in reversed(list(model.named_modules())):  # children first, and keep what is theirs
-        is_group = isinstance(module, FSDPModule)  # apart: it would make mypy forget the nn.Module
+    for name, module in reversed(list(model.named_modules())):  # children first: their parameters are theirs
+        is_group = isinstance(module, FSDPModule)  # separate: otherwise mypy forgets the nn.Module
         if not is_group:
             continue
         low = other = 0
@@ -77,12 +77,12 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
 
 
 def _gathers_low(layer: LowPrecisionLinear) -> bool:
-    """Asked of the plan, not of the weight: a weight that lost its way of being gathered is to be found."""
+    """Whether the plan gathers the weight in 8 bits. The weight itself is not asked: it may be at fault."""
     return layer.spec.scaling == "weight_only" or gathered_bytes(int(layer.handle[NUMBER])) is not None
 
 
 def _padded_numel(parameter: DTensor) -> int:
-    """Numbers that a gather over FSDP's axis brings, every rank's rows padded to the first's."""
+    """Number of elements that a gather brings; the rows of each rank are padded to those of the first."""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or (FSDP_AXIS,)
     num_ranks = mesh.size(names.index(FSDP_AXIS))
@@ -95,7 +95,7 @@ def _padded_numel(parameter: DTensor) -> int:
 
 
 def _check_tokens(model: nn.Module, executed: Collectives) -> None:
-    """Each module whose input was to be gathered in 8 bits took as many such gathers as the others."""
+    """Raises unless all modules with 8-bit gathers of their input made equally many of them."""
     hows = {name: getattr(module, "token_gather", "none") for name, module in model.named_modules()}
     modules = [name for name, how in hows.items() if how not in ("none", "high")]
     gathers = sum(
@@ -105,8 +105,8 @@ def _check_tokens(model: nn.Module, executed: Collectives) -> None:
     )
     if modules and (gathers == 0 or gathers % len(modules)):
         raise PrecisionNotAppliedError(
-            f"the step gathered activations in 8 bits {gathers} times, where {len(modules)} modules were to "
-            f"gather theirs equally often ({modules[0]}, …)"
+            f"the step gathered activations in 8 bits {gathers} times, where {len(modules)} modules should "
+            f"gather their input equally often ({modules[0]}, …)"
         )
 
 

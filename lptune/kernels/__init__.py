@@ -1,7 +1,6 @@
-"""GEMMs on 8-bit operands and their quantizers behind custom ops `lptune::*`, with a plain-torch reference
-beside each.
+"""8-bit GEMMs and quantizers as custom ops `lptune::*`, each with a reference in plain torch.
 
-A custom op is opaque to torch.compile: what it does at run time really happened. That is why the count of
+A custom op is opaque to torch.compile: code inside it runs if and only if the op runs. So the count of
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 

@@ -1,4 +1,4 @@
-"""The one place that decides which implementation runs an 8-bit operation."""
+"""Chooses the implementation (backend) of each 8-bit operation; no other code chooses."""
 
 import functools
 import importlib.util
@@ -16,16 +16,16 @@ from lptune.trials import tries
 
 logger = logging.getLogger(__name__)
 
-# What each operation can run on; the first that works here is taken.
+# Backends of each operation, in order of preference; the first that works is taken.
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
-    # cuBLASLt has no scales in its epilogue for int8: a second pass over the accumulator, four bytes each.
+    # cuBLASLt applies no scales for int8: that takes a second pass over an accumulator of four bytes each.
     "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("triton", "torch", "reference")},
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
-    # Scales of rows, and not fast accumulation into bfloat16: see scaled_mm.py.
+    # Row scales without fast accumulation into bfloat16: see scaled_mm.py.
     "float8_rowwise_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
-    # Sizes that torch refuses.
+    # For sizes that torch refuses.
     "float8_odd_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
-    # Whole blocks of 128; and any other blocks, MX's of 32 among them.
+    # torch: whole blocks of 128. Triton: any other blocks, also those of MX.
     "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
     "other_block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
     "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
@@ -37,7 +37,7 @@ NAMES = ("torch", "triton", "native", "float32", "reference")
 
 
 def requested_backend() -> str | None:
-    """`LPTUNE_KERNELS`, if set. Raises UserError for a name that is no backend's."""
+    """The backend in `LPTUNE_KERNELS`; None if unset. Raises UserError for an unknown name."""
     name = os.environ.get("LPTUNE_KERNELS")
     if name is not None and name not in NAMES:
         raise UserError(f"LPTUNE_KERNELS={name!r}: must be one of {', '.join(NAMES)}; set it or unset it")
@@ -51,11 +51,11 @@ def choose_backend(operation: str, device_type: str) -> str:
     triton     lptune's kernels (kernels/triton); float8 GEMMs since Ada, the rest since Ampere
     torch      torch's own 8-bit GEMMs: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt and CUTLASS on CUDA
     native     lptune's C++, compiled on first use (kernels/native)
-    float32    float32 GEMMs over slices short enough to be exact: for CPUs on which oneDNN's int8 GEMM is not
+    float32    float32 GEMMs over slices that are short enough to be exact, where oneDNN's int8 GEMM is not
     reference  plain torch: float64 for INT8 (exact), float32 for float8
 
-    `LPTUNE_KERNELS` overrides the choice where the operation has a backend of that name, for debugging.
-    `LPTUNE_TRY` (lptune/trials.py) takes cuBLASLt for what else Triton runs; UserError where that cannot.
+    `LPTUNE_KERNELS` overrides the choice if the operation has a backend of that name (for debugging).
+    `LPTUNE_TRY` (lptune/trials.py) takes cuBLASLt instead of Triton; UserError if the device cannot.
     """
     candidates = BACKENDS[operation].get(device_type, ("reference",))
     name, trial = requested_backend(), _TRIALS.get(operation)
@@ -69,19 +69,19 @@ def choose_backend(operation: str, device_type: str) -> str:
 
 
 def triton_kernels() -> ModuleType:
-    """`lptune.kernels.triton`, imported where it runs and not before: a run on CPU needs no Triton."""
+    """`lptune.kernels.triton`, imported on first use: a run on a CPU does not need Triton."""
     from lptune.kernels import triton
 
     return triton
 
 
 def type_of(device: torch.device) -> str:
-    """`device.type`, or what is planned for: where memory depends on it."""
+    """`device.type`; in a dry run the type of the planned device."""
     return planned_device_type() or device.type
 
 
 def compute_capability() -> tuple[int, int]:
-    """That of the GPU here, or of the one that is planned for; without either, Hopper's."""
+    """Compute capability of the GPU; in a dry run that of the planned one; without a GPU Hopper's."""
     device = planned()
     if device is not None:
         return device.capability
@@ -110,8 +110,8 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
 
 
 def _check_triton() -> None:
-    """Raises UserError where Triton is not installed: slower kernels in its place would go unnoticed."""
-    # Not an import: that is for where it runs (triton_kernels). A plan for another machine's GPU needs none.
+    """Raises UserError if Triton is not installed: a silent fall-back to slower kernels must not happen."""
+    # No import here; triton_kernels imports it. A dry run for a GPU elsewhere does not need Triton.
     if planned() is None and importlib.util.find_spec("triton") is None:
         raise UserError(
             "device: the kernels for CUDA need Triton, and this Python has none; "
@@ -121,10 +121,10 @@ def _check_triton() -> None:
 
 @functools.cache
 def _int_mm_is_exact() -> bool:
-    """Whether the CPU's int8 GEMM adds without saturating.
+    """Whether the int8 GEMM of this CPU is exact.
 
-    Without VNNI, oneDNN sums pairs of products in int16, which 2 * 127 * 127 overflows: silently, by up to a
-    fifth of a layer's output. Any operands at full scale show it.
+    Without VNNI, oneDNN sums pairs of products in int16. 2 * 127 * 127 overflows there: the sum saturates
+    silently, an error of up to a fifth of a layer's output. Any operands at full scale show it.
     """
     a = torch.full((64, 256), 127, dtype=torch.int8)
     a[::2] = -127

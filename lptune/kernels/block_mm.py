@@ -13,7 +13,7 @@ from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.record import GRAD_WEIGHT, note
 from lptune.numerics import MX_BLOCK, expand_blocks
 
-_TRITON_BLOCKS = (MX_BLOCK, 128)  # the steps its GEMM can take
+_TRITON_BLOCKS = (MX_BLOCK, 128)  # block sizes of the Triton GEMM
 
 
 def block_scaled_mm(
@@ -77,7 +77,7 @@ def _block_scaled_mm(
     else:
         (m, k), n = a_MK.shape, b_KN.shape[1]
         b_columns = 1 if scale_b.shape[1] == n else block
-        # Dequantized operands instead of scaled partial sums: the same products, rounded at another place.
+        # Dequantizes the operands instead of scaling partial sums: equal up to rounding.
         a32 = a_MK.to(torch.float32) * expand_blocks(scale_a, (1, block), (m, k))
         b32 = b_KN.to(torch.float32) * expand_blocks(scale_b, (block, b_columns), (k, n))
         out_MN = (a32 @ b32).to(out_dtype)

@@ -1,7 +1,8 @@
-"""What kernels keep between runs: small files in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`).
+"""Files that kernels keep between runs, in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`).
 
-A file there is run, or decides what runs, so it must be this user's: a regular file, no link, of this user or
-of root, which no other user can write. Anything else counts as missing, with a warning, and is made anew.
+Such a file is executed, or decides which code runs. So it must be a regular file, not a link, owned by this
+user or root, and not writable by other users. Any other file counts as missing, with a warning, and is made
+again.
 """
 
 import logging
@@ -17,7 +18,7 @@ MAX_BYTES = 64 * 1024**2
 
 
 def folder() -> Path:
-    """Where the files are. XDG_CACHE_HOME counts if it is absolute, as its specification says."""
+    """The folder of the files. XDG_CACHE_HOME counts only if it is absolute, as its specification says."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(home):
         return Path(home, "lptune")
@@ -28,12 +29,12 @@ def folder() -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """The content of a file of this user; None where there is none, or another's (with a warning).
+    """The content of a file; None if it is missing, or (with a warning) not safe to use.
 
-    Raises OSError for one that cannot be read.
+    Raises OSError if it cannot be read.
     """
     try:
-        # Not blocking: a FIFO would be waited for.
+        # Non-blocking: otherwise open() waits for a FIFO.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -45,7 +46,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replaces the file at `path` as a whole, on disk before it has its name. Raises OSError."""
+    """Writes the file to disk under a temporary name, then renames it to `path`. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -62,7 +63,7 @@ def write(path: Path, content: bytes) -> None:
 
 def _problem(found: os.stat_result) -> str:
     if not stat.S_ISREG(found.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to another user (uid {found.st_uid})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,17 +1,17 @@
-"""Float8 GEMMs of torch on CUDA: cuBLASLt, and CUTLASS where that has no scales of rows.
+"""Float8 GEMMs of torch on CUDA: cuBLASLt, or CUTLASS for row scales that cuBLASLt lacks.
 
-What each call wants, and refuses otherwise:
+Requirements of each call; torch refuses other operands:
 
     operands     a row-major, b column-major, contraction and columns multiples of 16
     rows         a scale for each row of a and each column of b, contiguous. On Hopper with CUDA 12.9 cuBLASLt
-                 applies them to the accumulator and gives any float; elsewhere CUTLASS gives bfloat16, and
-                 without "fast accumulation" in a second pass over the result
+                 applies them to the accumulator and returns any float dtype; elsewhere CUTLASS returns
+                 bfloat16, and without "fast accumulation" it makes a second pass over the result
     blocks       Hopper with CUDA 12.9; contraction and columns multiples of 128. A scale per 1 x 128 of a
                  row is stored rows first (stride 1 along the rows); those of 128 x 128 squares contraction
                  first, padded to a multiple of 4
 
-The rules of blocks are those of torch's ScaledBlas.cpp and cuBLAS's documentation ("1D and 128x128 2D block
-scaling"); tests/kernels/test_cublaslt.py holds the calls to them. Not run on hardware yet.
+The rules for blocks come from torch's ScaledBlas.cpp and the documentation of cuBLAS ("1D and 128x128 2D
+block scaling"); tests/kernels/test_cublaslt.py checks that the calls follow them. Not run on hardware yet.
 """
 
 import torch
@@ -25,8 +25,8 @@ BLOCK = 128
 
 
 def has_vector_scales() -> bool:
-    """Whether cuBLASLt applies scales of rows and blocks: Hopper, CUDA >= 12.9, which a plan takes for
-    granted.
+    """Whether cuBLASLt applies row and block scales: on Hopper with CUDA >= 12.9 (a dry run assumes that
+    CUDA).
     """
     device = planned()
     if device is not None:
@@ -38,7 +38,7 @@ def has_vector_scales() -> bool:
 
 
 def check_vector_scales(trial: str) -> None:
-    """Raises UserError where LPTUNE_TRY asks for `trial` and the device cannot."""
+    """Raises UserError if the device cannot run `trial`, which LPTUNE_TRY asks for."""
     if not has_vector_scales():
         name, version = torch.cuda.get_device_name(), torch.version.cuda
         raise UserError(
@@ -48,12 +48,12 @@ def check_vector_scales(trial: str) -> None:
 
 
 def takes(b_KN: Tensor) -> bool:
-    """Whether torch multiplies float8 matrices of these sizes at all."""
+    """Whether torch can multiply float8 matrices of these sizes."""
     return b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0
 
 
 def takes_blocks(a_MK: Tensor, b_KN: Tensor) -> bool:
-    """Whether these sizes are whole blocks."""
+    """Whether these sizes are multiples of the block."""
     return a_MK.shape[0] % 16 == 0 and b_KN.shape[0] % BLOCK == 0 and b_KN.shape[1] % BLOCK == 0
 
 
@@ -66,11 +66,11 @@ def scaled_mm(
     *,
     fast: bool,
 ) -> Tensor:
-    """As `kernels.scaled_mm`, of sizes that `takes`. fast: what the tensor core keeps of a sum is enough."""
+    """As `kernels.scaled_mm`, for sizes that `takes` allows. fast: use fast accumulation."""
     rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
     one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
     scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
-    if rowwise:  # which takes vectors on both sides
+    if rowwise:  # needs a vector of scales on both sides
         scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
         scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
     dtype = torch.bfloat16 if rowwise and not has_vector_scales() else out_dtype
@@ -83,7 +83,7 @@ def scaled_mm(
 def block_scaled_mm(
     a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """As `kernels.block_scaled_mm` with blocks of 128, of sizes that `takes_blocks`."""
+    """As `kernels.block_scaled_mm` with blocks of 128, for sizes that `takes_blocks` allows."""
     recipes, n = F.ScalingType, b_KN.shape[1]
     if scale_b.shape[1] == n:  # (K / 128, N)
         recipe_b, scales_b = recipes.BlockWise1x128, _rows_first(scale_b.t())
@@ -102,11 +102,11 @@ def block_scaled_mm(
 
 
 def _row_major(x: Tensor) -> Tensor:
-    # Of a single row, or of rows of one element, torch calls other strides contiguous as well.
+    # For a single row, or rows of one element, torch calls other strides contiguous, too.
     x = x.contiguous()
     return x if x.stride() == (x.shape[1], 1) else x.as_strided(x.shape, (x.shape[1], 1))
 
 
 def _rows_first(scale: Tensor) -> Tensor:
-    """(rows, blocks) with stride 1 along the rows."""
+    """`scale` (rows, blocks) with stride 1 along the rows."""
     return scale.t().contiguous().t()

@@ -1,17 +1,18 @@
-"""Quantizers as custom ops: what a GEMM's operand is made by.
+"""Quantizers as custom ops: they make the operands of 8-bit GEMMs.
 
-Each op gives, on every device and by every backend, the bits of its twin in `lptune.numerics`; what the
-backends differ in is how often they read. An op is opaque to torch.compile, hence compiled and eager runs
-quantize alike by construction.
+On every device and with every backend, an op gives the same bits as the function of the same name in
+`lptune.numerics`; backends differ in how often they read x. An op is opaque to torch.compile, so compiled and
+eager runs quantize alike by construction.
 
-`multiplier` folds another operand's scales in before quantization (lptune/linear/rowwise.py): rows of
-`x * multiplier_1K`, columns of `x * multiplier_M1`, the product rounded to float32 as usual.
+`multiplier` folds the scales of another operand in before quantization (lptune/linear/rowwise.py): rows of
+`x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded to float32.
 
-`transposed` asks for the values to be stored the other way round; the result has the same shape and other
-strides. Tensor cores want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; a wrong
-layout costs 1.5x to 2.6x on Hopper), and the cheapest moment to turn a matrix is while it is written anyway.
+`transposed` stores the values column by column; the result has the same shape and other strides. Tensor cores
+want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; another layout costs 1.5x to
+2.6x on Hopper). The cheapest moment to transpose a matrix is when it is written.
 
-`quantize_by_amax` is for rows of a matrix whose other rows are elsewhere: the amax comes from outside.
+`quantize_by_amax` is for some rows of a matrix whose other rows are on other ranks: the caller gives the
+amax.
 """
 
 import torch
@@ -67,9 +68,9 @@ def quantize_rows_and_columns(
     power_of_two: bool = False,
     transposed: bool = False,
 ) -> tuple[QuantizedRows, QuantizedColumns]:
-    """Rows of `x * multiplier_1K` and columns of `x` itself: both operands that backward makes of a gradient.
+    """Rows of `x * multiplier_1K` and columns of `x`: the two operands that backward makes of a gradient.
 
-    transposed: of the columns; the rows are always stored row by row.
+    transposed: for the columns; the rows are always stored row by row.
     """
     q_rows, scale_M1, q_columns, scale_1K = _quantize_rows_and_columns(
         x_MK, multiplier_1K, fmt, power_of_two, transposed
@@ -112,9 +113,9 @@ def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -
 def quantize_row_and_column_blocks(
     x_MK: Tensor, size: int, fmt: str, *, transposed: bool = False
 ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-    """`quantize_blocks` by (1, size) and by (size, 1): both operands that backward makes of a gradient.
+    """`quantize_blocks` by (1, size) and by (size, 1): the two operands that backward makes of a gradient.
 
-    transposed: of the second; the first is always stored row by row.
+    transposed: for the second; the first is always stored row by row.
     """
     row_q, row_scale, column_q, column_scale = _quantize_row_and_column_blocks(
         x_MK, size, fmt, False, transposed
@@ -133,7 +134,7 @@ def quantize_mx_rows_and_columns(
 
 
 def transposed_copy(q_MK: Tensor) -> Tensor:
-    """`q_MK` stored column by column: for values that were quantized elsewhere, and stored row by row."""
+    """A copy of `q_MK` that is stored column by column, for values that were stored row by row."""
     return q_MK.t().contiguous().t()
 
 
@@ -146,11 +147,11 @@ def quantize_by_amax(
     block: int | None = None,
     first_row: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(q_MK, scale) of some rows of a larger matrix: those of that matrix quantized by `amax`, bit for bit.
+    """(q_MK, scale) of some rows of a larger matrix, bitwise those of the whole matrix with this `amax`.
 
     amax: float32 of the larger matrix, (1, 1), or one for each of its blocks of `block` x `block`; scale has
-    its shape. first_row: where in the larger matrix x begins. What exceeds an amax saturates, but inf and NaN
-    come out as NaN in float8.
+    its shape. first_row: row of the larger matrix at which x begins. Values above the amax saturate, but inf
+    and NaN become NaN in float8.
     """
     q_MK, scale = _quantize_by_amax(x_MK, amax, fmt, power_of_two, block, first_row)
     return q_MK, scale
@@ -270,7 +271,7 @@ def _quantize_row_and_column_blocks(
 def _quantize_by_amax(
     x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
 ) -> tuple[Tensor, Tensor]:
-    # Plain torch on every device: a kernel that is given its amax is the second phase of quantize_tensor's.
+    # Plain torch on every device. A kernel for it would be the second phase of quantize_tensor.
     (m, k), form = x_MK.shape, FORMATS[fmt]
     scale, inverse = numerics.scale_from_amax(amax, form, power_of_two)
     if block is not None:
@@ -280,7 +281,7 @@ def _quantize_by_amax(
     x32 = x_MK.to(torch.float32)
     scaled = x32 * inverse
     if form.mantissa_bits is not None:
-        # An amax of past steps knows nothing of an inf, which would saturate.
+        # An amax of past steps does not show an inf, which would saturate.
         scaled = torch.where(x32.isinf(), torch.nan, scaled)
     return numerics.round_to(scaled, form).contiguous(), scale
 

@@ -1,13 +1,13 @@
 """Counts of the low-precision GEMMs and gathers that ran, per layer.
 
-The count comes from inside the kernels. A layer is known there by its *handle*, a small int64 CPU tensor: a
-Python integer would be burnt into the compiled graph and force one compilation per layer, while a tensor is
-an input, so that one graph serves all blocks and each call still says whose it is. What else differs from
-call to call and must not be compiled in travels the same way: the random key of the step, the number of
-the micro-batch and the part of the gradient that a rank has, for stochastic rounding.
+The ops themselves count. Inside an op, a layer is identified by its *handle*, a small int64 CPU tensor. A
+Python integer would become a constant of the compiled graph and force one compilation per layer. A tensor is
+an input: one graph serves all blocks, and each call still tells its layer. The handle also carries other
+values that change from call to call and must not be compiled in: the random key of the step, the number of
+the micro-batch, and the part of the gradient that a rank has, for stochastic rounding.
 
 An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
-planned by the compiler) and is counted apart: forward's own count is then exact, whatever is recomputed.
+planned by the compiler). It is counted separately, so that the count of forward is exact in any case.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ GEMMS = ("output", "grad_input", "grad_weight")
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = range(len(GEMMS))
 RECOMPUTED = len(GEMMS)
-"""Stands for an `output` that ran in backward, where Executed holds indices into GEMMS."""
+"""Index in Executed, beside those of GEMMS, for an `output` that ran in backward."""
 
 # (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
@@ -29,63 +29,62 @@ Executed = Counter[tuple[int, int]]
 _active: list[Executed] = []
 
 
-# What stands where in a handle.
+# Indices of the values in a handle.
 NUMBER, KEY, MICRO_BATCH, PART = range(4)
 
 
 def layer_handle(number: int) -> Tensor:
-    """The tensor that names layer `number` inside a kernel; -1 stands for no layer. Its key is 0: not set."""
+    """The tensor that identifies layer `number` inside an op; -1: no layer. Its random key is 0: not set."""
     return torch.tensor([number, 0, 0, 0], dtype=torch.int64, device="cpu")
 
 
 def handle_of_part(layer: Tensor, part: int) -> Tensor:
-    """`layer` as a new handle, on a rank whose gradient is part number `part` of the layer's."""
+    """A copy of the handle `layer` for a rank that has part number `part` of the gradient."""
     return torch.cat([layer[:PART], layer.new_full((1,), part)])
 
 
 @contextmanager
 def record_gemms() -> Iterator[Executed]:
-    """Counts every low-precision GEMM that executes within the block, forward and backward."""
+    """Counts every low-precision GEMM that executes within the block, in forward and backward."""
     executed: Executed = Counter()
     _active.append(executed)
     try:
         yield executed
     finally:
-        # By identity: two recorders that have counted the same are equal.
+        # By identity: two recorders with equal counts compare equal.
         _active[:] = [other for other in _active if other is not executed]
 
 
-_gathered_bytes: dict[int, int] = {}  # 0: expected, and not there yet
+_gathered_bytes: dict[int, int] = {}  # 0: expected, but none has come yet
 
 
 def expect_gather(number: int) -> None:
-    """From now on the weight of layer `number` is to be gathered in 8 bits."""
+    """Registers that the weight of layer `number` should be gathered in 8 bits from now on."""
     _gathered_bytes.setdefault(number, 0)
 
 
 def forget_gather(number: int) -> None:
-    """When a layer is released, or gone."""
+    """Forgets layer `number`. Called when the layer is released or garbage-collected."""
     _gathered_bytes.pop(number, None)
 
 
 def note_gather(number: int, num_bytes: int) -> None:
-    """Called when the weight of layer `number` has arrived from an 8-bit all-gather of so many bytes."""
+    """Notes that an 8-bit all-gather of `num_bytes` has brought the weight of layer `number`."""
     _gathered_bytes[number] = num_bytes
 
 
 def gathered_bytes(number: int) -> int | None:
-    """What the last 8-bit all-gather of the layer's weight brought to this rank.
+    """Number of bytes that the last 8-bit all-gather of the layer's weight brought to this rank.
 
-    0: one is expected, and there was none; None: none is expected.
-
-    Not the last step's: a weight that stayed gathered after an evaluation is not gathered again.
+    0: a gather is expected, but there was none; None: none is expected. The gather may be older than the last
+    step: a weight that stays gathered after an evaluation is not gathered again.
     """
     return _gathered_bytes.get(number)
 
 
 def note(layer: Tensor, gemm: int) -> None:
-    """Called by a kernel after it ran. Backward runs on autograd's threads, hence no thread-local state."""
-    if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is in no backward
+    """Called by an op after it ran. The state is global, since backward runs on threads of autograd."""
+    if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is not in a backward
         gemm = RECOMPUTED
     for executed in _active:
         executed[int(layer[NUMBER]), gemm] += 1

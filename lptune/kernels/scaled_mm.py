@@ -1,20 +1,20 @@
 """GEMM on 8-bit operands with the scales applied to the accumulator.
 
-`out = (a @ b) * scale_a * scale_b`: products of 8-bit numbers, a wide accumulator, the scales and the
-rounding to the output dtype last. This works for every scale that is constant along the contraction: one per
-row of a, one per column of b, or one per tensor.
+`out = (a @ b) * scale_a * scale_b`: 8-bit numbers are multiplied and summed in a wide accumulator; then the
+scales are applied, and the result is rounded to the output dtype. This works for scales that are constant
+along the contraction: one per row of a, one per column of b, or one per tensor.
 
-INT8 accumulates in int32. The sum is exact, so every backend gives the same bits. An int32 holds 133,144
-products for certain; longer contractions (many tokens in grad_weight, a 152k vocabulary in grad_input) are
-split into parts of 133,120, each exact, whose sum is rounded to float32.
+INT8 accumulates in int32. The sum is exact, so every backend gives the same bits. An int32 cannot overflow
+with 133,144 products; longer contractions (many tokens in grad_weight, a vocabulary of 152k in grad_input)
+are split into parts of 133,120, each exact, whose sum is rounded to float32.
 
-Float8 accumulates in float32 (products of two float8 numbers are exact there); the order of the sum is the
-backend's, and with it the last bits. On CUDA one scale per tensor is torch's (cuBLASLt). So is one scale per
-row where it is bfloat16 out of the tensor core's own accumulator, which on Hopper keeps about 14 bits: "fast
-accumulation", what torchao takes for `output` and nothing else. `grad_input`, `grad_weight` and other dtypes
-run on lptune's kernel: before CUDA 12.9 torch pays a second pass over the result for their scales. With 12.9
-it does not, on Hopper; `LPTUNE_TRY=cublaslt_rowwise` takes it there, until a measurement decides. Sizes that
-are no multiples of 16, which torch refuses, are lptune's in any case.
+Float8 accumulates in float32, where products of two float8 numbers are exact. The order of the sum, and so
+the last bits, depend on the backend. On CUDA, torch (cuBLASLt) runs GEMMs with one scale per tensor. torch
+also runs `output` with row scales and a bfloat16 result, with "fast accumulation" in the tensor core, which
+on Hopper keeps about 14 bits; torchao uses it for `output` only, too. `grad_input`, `grad_weight` and other
+dtypes run on lptune's kernel, since torch applies their scales in a second pass over the result before CUDA
+12.9. With 12.9 on Hopper it does not; `LPTUNE_TRY=cublaslt_rowwise` takes torch there, until a measurement
+decides. Sizes that are not multiples of 16, which torch refuses, always run on lptune's kernel.
 """
 
 import functools
@@ -31,7 +31,7 @@ from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# A multiple of 128, so that each part of a split contraction starts on an aligned address.
+# A multiple of 128, so that each part of a split contraction starts at an aligned address.
 _LONGEST_CONTRACTION = INT32_SAFE_CONTRACTION // 128 * 128
 
 
@@ -48,12 +48,12 @@ def scaled_mm(
 ) -> Tensor:
     """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None: a scale of 1.
 
-    For INT8 to the bit (up to 133,120 products, beyond that up to a float32 sum of exact parts), for float8
-    up to the rounding of a float32 sum.
+    INT8: bitwise (above 133,120 products, up to a float32 sum of exact parts). Float8: up to the rounding of
+    a float32 sum.
 
     a_MK, b_KN: both int8 or both float8, any strides (fastest: a row-major, b column-major). Scales: float32,
     (M, 1) and (1, N), or (1, 1) for one per tensor. layer: `layer_handle` of the calling layer; gemm: index
-    into GEMMS. Both only feed `record_gemms`. emulate: use the reference, whatever the device could do.
+    into GEMMS. Both are used by `record_gemms` only. emulate: use the reference on any device.
     Raises ValueError for other dtypes and shapes.
     """
     _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
@@ -95,8 +95,8 @@ def _(
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)` that survives torch.compile.
 
-    Inductor drops a float32 -> bfloat16 -> float32 round trip, and with it the rounding of the weight before
-    its quantization, so that compiled and eager runs would disagree on every scale.
+    Inductor drops a float32 -> bfloat16 -> float32 round trip. The weight would then not be rounded before
+    its quantization, and compiled and eager runs would differ in every scale.
     """
     out: Tensor = _cast(x, dtype)
     return out
@@ -142,7 +142,7 @@ def _int8_mm(
     mm: Callable[[Tensor, Tensor], Tensor]
     if backend == "triton":
         scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == GRAD_WEIGHT)
-        if k <= _LONGEST_CONTRACTION:  # the scales in its epilogue
+        if k <= _LONGEST_CONTRACTION:  # applies the scales in its epilogue
             out_MN: Tensor = scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
             return out_MN
         mm = functools.partial(scaled, scale_a_M1=None, scale_b_1N=None, out_dtype=torch.int32)
@@ -193,7 +193,7 @@ def _int_mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def _int_mm_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    # 127 * 127 * 1024 < 2**24: float32 holds every partial sum of so many products exactly.
+    # 127 * 127 * 1024 < 2**24: float32 holds every partial sum of 1,024 products exactly.
     acc_MN = torch.zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.int32, device=a_MK.device)
     for start in range(0, a_MK.shape[1], 1024):
         part = slice(start, start + 1024)
@@ -204,7 +204,7 @@ def _int_mm_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 def _int_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     if a_MK.device.type == "cpu":
         return torch._int_mm(a_MK, b_KN)
-    # cuBLASLt wants more than 16 rows and K, N in multiples of 8; zeros change no sum and no scale.
+    # cuBLASLt needs more than 16 rows, and K and N in multiples of 8. Zeros change no sum and no scale.
     # Not yet run on hardware.
     (m, k), n = a_MK.shape, b_KN.shape[1]
     pad_m, pad_k, pad_n = max(32 - m, 0), -k % 16, -n % 16

@@ -1,8 +1,7 @@
-"""GEMM that reads its weight in 8 bits and multiplies in the compute dtype.
+"""GEMM with a weight that is stored in 8 bits and multiplied in the compute dtype.
 
-No product of 8-bit numbers: the weight is dequantized, whole, before a GEMM of bfloat16 or float32. What is
-gained is the memory that weights take between GEMMs, and on the wire, not arithmetic, so it counts for
-nothing in low_precision_flops_fraction.
+The whole weight is dequantized before a GEMM in bfloat16 or float32. This saves memory of weights between
+GEMMs, and bytes of gathers, but no arithmetic; so it does not count in low_precision_flops_fraction.
 """
 
 import torch
@@ -18,7 +17,7 @@ def weight_only_mm(
     """`a @ w.t()` if transposed, else `a @ w`, with `w = (q * scale).to(a.dtype)`; in a's dtype.
 
     a_TM: float, (T, K) if transposed, else (T, N). q_NK: int8, rows of any stride. scale_N1: float32. layer:
-    `layer_handle` of the calling layer; gemm: index into GEMMS. Both only feed `record_gemms`.
+    `layer_handle` of the calling layer; gemm: index into GEMMS. Both are used by `record_gemms` only.
     """
     out: Tensor = _weight_only_mm(a_TM, q_NK, scale_N1, transposed, layer, gemm)
     return out

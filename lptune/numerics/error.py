@@ -1,13 +1,13 @@
-"""How far a result is from the truth, and how far the format says it should be.
+"""Error measures: how far a result is from the truth, and how far the format predicts it to be.
 
-Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale everywhere: with
-d = amax / 127 a row's relative noise is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on the
-value. A GEMM of two quantized operands adds their variances (lptune/linear/bounds.py).
+Rounding to a step d adds noise of variance d**2 / 12. For INT8 the step is the scale for all elements: with d
+= amax / 127, the relative noise of a row is `(amax / rms) / (127 * sqrt(12))`. For float8 the step depends on
+the value. A GEMM of two quantized operands adds their variances (lptune/linear/bounds.py).
 
-`predicted_relative_error` assumes that values fall evenly into the steps. It is too high where they do not:
-beside an outlier that makes the step larger than the values, these become 0, with an error of x**2 and not
-d**2 / 12; and an amax is a number of the format, with no error at all (in blocks of 32, one element of 32).
-`rounding_noise` knows both.
+`predicted_relative_error` assumes that values are spread evenly within the steps. Two cases make it too high.
+If an outlier makes the step larger than the other values, these become 0, with an error of x**2 instead of
+d**2 / 12. And an amax is a number of the format, without an error (in blocks of 32: one element of 32).
+`rounding_noise` handles both cases.
 """
 
 import math
@@ -27,7 +27,7 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
 
 
 def sqnr_db(actual: Tensor, truth: Tensor) -> float:
-    """Signal to quantization noise, dB: larger is better; inf says that nothing was quantized."""
+    """Signal to quantization noise in dB; larger is better. inf means that nothing was quantized."""
     error = relative_error(actual, truth)
     return math.inf if error == 0 else -20 * math.log10(error)
 
@@ -37,8 +37,8 @@ def predicted_relative_error(
 ) -> float:
     """Expected ‖dequantize(quantize(x)) - x‖ / ‖x‖, from the format's step at each value alone.
 
-    x: (M, K), any float dtype, finite, not all zero. dim: the dims that share a scale: 1 for one per row, 0
-    for one per column, (0, 1) for one in all.
+    x: (M, K), any float dtype, finite, not all zero. dim: the dims that share a scale: 1 for row scales, 0
+    for column scales, (0, 1) for one scale.
     """
     m, k = x.shape
     block = {1: (1, k), 0: (m, 1), (0, 1): (m, k)}[dim]
@@ -50,13 +50,13 @@ def predicted_block_error(
 ) -> float:
     """`predicted_relative_error` for one scale per block."""
     step = quantization_step(x, block, fmt, power_of_two=power_of_two)
-    # A zero is a number of every format.
+    # Every format contains zero.
     noise = torch.where(x == 0, 0.0, step.square() / 12)
     return float(noise.sum().sqrt() / x.to(torch.float64).norm())
 
 
 class Noise(NamedTuple):
-    """What is known beforehand of `dequantize(quantize(x)) - x`, element by element; float64."""
+    """What can be predicted of `dequantize(quantize(x)) - x` for each element; float64."""
 
     mean: Tensor
     variance: Tensor
@@ -67,13 +67,13 @@ def rounding_noise(
 ) -> Noise:
     """The error of quantizing x, (M, K), with one scale per `block` (rows, columns).
 
-    An element becomes one of the two numbers around it and is as likely to lie anywhere between them: no
-    mean and a variance of step**2 / 12. Two kinds of elements are known better. What is within one and a half
-    steps of zero becomes 0 or the number next to it, and most of a row beside a large outlier is there: its
-    error is no noise. And the amax becomes the largest number, exactly.
+    An element is rounded to one of its two neighbours in the format, and its position between them is taken
+    as uniform: mean 0, variance step**2 / 12. Two kinds of elements are known exactly. Values within one and
+    a half steps of zero become 0 or the next number; beside a large outlier, most values of a row do. Their
+    error is computed, not treated as noise. And the amax becomes the largest number, exactly.
 
-    stochastic: rounded up with probability f, the fraction of a step above the number below: no mean and a
-    variance of step**2 * f * (1 - f), wherever it lies.
+    stochastic: the element is rounded up with probability f, its distance from the lower neighbour in steps:
+    mean 0, variance step**2 * f * (1 - f).
     """
     scale, scaled = _scaled(x, block, fmt, power_of_two)
     spacing = fmt.spacing(scaled)
@@ -92,13 +92,13 @@ def rounding_noise(
 def quantization_step(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> Tensor:
-    """Distance between the two numbers that each element of x is rounded to one of; float64, as x."""
+    """Distance between the two neighbours of each element of x in the format; float64, shape of x."""
     scale, scaled = _scaled(x, block, fmt, power_of_two)
     return scale * fmt.spacing(scaled)
 
 
 def _scaled(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """(scale, x / scale) element by element, float64."""
+    """(scale, x / scale), both expanded to the shape of x, float64."""
     m, k = x.shape
     scales = quantize_blocks(x, block, fmt, power_of_two=power_of_two).scale
     scale64 = expand_blocks(scales, block, (m, k)).to(torch.float64)

@@ -1,14 +1,14 @@
 """The 8-bit number formats.
 
-INT8 is a fixed-point format: every step between neighbours is the same. It is symmetric here, [-127, 127]:
--128 is never produced, so that a value and its negative quantize alike and a contraction of 133,144 products
-still fits an int32 accumulator (127 * 127 * 133,144 < 2**31).
+INT8 is a fixed-point format: all steps between neighbours are equal. Here it is symmetric, [-127, 127]: -128
+is never produced, so that a value and its negative are quantized alike, and a contraction of 133,144 products
+fits an int32 accumulator (127 * 127 * 133,144 < 2**31).
 
 e4m3 and e5m2 are floating-point formats (arXiv:2209.05433): the step grows with the value, so that small
-values beside an outlier keep their relative precision. e4m3 has one bit more of it, e5m2 has the range of
-float16; gradients are often given the range, weights and activations the precision.
+values beside an outlier keep their relative precision. e4m3 has one more bit of precision, e5m2 has the range
+of float16. Gradients often need the range, weights and activations the precision.
 
-E8M0 holds a power of two and nothing else. It is the scale of an MX block.
+E8M0 holds powers of two only. It is the format of the scale of an MX block.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit storage format. Integers up to `max`, or floating point where `mantissa_bits` is given."""
+    """An 8-bit format: integers up to `max`, or floating point if `mantissa_bits` is given."""
 
     name: str
     dtype: torch.dtype
@@ -28,11 +28,11 @@ class Format:
     mantissa_bits: int | None = None
     """Stored bits of the significand of a floating-point format; None for integers."""
     min_exponent: int = 0
-    """Exponent of the smallest normal number; below it the step stays what it is there."""
+    """Exponent of the smallest normal number; below it the step no longer shrinks."""
 
     def spacing(self, values: Tensor) -> Tensor:
-        """Distance between the two numbers of the format that each of `values` lies between; float64, same
-        shape. At a number of the format: the distance to the next one away from zero.
+        """Distance between the two neighbours of each value in the format; float64, same shape. For a number
+        of the format: the distance to the next number away from zero.
 
         values: finite, already divided by their scale.
         """
@@ -51,5 +51,5 @@ E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_exponent=
 
 FORMATS = {fmt.name: fmt for fmt in (INT8, E4M3, E5M2)}
 
-# Longest contraction of int8 products that an int32 accumulator holds for certain.
+# Longest contraction of int8 products that cannot overflow an int32 accumulator.
 INT32_SAFE_CONTRACTION = (2**31 - 1) // (127 * 127)

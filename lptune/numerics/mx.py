@@ -1,11 +1,11 @@
 """MX: blocks of 32 along the contraction, each with a scale that is a power of two (OCP MX v1.0).
 
-The scale is stored in E8M0, eight bits of exponent, so a block of 32 costs 33 bytes. Such a scale can be
-applied to an accumulator by adding exponents, which is what Blackwell's tensor cores do inside the GEMM.
+The scale is stored in E8M0, eight bits of exponent, so a block of 32 takes 33 bytes. Applying such a scale to
+an accumulator means adding exponents; the tensor cores of Blackwell do so inside the GEMM.
 
-The exponent is rounded up (`2**ceil(log2(amax / max))`, what NVIDIA's training recipe calls RCEIL,
-arXiv:2506.08027): the specification's example, which takes the exponent of amax alone, saturates values just
-below the next power of two.
+The exponent is rounded up: `2**ceil(log2(amax / max))`, called RCEIL in NVIDIA's training recipe
+(arXiv:2506.08027). The example in the specification takes the exponent of amax alone, and so saturates values
+just below the next power of two.
 """
 
 from typing import NamedTuple
@@ -29,21 +29,21 @@ class QuantizedMX(NamedTuple):
 def to_e8m0(scale: Tensor) -> Tensor:
     """A float32 scale that is a power of two, 0 or NaN -> float8_e8m0fnu, same shape.
 
-    E8M0 has no zero: a zero becomes its smallest number, 2**-127, which is harmless since every element of
-    that block is 0. NaN is 0xff. torch's own cast rounds; these bits are moved.
+    E8M0 has no zero: a zero becomes the smallest number, 2**-127, which is harmless, since every element of
+    that block is 0. NaN is 0xff. The cast of torch would round; here the exponent bits are moved.
     """
     bits = (scale.view(torch.int32) >> 23) & 0xFF
     return bits.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def quantize_mx(x_MK: Tensor, dim: int, fmt: Format = E4M3) -> QuantizedMX:
-    """Blocks of 32 along `dim`, scales in E8M0. x_MK: any float dtype, (M, K), of any size."""
+    """Quantizes blocks of 32 along `dim`, scales in E8M0. x_MK: any float dtype, (M, K), any size."""
     block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
     q, scale = quantize_blocks(x_MK, block, fmt, power_of_two=True)
     return QuantizedMX(q, to_e8m0(scale))
 
 
 def dequantize_mx(quantized: QuantizedMX, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`q * scale` in float32, rounded once to `dtype`; `dim` as it was quantized with."""
+    """`q * scale` in float32, rounded once to `dtype`. dim: that of `quantize_mx`."""
     block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
     return dequantize_blocks(QuantizedBlocks(*quantized), block, dtype)

@@ -1,32 +1,32 @@
 """Quantization with one scale per row, per column, per tensor or per block.
 
-A scale always dequantizes, `x ≈ q * scale`, is float32, and is `amax / max` of what it covers. How much it
-covers is the trade: an outlier coarsens everything that shares its scale, and a scale can leave the sum of a
-GEMM only where it is constant along the contraction.
+A scale always dequantizes, `x ≈ q * scale`; it is float32 and equals `amax / max` over the elements that
+share it. How many elements share a scale is a trade. An outlier makes the step coarser for all elements that
+share its scale, so fewer is better. But a scale can be moved out of the sum of a GEMM only if it is constant
+along the contraction.
 
-    quantize_rows      (M, 1)      what a GEMM that contracts over the row needs of its left operand
-    quantize_columns   (1, K)      the same for the right operand
-    quantize_tensor    (1, 1)      one scale serves every GEMM that the tensor takes part in
+    quantize_rows      (M, 1)      for the left operand of a GEMM that contracts over the row
+    quantize_columns   (1, K)      for the right operand of a GEMM that contracts over the column
+    quantize_tensor    (1, 1)      one scale for every GEMM with this tensor
     quantize_blocks    (M/bm, K/bk)  the GEMM applies the scales block by block inside the sum
 
-What is computed, in every implementation of it (this one, the CPU's and Triton's give the same bits):
+Every implementation computes the following (this one, the C++ and the Triton one give the same bits):
 
     scale   = amax / max    rounded once to float32        or the next power of two
     inverse = max / amax    rounded once to float32        or 1 / scale, exactly
     q       = round to nearest even (x * inverse)          one float32 product per element
 
-A product and not a quotient, because a quotient is what compilers replace by an approximate one.
+It is a product, not a quotient, because compilers replace a quotient by an approximation.
 
-Three choices that cost others accuracy:
+Three choices that other implementations make differently, at the cost of accuracy:
 
-- scales are float32 whatever the input: an amax of 1e-6 in float16 underflows a scale kept in float16 to
-  zero;
-- no scale is clamped to something like 1e-12. That ruins small gradients: after folding a weight scale into
-  g, |g * s| near 1e-10 is ordinary. A scale is at least the smallest normal float32, 2**-126, so that its
-  inverse is finite. Only a row that is all zero has scale 0: a 1 in its place would be folded into g and
-  drown the others (one zero row in 4,096 took grad_input's error from 0.01 to 0.94);
-- an inf or NaN makes its scale NaN, so that it comes out of the GEMM as NaN and never as a plausible number.
-  What q holds there is unspecified.
+- scales are float32 for every input dtype: with an amax of 1e-6, a float16 scale would underflow to zero;
+- scales are not clamped to something like 1e-12. That would ruin small gradients: after a weight scale is
+  folded into g, |g * s| near 1e-10 is ordinary. A scale is at least the smallest normal float32, 2**-126, so
+  that its inverse is finite. A row of zeros has scale 0. A scale of 1 in its place would be folded into g and
+  dominate the other rows (one zero row in 4,096 took the error of grad_input from 0.01 to 0.94);
+- an inf or NaN makes its scale NaN, so that the result of the GEMM is NaN and never a plausible number. The
+  value of q is then unspecified.
 """
 
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class QuantizedBlocks(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A scale and what an element is multiplied with to be quantized by it."""
+    """A scale, and its inverse, with which an element is multiplied to be quantized."""
 
     scale: Tensor  # float32
     inverse: Tensor  # float32; 1 / scale up to one rounding, 0 where scale is 0 or NaN
@@ -79,13 +79,13 @@ class Scale(NamedTuple):
 def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Scale:
     """The scale that maps `amax` (float32, >= 0, any shape) to the largest number of `fmt`.
 
-    power_of_two: the smallest power of two that is not below amax / max, so that nothing saturates. Dividing
-    by it is exact, hence a float8 number times such a scale is not rounded when it is quantized again by
-    another one, unless it falls below the format's smallest normal number.
+    power_of_two: the smallest power of two that is at least amax / max, so that nothing saturates. Dividing
+    by it is exact. So a float8 number times such a scale can be quantized again by another such scale without
+    rounding, unless it falls below the smallest normal number of the format.
 
-    Of an amax of 0 both scale and inverse are 0; of inf or NaN the scale is NaN and the inverse 0.
+    For an amax of 0, scale and inverse are 0. For inf or NaN, the scale is NaN and the inverse 0.
     """
-    # Through float64: one rounding to float32, whatever a compiler makes of a float32 division.
+    # Computed in float64 and rounded once to float32, since compilers may approximate a float32 division.
     scale = (amax.to(torch.float64) / fmt.max).to(torch.float32)
     if power_of_two:
         # The next power of two, on the bits: round the exponent up if any bit of the significand is set.
@@ -106,8 +106,8 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
 def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     """float32 values already multiplied by an inverse scale -> the nearest numbers of `fmt`, ties to even.
 
-    Values beyond the format's range saturate, inf too; by a scale from their own amax none are, but for the
-    rounding of the inverse. NaN is unspecified for INT8 and stays NaN in float8.
+    Values beyond the range of the format saturate, also inf. With a scale from their own amax, values exceed
+    the range only by the rounding of the inverse. NaN is unspecified for INT8 and stays NaN in float8.
     """
     scaled = scaled.clamp(-fmt.max, fmt.max)
     return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
@@ -118,8 +118,8 @@ def quantize_rows(
 ) -> QuantizedRows:
     """One scale per row. x_MK: any float dtype, (M, K).
 
-    random: uniform in [0, 1), x's shape: round stochastically by it (rounding.py). Otherwise to nearest, and
-    for INT8 |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
+    random: uniform in [0, 1), shape of x, for stochastic rounding (rounding.py). None: round to nearest; for
+    INT8, |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
     """
     return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two, random))
 
@@ -134,7 +134,7 @@ def quantize_columns(
 def quantize_tensor(
     x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
 ) -> QuantizedTensor:
-    """One scale. x_MK: any float dtype, (M, K). random: as for rows."""
+    """One scale for the whole tensor. x_MK: any float dtype, (M, K). random: as for rows."""
     return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two, random))
 
 
@@ -143,11 +143,11 @@ def quantize_blocks(
 ) -> QuantizedBlocks:
     """One scale per block of `block` (rows, columns). x_MK: any float dtype, (M, K), of any size.
 
-    Where M or K is no multiple of the block's, the last blocks are smaller.
+    If M or K is not a multiple of the block size, the last blocks are smaller.
     """
     m, k = x_MK.shape
     rows, columns = block
-    # The zeros that fill up the last blocks do not change an amax.
+    # The last blocks are padded with zeros, which do not change an amax.
     x32 = F.pad(x_MK.to(torch.float32), (0, -k % columns, 0, -m % rows))
     split = x32.view(x32.shape[0] // rows, rows, x32.shape[1] // columns, columns)
     scale, inverse = scale_from_amax(_amax(split, (1, 3)), fmt, power_of_two)
@@ -156,10 +156,10 @@ def quantize_blocks(
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """q for a scale that was chosen before x was known (delayed scaling); what exceeds it saturates.
+    """q for a scale that was chosen before x was known (delayed scaling). Larger values saturate.
 
-    scale: float32, broadcastable to x. Inf saturates too; NaN is unspecified for INT8 and stays NaN in
-    float8, so a caller who must tell looks at the amax.
+    scale: float32, broadcastable to x. Inf saturates, too; NaN is unspecified for INT8 and stays NaN in
+    float8. A caller that must detect either looks at the amax.
     """
     inverse = torch.where(scale > 0, (1 / scale.to(torch.float64)).to(torch.float32), 0.0)
     return round_to(x.to(torch.float32) * inverse, fmt)
@@ -176,28 +176,28 @@ def dequantize(
 def dequantize_blocks(
     quantized: QuantizedBlocks, block: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`(q * scale)` in float32, rounded once to `dtype`; `block` as it was quantized with."""
+    """`(q * scale)` in float32, rounded once to `dtype`. block: that of `quantize_blocks`."""
     m, k = quantized.q_MK.shape
     scale = expand_blocks(quantized.scale, block, (m, k))
     return (quantized.q_MK.to(torch.float32) * scale).to(dtype)
 
 
 def expand_blocks(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Block scales (any dtype), one for each element of a matrix of `shape`; float32."""
+    """Expands block scales (any dtype) to one float32 scale for each element of a matrix of `shape`."""
     expanded = scale.to(torch.float32).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return expanded[: shape[0], : shape[1]]
 
 
 def find_scale(x_MK: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool = False) -> Scale:
-    """The scale of what shares one: dim 1 rows, (M, 1); 0 columns, (1, K); (0, 1) the tensor, (1, 1)."""
+    """The scales by `dim`: 1 for rows, (M, 1); 0 for columns, (1, K); (0, 1) for the tensor, (1, 1)."""
     assert x_MK.dim() == 2, x_MK.shape
     return scale_from_amax(_amax(x_MK.to(torch.float32), dim), fmt, power_of_two)
 
 
 def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    if x32.numel() == 0:  # nothing to scale, and amax has no identity
+    if x32.numel() == 0:  # amax of an empty tensor is an error
         return x32.sum(dim=dim, keepdim=True)
-    # The two extrema instead of abs().amax(): one reading less in eager mode; both propagate NaN.
+    # Minimum and maximum, not abs().amax(): eager mode then reads x once less. Both propagate NaN.
     return torch.maximum(x32.amax(dim=dim, keepdim=True), -x32.amin(dim=dim, keepdim=True))
 
 

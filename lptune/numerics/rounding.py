@@ -1,11 +1,12 @@
-"""Stochastic rounding with random bits that anybody can compute again.
+"""Stochastic rounding with random bits that every rank can compute again.
 
-Round to nearest loses every update smaller than half a step; stochastic rounding keeps it in expectation:
-x goes up with the probability of its distance from below, so E[round(x)] = x.
+Rounding to nearest loses every update that is smaller than half a step. Stochastic rounding keeps it in
+expectation: x is rounded up with a probability equal to its distance from the lower neighbour, in steps, so
+E[round(x)] = x.
 
-The bits are a hash of (seed, step, tensor name, global index of the element) and of nothing else. No
-generator is advanced, so it does not matter which rank holds the element, in which order tensors are rounded
-or whether the run was resumed: the bits are the same.
+The bits are a hash of (seed, step, tensor name, global index of the element) and of nothing else. There is no
+generator with a state. So the bits do not depend on which rank holds the element, on the order in which
+tensors are rounded, or on whether the run was resumed.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def random_key(seed: int, step: int, name: str) -> int:
-    """63 bits that stand for (seed, step, name)."""
+    """A hash of (seed, step, name) with 63 bits."""
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -35,25 +36,25 @@ def uniform(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def stochastic_round_to(scaled: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """float32 values already multiplied by an inverse scale -> one of the two neighbours in `fmt`: the upper
-    one with the probability of the distance from the lower, in units of their distance. A number of the
-    format stays what it is.
+    """float32 values already multiplied by an inverse scale -> one of the two neighbours in `fmt`. The upper
+    one has a probability equal to the distance from the lower one, in steps. A number of the format does not
+    change.
 
-    random: uniform in [0, 1), same shape. Values beyond the format's range saturate; NaN is unspecified for
-    INT8 and stays NaN in float8.
+    random: uniform in [0, 1), same shape. Values beyond the range of the format saturate; NaN is unspecified
+    for INT8 and stays NaN in float8.
     """
     step = fmt.spacing(scaled).to(torch.float32)
-    # A power of two, so that the quotient is exact; a number of the format is an integer in units of it.
+    # A power of two, so that the quotient is exact. A number of the format is an integer number of steps.
     steps = scaled / step
     below = steps.floor()
-    # Both sides of the comparison are exact. floor(steps + random) would not be: 126 + (1 - 2**-24) is 127.
+    # Both sides are exact. floor(steps + random) would not be: 126 + (1 - 2**-24) rounds to 127.
     rounded = (below + (random < steps - below)) * step
     return rounded.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def _mix(h: Tensor) -> Tensor:
-    """A bijection of 32 bits whose every output bit depends on every input bit (the `lowbias32` constants of
-    C. Wellons' hash prospector, public domain), in int64 arithmetic.
+    """A bijection of 32 bits in which every output bit depends on every input bit (the `lowbias32` constants
+    of C. Wellons' hash prospector, public domain), in int64 arithmetic.
     """
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _MASK32

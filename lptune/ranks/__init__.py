@@ -1,4 +1,4 @@
-"""What a process owes its launcher: how it ended, what it printed, that it stops. Imports no torch."""
+"""What a rank does for its launcher: outcomes, logs, stop signals. Imports no torch."""
 
 from lptune.ranks.log import LOGS, keep_log, move_logs, redirect_output
 from lptune.ranks.outcome import (

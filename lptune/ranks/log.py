@@ -1,10 +1,10 @@
 """Logs: rank 0 prints to the console, every other rank to a file of its own, OUTPUT_DIR/logs/rank-N.log.
 
-The redirection is that of the file descriptors, so that what NCCL, gloo or an aborting C++ runtime write is
-caught as well. It begins before the recipe is imported, when nobody knows yet whether the run's folder may be
-made. Until then the file lies in the launcher's temporary folder; `keep_log`, called when the run's folder
-exists, moves it there under the feet of the open descriptors, and `move_logs` is the launcher's care for
-recipes that never call it. A file grows from run to run; a header says where each begins.
+The file descriptors are redirected, so that output of NCCL, gloo or an aborting C++ runtime is caught as
+well. This begins before the recipe is imported, when it is not yet known whether the run's folder may be
+made. So the file first lies in the launcher's temporary folder. `keep_log` moves it to the run's folder once
+that exists; the open descriptors stay valid. For recipes that never call `keep_log`, the launcher calls
+`move_logs`. A file grows from launch to launch; a header marks where each launch begins.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-LOGS = "LPTUNE_LOGS"  # folder of logs before the run's own exists; unset: the streams stay what they are
+LOGS = "LPTUNE_LOGS"  # folder of logs before the run's folder exists; unset: no redirection
 
 
 def redirect_output() -> None:
-    """Sends stdout and stderr of this rank to its log, unless it is rank 0 or has no log."""
+    """Redirects stdout and stderr of this rank to its log. Rank 0, and a rank without a log, keep theirs."""
     folder, rank = os.environ.get(LOGS), os.environ["RANK"]
-    if folder is None or rank == "0" or not os.path.isdir(folder):  # not there: another launch's
+    if folder is None or rank == "0" or not os.path.isdir(folder):  # a folder of another launch
         return
     path = Path(folder, f"rank-{rank}.log")
     now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -37,7 +37,7 @@ def redirect_output() -> None:
 
 
 def keep_log(folder: Path) -> None:
-    """Moves this rank's log, if it has one, to `folder`, where it goes on; if it can."""
+    """Moves this rank's log, if it has one and if possible, to `folder`; the rank goes on writing there."""
     temporary = Path(os.environ.get(LOGS, os.devnull), f"rank-{os.environ.get('RANK')}.log")
     if not temporary.is_file():
         return
@@ -47,14 +47,14 @@ def keep_log(folder: Path) -> None:
             shutil.copyfileobj(before, after)
             after.flush()
             _point_streams_to(after.fileno())
-            shutil.copyfileobj(before, after)  # what another thread wrote in between
+            shutil.copyfileobj(before, after)  # what another thread has written meanwhile
         temporary.unlink()
 
 
 def move_logs(folder: Path, to: Path | None) -> Path | None:
-    """Appends the logs that hold more than their header to those in `to`; returns where they are.
+    """Appends the logs that hold more than a header to those in `to`; returns the folder they are in.
 
-    Where that cannot be (no `to`, or not writable), they stay where they are.
+    If that is impossible (no `to`, or it is not writable), the logs stay where they are.
     """
     logs = [log for log in sorted(folder.glob("rank-*.log")) if _says_something(log)]
     if not logs or to is None:
@@ -75,9 +75,9 @@ def _says_something(log: Path) -> bool:
 
 
 def _append(folder: Path, name: str) -> BinaryIO:
-    """The log `name` in `folder`, to write at its end. OSError for a link, a pipe and everything else that is
-    no regular file: the run's folder may have been made by others. One that has another name, too (a hard
-    link), is somebody else's file and left to that name.
+    """Opens the log `name` in `folder`, to write at its end. Raises OSError for a link, a pipe and anything
+    else that is not a regular file, since other people may have prepared the run's folder. A file with a
+    second name (a hard link) may be somebody else's: it is left alone, and a new one takes its place.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
-"""Outcomes: every rank writes down how it ends, in a folder of its launcher, before anybody can notice.
+"""Outcomes: every rank writes how it ends, in a folder of its launcher, before other ranks can notice.
 
-An exit code alone does not say which rank was first, and a rank that fails takes its peers down with
-connection errors of their own, often before its own process is gone. So a failing rank writes its outcome
-while its connections are still open, and keeps them open (`hold`) until the launcher, which reads the folder
-ten times a second, has told the other machines and ends all ranks. The cause therefore stands written before
-its first consequence. Only a rank that is killed cannot do that; errors that look like a lost peer are
-marked, so that its launcher's word counts for more than theirs.
+An exit code does not say which rank failed first. When a rank fails, other ranks fail with connection errors,
+often before the process of the first one is gone. So a failing rank writes its outcome while its connections
+are open, and keeps them open (`hold`) until the launcher, which reads the folder ten times a second, has told
+the other machines and ends all ranks. So the cause is written before its first consequence. Only a rank that
+is killed cannot do that; errors that look like a lost peer are marked, so that the report of the launcher of
+the killed rank counts for more.
 """
 
 import json
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from lptune.ranks.log import LOGS
 
-OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes, from the launcher to its ranks
+OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes; set by the launcher for its ranks
 LAUNCHER = "LPTUNE_LAUNCHER_PID"
-LEAVING = (0, 130, 143)  # done, KeyboardInterrupt, stopped by a signal: none of them is a failure
+LEAVING = (0, 130, 143)  # done, KeyboardInterrupt, stopped by a signal: not failures
 _HOLD_S = 15.0  # the launcher needs about one second, see lptune/cli/watch.py
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket"
@@ -32,47 +32,48 @@ _LOST_PEER = re.compile(
 
 
 class Rank(NamedTuple):
-    """A rank that has started."""
+    """What a rank announces when it starts."""
 
     rank: int
     pid: int
     node: int
     num_nodes: int
     num_local: int
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     store: str
-    """`host:port` of the launchers' common key-value store; empty where there is none."""
+    """`host:port` of the key-value store that launchers share; empty if there is none."""
     run_id: str
 
 
 class Outcome(NamedTuple):
-    """How a rank ended."""
+    """How a rank ended: its code, when, and the error."""
 
     rank: int
-    """-1: a launcher's word about its machine."""
+    """Number of the rank; -1: the report of a launcher about its machine."""
     code: int
     time_ns: int
     host: str
     line: str = ""
-    """Message of a UserError, a DivergedError or a launcher; else empty."""
+    """Message of a UserError, a DivergedError or a launcher; otherwise empty."""
     traceback: str = ""
     lost_peer: bool = False
-    """The error looks like the end of a connection: another rank's outcome explains it."""
+    """The error looks like a lost connection: the outcome of another rank explains it."""
     nothing_to_save: bool = False
-    """A signal came before training began: the rank left at once, and its peers are not waited for."""
+    """A signal came before training began: the rank exited at once, and the other ranks get no time."""
 
     @property
     def precedence(self) -> tuple[bool, bool, bool, int]:
-        """The smallest is the cause: failures with a name, bugs, leaving, consequences; within each, time.
+        """Sort key; the smallest outcome is the cause. Order: failures with a message, bugs, exits after
+        saving, consequences (lost peers); within each, by time.
 
-        A rank that left at once may be why another one fails: between these two time decides.
+        A rank that exited at once may be the reason why another rank fails: between these two, time decides.
         """
         left_after_saving = self.code in LEAVING and not self.nothing_to_save
         return self.lost_peer, left_after_saving, self.code == 1 or self.nothing_to_save, self.time_ns
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """The outcome of this rank, whose recipe ended by `error`, or by itself."""
+    """The outcome of this rank, whose recipe raised `error`, or returned (None)."""
     line = text = ""
     lost_peer = False
     if error is None:
@@ -97,19 +98,19 @@ _held = False
 
 
 def hold(error: BaseException) -> bool:
-    """Reports a failure of this rank and waits for the launcher to end it, connections open.
+    """Reports a failure of this rank, keeps its connections open and waits for the launcher to end it.
 
-    Returns where there is nothing to wait for: no launcher of ours, or no failure (`LEAVING`). True where the
-    launcher has the outcome.
+    Returns if there is nothing to wait for: no launcher of lptune, or no failure (`LEAVING`). The result is
+    whether the launcher has the outcome.
     """
     global _held
     outcome = outcome_of(error)
     if outcome.code in LEAVING or not write_outcome(outcome):
         return False
-    if _held:  # in the session already
+    if _held:  # already done in the session
         return True
     _held = True
-    if outcome.rank != 0 and LOGS in os.environ:  # into this rank's log; the launcher prints only the cause
+    if outcome.rank != 0 and LOGS in os.environ:  # its log; the launcher prints the cause
         print(outcome.traceback or outcome.line, file=sys.stderr, flush=True)
     time.sleep(_HOLD_S)
     return True
@@ -134,7 +135,7 @@ def announce() -> None:
 
 
 def write_outcome(outcome: Outcome) -> bool:
-    """Writes it where the launcher looks, unless this rank has written one; False without such a place."""
+    """Writes `outcome` to the launcher's folder, if it is the first of this rank; False without a folder."""
     folder = os.environ.get(OUTCOMES, "")
     return os.path.exists(f"{folder}/outcome-{outcome.rank}.json") or _write(
         f"outcome-{outcome.rank}", outcome
@@ -142,13 +143,13 @@ def write_outcome(outcome: Outcome) -> bool:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """The outcomes written so far, the cause first."""
+    """All outcomes written so far, sorted: the cause is the first."""
     outcomes = [Outcome(**json.loads(file.read_text("utf-8"))) for file in folder.glob("outcome-*.json")]
     return sorted(outcomes, key=lambda outcome: outcome.precedence)
 
 
 def read_ranks(folder: Path, known: set[int]) -> list[Rank]:
-    """The ranks that have started and are not `known`."""
+    """The ranks that have started and are not in `known`."""
     files = {int(file.stem.partition("-")[2]): file for file in folder.glob("rank-*.json")}
     return [Rank(**json.loads(files[rank].read_text("utf-8"))) for rank in sorted(set(files) - known)]
 

@@ -1,24 +1,27 @@
-"""Preemption: how a run hears that it is to stop, and what becomes of the work since its last checkpoint.
+"""Preemption: how a run receives the request to stop, and how it saves its work first.
 
 SIGTERM (a scheduler), SIGINT (Ctrl-C), SIGUSR1 (Slurm, before a time limit) and SIGHUP (a terminal that
 closes) ask a run to stop. A SIGHUP that is ignored (nohup) stays ignored.
 
-Blocked, and waited for. The signals are blocked before anything else happens, and a thread waits for them
-(sigwait). A Python handler would run between two bytecodes of the main thread, so not while that is inside a
-collective or a compiler for minutes. And a mask, unlike a handler, is inherited: by every thread and, across
-fork and exec, by every process that a run starts. A group signal hits them all; it would kill Inductor's
-compile workers, or the g++ below them, in the middle of the step that is to be saved. Ranks inherit the mask
-of their launcher: what reaches one before its first line of Python is pending, not fatal.
+The signals are blocked, and a thread waits for them. They are blocked before anything else happens, and the
+thread calls sigwait. A Python handler would run between two bytecodes of the main thread, so not during the
+minutes that it may spend in a collective or a compiler. And a mask, unlike a handler, is inherited by every
+thread and, across fork and exec, by every process that a run starts. A signal to the process group reaches
+all of them; unblocked, it would kill Inductor's compile workers, or the g++ below them, in the middle of the
+step that the run wants to finish. Ranks inherit the mask of their launcher: a signal that reaches a rank
+before its first line of Python is pending, not fatal.
 
-At once, until somebody asks. Before the first question (`requested`; in a recipe `world.stop_requested()`)
-nothing has been trained that no checkpoint holds: a signal ends the process with 143 where it stands, be it
-tokenizing or loading. From that question on a signal is noted, and the recipe asks again at every boundary.
+Before training begins, a signal ends the process at once. Training begins with the first call of `requested`
+(in a recipe: `world.stop_requested()`). Until then there is nothing to save: a signal ends the process with
+code 143 while it tokenizes or loads. From that call on, a signal is only noted, and the recipe calls again
+after every step.
 
-Twice. A group signal and its forwarding by a launcher arrive twice: within `GRACE_S` a repetition changes
-nothing. After that somebody insists, and the process ends at once with 128 + n. Of several ranks only the
-launcher takes it for that: torchrun sends a SIGTERM to those that still save when the first has left.
+A second signal. A signal to the group and its copy from the launcher arrive twice, so a repetition within
+`GRACE_S` changes nothing. After that time a second signal means that somebody insists: the process ends at
+once with 128 + n. With several ranks, only the launcher may decide that, since torchrun sends a SIGTERM to
+ranks that are still saving when the first rank has exited.
 
-The price: a child process must be ended through a pipe or by SIGKILL, since SIGTERM does not reach it.
+The price: a child process must be ended through a pipe or by SIGKILL, since it does not react to SIGTERM.
 """
 
 import os
@@ -34,16 +37,16 @@ from lptune.ranks.outcome import OUTCOMES, Outcome, announce, write_outcome
 
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 STOPPED = 143
-"""Exit code of a run that was asked to stop, by whichever of the signals: run it again and it continues."""
+"""Exit code of a run that was stopped by any of the signals. The same command continues the run."""
 GRACE_S = 5.0
 
 Reaction = Callable[[signal.Signals], None]
 
 
 class Listener(threading.Thread):
-    """Takes the signals for this process, from its making, in the main thread, to `close`.
+    """Receives the signals of this process until `close`. Must be made in the main thread.
 
-    first: called with the first signal. again: with one that comes later than `GRACE_S` after it.
+    first: called with the first signal. again: called with a signal more than `GRACE_S` after the first.
     """
 
     def __init__(self, first: Reaction, again: Reaction) -> None:
@@ -51,11 +54,11 @@ class Listener(threading.Thread):
         self.first, self.again = first, again
         self._first_s: float | None = None
         self._closing = False
-        # Blocked, an ignored signal would be waited for like any other.
+        # If it were blocked, sigwait would return an ignored signal like any other.
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._signals = SIGNALS - {signal.SIGHUP} if is_ignored else SIGNALS
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # this thread will inherit it
-        # Threads that a program had before do not block, and the kernel may choose one of them.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # this thread inherits the mask
+        # Threads that existed before do not block the signals, and the kernel may choose one of them.
         self._handlers: dict[signal.Signals, Any] = {
             number: signal.signal(number, lambda number, _: self._take(signal.Signals(number)))
             for number in self._signals
@@ -63,7 +66,7 @@ class Listener(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Waits for signals until `close`."""
+        """The thread: waits for signals until `close`."""
         while True:
             number = signal.sigwait(self._signals)
             if self._closing:
@@ -71,12 +74,12 @@ class Listener(threading.Thread):
             self._take(signal.Signals(number))
 
     def close(self) -> None:
-        """Gives the signals back to whom they belonged."""
+        """Restores the handlers and the mask that were in place before."""
         self._closing = True
         assert self.ident is not None
         signal.pthread_kill(self.ident, signal.SIGUSR1)
         self.join()
-        # A repetition that is still pending was meant for us; unblocked, it would end the program.
+        # A repetition that is still pending is consumed here; unblocked, it would end the program.
         while pending := self._signals.intersection(signal.sigpending()):
             signal.sigwait(pending)
         for number, handler in self._handlers.items():
@@ -99,12 +102,12 @@ _stopped_by: signal.Signals | None = None
 
 
 def listen() -> None:
-    """The signals are ours for the whole life of this process: `lptune run` begins with it."""
+    """Receives the signals from now to the end of the process; `lptune run` begins with this."""
     react(_note, _insist)
 
 
 def react(first: Reaction, again: Reaction) -> None:
-    """`listen`, with a launcher's reactions."""
+    """Replaces the reactions of `listen` by those of a launcher."""
     global _listener
     if _listener is None:
         _listener = Listener(first, again)
@@ -112,10 +115,10 @@ def react(first: Reaction, again: Reaction) -> None:
 
 
 def requested() -> signal.Signals | None:
-    """The signal that asked this process to stop. From the first call on a signal does not end it at once.
+    """The signal that asked this process to stop, or None. After the first call, signals are only noted.
 
-    In a program that does not `listen`, the first call takes the signals, and `release` gives them back; only
-    in the main thread, as Python wants it.
+    In a program that did not call `listen`, the first call begins to receive signals, and `release` ends it;
+    both must be in the main thread, a rule of Python.
     """
     global _was_asked, _is_borrowed, _stopped_by
     if _listener is None and threading.current_thread() is threading.main_thread():
@@ -126,7 +129,7 @@ def requested() -> signal.Signals | None:
 
 
 def release() -> None:
-    """Gives the signals back if `requested` took them."""
+    """Ends what the first call of `requested` began; does nothing after `listen`."""
     global _listener, _is_borrowed, _was_asked
     if _is_borrowed and _listener is not None:
         _listener.close()
@@ -134,7 +137,7 @@ def release() -> None:
 
 
 def announce_stop(number: signal.Signals, whose: str) -> None:
-    """Says what the first signal does, and what a second one would."""
+    """Prints what happens after this first signal, and what a second signal would do."""
     key = "Ctrl-C" if number == signal.SIGINT else number.name
     print(
         f"{number.name}: {whose} finished and saved first; {key} again after {GRACE_S:.0f} s ends at once",
@@ -148,7 +151,7 @@ def _note(number: signal.Signals) -> None:
     has_launcher = OUTCOMES in os.environ
     is_main = os.environ.get("RANK", "0") == "0"
     if _was_asked:
-        # Only here: noted while this thread ends the process, the main one would find it and say it again.
+        # Only here: otherwise the main thread would find the note while this one ends, and print it again.
         _stopped_by = number
         if is_main and not has_launcher:
             announce_stop(number, "the work in progress is")
@@ -156,7 +159,7 @@ def _note(number: signal.Signals) -> None:
     line = f"stopped by {number.name}: nothing new to save"
     try:
         if has_launcher:
-            announce()  # it may be too early for that to have been done
+            announce()  # this may come before the rank has announced itself
             rank, host = int(os.environ["RANK"]), socket.gethostname()
             write_outcome(Outcome(rank, STOPPED, time.time_ns(), host, line, nothing_to_save=True))
         elif is_main:

@@ -1,4 +1,4 @@
-"""What a training loop needs beside the model: optimizer, schedule, update, metrics."""
+"""Parts of a training loop besides the model: optimizer, schedule, update, metrics, dry run."""
 
 from lptune.training.generate import greedy
 from lptune.training.metrics import MetricsWriter, check_logging

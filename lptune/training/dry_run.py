@@ -1,19 +1,19 @@
-"""One training step of any number of ranks, on one machine, without weights, data or a GPU.
+"""A dry run: one training step on any number of ranks, on one machine, without weights, data or a GPU.
 
     found = dry_run(cfg, model_config, world_size=512)
     print(found.report())
 
-It is the code of training: the model is built on meta, converted, parallelized and sharded over a mesh of the
-ranks of a process group, takes its optimizer, and goes forward and backward. Only there is nothing behind it:
-the process group is torch's fake one, in which this process is rank 0 and collectives return at once, and
-tensors are fake, with a shape, a dtype and a storage of a size, and no values. What is counted on the way is
-therefore what a rank would hold and exchange: every storage (memory.py) and every collective.
+A dry run executes the code of training: the model is built on meta, converted, parallelized and sharded over
+a mesh; it gets an optimizer and runs forward and backward. But the process group is torch's fake one, in
+which this process is rank 0 and collectives return at once, and tensors are fake: they have a shape, a dtype
+and the size of a storage, but no values. All storages (memory.py) and all collectives are counted: this is
+what a rank would hold and exchange.
 
-What it cannot know: torch.compile, whose fused blocks keep less than the eager ones that run here; what an
-allocator adds, and NCCL, CUDA's context and kernels' workspaces; time.
+A dry run does not see torch.compile, whose fused blocks keep less than the eager blocks that run here; nor
+what the allocator, NCCL, the CUDA context and the workspaces of kernels add; nor time.
 
-Micro-batches are alike, so no more than three of them run: the first, one from between and the last, which
-reduces the gradients. Collectives of the one between count for all that it stands for.
+All micro-batches are alike, so at most three run: the first, one in the middle, and the last, which reduces
+the gradients. The collectives of the middle one are multiplied.
 """
 
 import dataclasses
@@ -44,40 +44,40 @@ _OFFLOADED = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What a step takes on each rank."""
+    """Memory and collectives of a step, for each rank."""
 
     plan: linear.Plan
     mesh: dict[str, int]
-    """Axes and their sizes, outermost first."""
+    """Axis -> its size, outermost first."""
     device_type: str
     attention: str
     num_parameters: int
     num_micro_batches: int
-    """Per rank and step."""
+    """Number of micro-batches per rank and step."""
     tokens_per_step: int
-    """Over all ranks."""
+    """Number of tokens per step, over all ranks."""
     attention_flops: float
-    """Of a token, in all layers, where each row is one document."""
+    """FLOPs per token in all attention layers, if each row is one document."""
     compiles: bool
-    """What the config says; the dry run does not."""
+    """Whether the config compiles; the dry run itself does not."""
     peaks: dict[str, Counter[str]]
-    """Of each phase of the step: bytes by category at its peak."""
+    """Phase of the step -> bytes by category at its peak."""
     resting: Counter[str]
     """Bytes by category between two steps."""
     host_bytes: int
-    """What `parallel.cpu_offload` keeps in host memory instead."""
+    """Bytes that `parallel.cpu_offload` keeps in host memory."""
     device: Device | None
-    """The GPU that was planned for."""
+    """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
-    """Of forward and backward of all micro-batches, and of the update."""
+    """Collectives of forward and backward of all micro-batches, and of the update."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a rank holds."""
+        """The largest number of bytes that a rank holds at a time."""
         return max(found.total() for found in self.peaks.values())
 
     def report(self) -> str:
-        """Tables for a terminal."""
+        """The result as text, with tables."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         ranks = torch.Size(self.mesh.values()).numel()
         flops = self.plan.flops_per_token
@@ -138,18 +138,18 @@ class DryRun:
 def dry_run(
     cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device | None = None
 ) -> DryRun:
-    """What one step of `cfg` takes on each of `world_size` ranks; cfg.device: `auto` stands for cuda.
+    """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
 
-    device: the GPU of each rank, which decides on kernels; None: any Hopper.
+    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper.
 
-    Reads nothing: neither cfg.model.path nor the data; rows are full, each one document. Needs a process
-    without a process group. Raises UserError as a run would, for the mesh and for the precision.
+    Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
+    a process group. Raises the same UserErrors as a run for the mesh and the precision.
     """
     device_type = "cpu" if cfg.device == "cpu" else "cuda"
     offloads = cfg.parallel.cpu_offload
     if offloads and device_type == "cpu":
-        raise UserError("parallel.cpu_offload: on a CPU there is no other memory; set it to false")
-    # What offloading moves is told apart afterwards: fake tensors are on no device.
+        raise UserError("parallel.cpu_offload: a CPU has no other memory to move to; set it to false")
+    # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
     parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
     with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
@@ -160,7 +160,7 @@ def dry_run(
         distributed.parallelize(model, world, eager)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
-            # Layers' handles are real tensors, which name a layer by their values.
+            # Layer handles are real tensors: their values identify a layer.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
@@ -196,7 +196,7 @@ def run_step(
     num_micro_batches: int,
     log: memory.MemoryLog,
 ) -> tuple[Collectives, Counter[str]]:
-    """Storage for `model`, parallelized on meta, and its first step, in the order of a recipe; `log` is on.
+    """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`.
 
     Returns the collectives of all `num_micro_batches` and of the update, and bytes by category at the end.
     """
@@ -204,7 +204,7 @@ def run_step(
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
-    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # nothing executes
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     update = Update(model, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
@@ -232,8 +232,8 @@ def run_step(
 
 @contextmanager
 def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
-    """This process as rank 0 of `world_size`, of which there are no others. On the CPU, so that it runs on a
-    torch without CUDA; what would run on a GPU is decided by `planned_for`.
+    """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
+    without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -248,17 +248,18 @@ def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
 
 
 def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:
-    """The optimizer makes its state in the first update; from then on it is always there."""
+    """The peaks of later steps: the optimizer state, made in the first update, is added to all phases."""
     state = Counter({memory.OPTIMIZER: resting[memory.OPTIMIZER]})
     return {name: peaks[name] | state for name in ("forward", "backward", "update")}
 
 
 def _without_offloaded(peaks: dict[str, Counter[str]], model: models.Decoder) -> dict[str, Counter[str]]:
-    """What stays on the GPU. FSDP2 brings a module's shards there to gather them, while those of the one
-    before are still there, and takes its gradients' to the host; counted are those of the largest module.
+    """The peaks on the GPU under offloading. FSDP2 copies the shards of a module to the GPU for a gather,
+    while those of the previous module are still there, and copies gradients to the host. The largest module
+    counts.
     """
     seen, largest = set[int](), 0
-    for module in reversed(list(model.modules())):  # inner ones first
+    for module in reversed(list(model.modules())):  # inner modules first
         if isinstance(module, FSDPModule):
             own = [each for each in module.parameters() if id(each) not in seen]
             seen.update(map(id, own))
@@ -273,7 +274,7 @@ def _without_offloaded(peaks: dict[str, Counter[str]], model: models.Decoder) ->
 
 @contextmanager
 def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
-    # Kernels are chosen once for a process, and differ between GPUs.
+    # Kernels are chosen once per process and differ between GPUs, so the choice is cleared.
     choose_backend.cache_clear()
     try:
         with planned_for(device_type, *((device.capability, device.name) if device else ())):

@@ -1,4 +1,4 @@
-"""Does a planned run fit its GPU, and if not, what would? Each answer is a plan of its own, none is a guess.
+"""Does a run fit its GPU, and if not, which change makes it fit? Each answer comes from a dry run.
 
 A GPU is taken to hold a plan whose peak leaves a tenth of its memory free: for CUDA's context, NCCL's
 buffers, kernels' workspaces and fragmentation, none of which a plan counts.
@@ -15,24 +15,24 @@ from lptune.distributed.collectives import size_text
 from lptune.training.dry_run import DryRun, dry_run
 
 HEADROOM = 0.1
-"""Share of a GPU's memory that a plan leaves free."""
+"""Share of the GPU's memory that must stay free."""
 _ENOUGH = 2
-"""Remedies that fit; after so many of them no other is planned."""
+"""After this many remedies that fit, no other is tried."""
 _MOST_TIMES = 16
-"""The most ranks that are tried, in times of those that were asked for."""
+"""Largest number of ranks that is tried, as a multiple of the given number."""
 _RANKS = "--world-size"
 
 Remedy = dict[str, bool | int | str]
-"""Keys of a config, and _RANKS, with values under which a run takes less memory."""
+"""Changes that save memory: keys of a config (and _RANKS) with values."""
 
 
 def fits(found: DryRun, device: Device) -> bool:
-    """Whether the peak leaves HEADROOM of the device's memory."""
+    """Whether the peak leaves the share HEADROOM of the device's memory free."""
     return found.peak_bytes <= (1 - HEADROOM) * device.memory_bytes
 
 
 def verdict(found: DryRun, device: Device) -> str:
-    """One line: fits, or not, and by how much."""
+    """One line: whether the run fits, with the peak."""
     name, peak = f"{device.name} ({device.memory_bytes / 1e9:,.0f} GB)", size_text(found.peak_bytes)
     free = 1 - found.peak_bytes / device.memory_bytes
     if fits(found, device):
@@ -45,16 +45,16 @@ def verdict(found: DryRun, device: Device) -> str:
 def remedies(
     cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device
 ) -> Iterator[str]:
-    """A line for each change that was planned, when it has been: what it takes, and whether it fits.
+    """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
-    One change at a time, the cheapest first, until some fit; if none does, all of them together.
+    It tries one change at a time, the cheapest first, until some fit; if none does, all changes together.
     """
     changes, num_fitting = _changes(cfg, world_size), 0
     possible: Remedy = {}
     for change in changes:
         try:
             found = _plan(cfg, change, model_config, world_size, device)
-        except UserError:  # none that this run can take: ranks that do not divide the mesh or the model
+        except UserError:  # this run cannot use it, for example ranks that do not divide the model
             continue
         possible |= change
         yield _line(change, found, device)
@@ -62,7 +62,7 @@ def remedies(
         if num_fitting == _ENOUGH:
             return
     if num_fitting == 0 and len(possible) > 1:
-        with suppress(UserError):  # changes that do not go together
+        with suppress(UserError):  # these changes may exclude each other
             yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
 
 
@@ -72,7 +72,7 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
         yield {"parallel.reshard_after_forward": True}
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
     num_data_ranks = world_size // parallel.tensor
-    shards = num_data_ranks > parallel.replicate  # on one rank there is nothing to share out
+    shards = num_data_ranks > parallel.replicate  # one rank has nothing to shard
     if shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
         yield {"parallel.reduce_every_micro_batch": True}
     if parallel.replicate > 1:

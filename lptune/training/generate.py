@@ -1,7 +1,7 @@
-"""Greedy answers to a few prompts, to be read beside the loss.
+"""Greedy answers to a few prompts, as samples besides the loss.
 
-Each new token runs the whole row again (no key-value cache): a sample costs what a training step of its
-length costs, times its tokens. Right for twenty short prompts between training steps, wrong for serving.
+Each new token runs the whole row again, without a key-value cache, so a sample costs one forward of its
+length for each token. This is good enough for twenty short prompts, and too slow for serving.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ def greedy(
     pad_id: int,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """The most likely continuation of each prompt, up to and without its first stop token.
+    """The greedy continuation of each prompt, up to (without) its first stop token.
 
-    model: called as model(tokens_BS) -> logits (B, S, V), in the mode it is in (a decoder has no dropout, and
-    switching would compile it anew). Rows are padded on the right; causal attention keeps the padding out of
-    every token that is read. multiple_of: what the length of rows must be one of (sequence parallelism).
+    model: called as model(tokens_BS) -> logits (B, S, V), in its current mode (a decoder has no dropout, and
+    a change of mode would compile it again). Rows are padded on the right; causal attention keeps the padding
+    out of every token that is read. multiple_of: the length of rows is a multiple of it (for sequence
+    parallelism).
     """
     if not prompts:
         return []
@@ -42,7 +43,7 @@ def greedy(
         logits_BSV: Tensor = model(tokens_BS)
         next_B = logits_BSV[rows, lengths + offset - 1].argmax(dim=-1)
         if dist.is_initialized():
-            # Ranks that add in another order may see a tie another way, and would part here.
+            # Ranks that add in another order may break a tie differently, and would diverge here.
             dist.broadcast(next_B, 0)
         tokens_BS[rows, lengths + offset] = next_B
         done |= torch.isin(next_B, stops)

@@ -1,13 +1,13 @@
-"""A log of every storage that comes and goes, and what it was for.
+"""A log of every storage that is allocated and freed, with its category.
 
-`MemoryLog` is a TorchDispatchMode: it sees the result of every operator, fake tensors' as well as real ones',
-and takes note of each new storage, of its death and of its resizing (FSDP2 frees a gathered weight by
-resizing it to nothing). What a storage was for is often known only later: a buffer that a reduce-scatter
-filled is a gradient once a parameter has it. So the log is written first, labels are given at any time, and
-sums by label are made at the end by going through the log again.
+`MemoryLog` is a TorchDispatchMode: it sees the result of every operator, with fake and real tensors, and logs
+when a storage is made, freed or resized (FSDP2 frees a gathered weight by resizing it to zero). The category
+of a storage is often known only later: the output of a reduce-scatter becomes a gradient when a parameter
+gets it. So the log is written first, labels can be given at any time, and sums by label are computed at the
+end.
 
-It counts what tensors ask for. An allocator rounds up and fragments, and a kernel's own workspace, inside an
-operator, is no tensor's.
+It counts the bytes that tensors ask for. It does not count rounding and fragmentation of the allocator, and
+workspaces that a kernel allocates inside an operator.
 """
 
 import weakref
@@ -34,7 +34,7 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, ACTIVATIONS
 
 
 class MemoryLog(TorchDispatchMode):
-    """Around a step, or a few. Also counts the collectives that it sees (see lptune.distributed).
+    """Logs the storages of the code in the block. Also counts collectives (see lptune.distributed).
 
     axes: names of process groups, as `distributed.axis_names` makes them.
     """
@@ -43,11 +43,11 @@ class MemoryLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives = Collectives()
         self._axes = axes or {}
-        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes more or less)
+        self._events: list[tuple[int, int]] = []  # (number of a storage, change of bytes)
         self._phases: list[tuple[int, str]] = []  # (index of its first event, name)
         self._labels: dict[int, str] = {}  # number -> category
         self._sizes: dict[int, int] = {}
-        self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a living storage -> number
+        self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a live storage -> number
 
     def __enter__(self) -> "MemoryLog":
         self._resize = torch.UntypedStorage.resize_
@@ -56,7 +56,7 @@ class MemoryLog(TorchDispatchMode):
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
             number = log._number(storage)
             result = resize(storage, size)
-            log._labels[number] = GATHERED  # nothing but FSDP's gathered weights is resized in a step
+            log._labels[number] = GATHERED  # in a step, only gathered weights of FSDP are resized
             log._note(number, storage.nbytes() - log._sizes[number])
             return result
 
@@ -76,9 +76,8 @@ class MemoryLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A DTensor finds the layout of its result with fake tensors of the whole size, which are nobody's
-        # memory: it is left alone, and what comes out is looked at. Other subclasses act on their parts,
-        # which come by here.
+        # A DTensor finds the layout of its result with fake tensors of the whole size, which take no memory:
+        # the log looks only at its result. Other subclasses call operators on their parts, which come here.
         is_dtensor = any(issubclass(each, DTensor) for each in types)
         if not is_dtensor and any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented
@@ -97,12 +96,12 @@ class MemoryLog(TorchDispatchMode):
         return result
 
     def phase(self, name: str) -> None:
-        """What comes from here on is called so."""
+        """Starts a phase with this name."""
         self._phases.append((len(self._events), name))
 
     def label(self, category: str, tensors: Any) -> None:
-        """Says what the storages of `tensors` (any nest of them) are for. Labels of what stays (parameters,
-        gradients, optimizer state) win over those of what passes.
+        """Labels the storages of `tensors` (in any nesting). Labels of lasting tensors (parameters,
+        gradients, optimizer state) win over labels of temporary ones.
         """
         for part in _parts(tensors):
             number = self._number(part.untyped_storage())
@@ -117,7 +116,7 @@ class MemoryLog(TorchDispatchMode):
         return total
 
     def peaks(self) -> dict[str, Counter[str]]:
-        """Of each phase: bytes by category where their sum was largest; phases of one name are one."""
+        """Phase -> bytes by category at the time of the largest sum. Phases with one name are merged."""
         found: dict[str, Counter[str]] = {}
         now: Counter[str] = Counter()
         starts = dict(self._phases)
@@ -152,7 +151,7 @@ class MemoryLog(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """What the storages of `tensors` take on this rank, shared ones counted once."""
+    """Bytes of the storages of `tensors` on this rank; shared storages count once."""
     storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in _parts(tensors)}
     return sum(storages.values())
 

@@ -20,7 +20,7 @@ from lptune.distributed import print_line
 
 
 def check_logging(cfg: LoggingConfig) -> None:
-    """Raises UserError when a tracker is asked for whose extra is not installed; called before anything is
+    """Raises UserError if a tracker is configured whose package is not installed. Call it before anything is
     written.
     """
     wanted = {
@@ -34,7 +34,7 @@ def check_logging(cfg: LoggingConfig) -> None:
 
 
 class MetricsWriter:
-    """Writes a step's record everywhere it goes. On ranks other than the main one it does nothing."""
+    """Writes the record of each step to all outputs. On other ranks than the main one it does nothing."""
 
     def __init__(
         self, path: Path, cfg: LoggingConfig, enabled: bool, first_step: int, num_steps: int
@@ -50,7 +50,7 @@ class MetricsWriter:
         self._trackers = _trackers(path.parent, cfg) if enabled else []
         self._num_steps = num_steps
         interactive = enabled and sys.stderr.isatty()
-        # A terminal that does not tell its width reports 0, for which tqdm draws nothing.
+        # A terminal that does not report its width reports 0, and tqdm then draws nothing.
         columns = min(shutil.get_terminal_size().columns, 120)
         self._bar: tqdm[Any] | None = None
         if interactive:
@@ -73,9 +73,8 @@ class MetricsWriter:
             self._folder.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """record: `step` and the keys of design §6; floats are written so that they read back bit for bit, or
-        as null where they are not finite, since JSON has no NaN. UserError where the folder is no longer the
-        one that it was.
+        """Writes `record`: `step` and metrics by name. Floats read back bitwise; a float that is not finite
+        becomes null, since JSON has no NaN. Raises UserError if the run's folder was replaced.
         """
         if self._file is None or self._folder is None:
             return
@@ -103,7 +102,7 @@ class MetricsWriter:
 def _shown(record: dict[str, Any]) -> dict[str, str]:
     formats = {"loss": ".4f", "eval_loss": ".4f", "lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f"}
     shown = {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
-    # Of no interest while there are none.
+    # Shown only if there are any.
     return shown | ({"num_skipped": str(record["num_skipped"])} if record.get("num_skipped") else {})
 
 
@@ -126,7 +125,7 @@ class _TensorBoard:
 
 
 class _Tracker:
-    """Weights & Biases, or trackio, which speaks the same interface."""
+    """Weights & Biases, or trackio, which has the same interface."""
 
     def __init__(self, module_name: str, project: str, name: str) -> None:
         self._module = importlib.import_module(module_name)

@@ -1,6 +1,4 @@
-"""Functions of the step alone: the learning rate, and when something is due. So there is nothing to save and
-nothing to restore.
-"""
+"""Functions of the step alone, of which a checkpoint needs no state: the learning rate, and what is due."""
 
 import math
 
@@ -10,7 +8,7 @@ from lptune.config import ScheduleConfig
 
 
 def learning_rate(step: int, num_steps: int, peak: float, cfg: ScheduleConfig) -> float:
-    """Rate of the update number `step` (0 is the first) of `num_steps`.
+    """The rate of update number `step` (from 0) of `num_steps`.
 
     Warm-up rises linearly and reaches the peak at update `warmup_steps`; then cosine or linear decay reaches
     `peak * min_lr_ratio` at the end of the last update, or the peak stays (constant).
@@ -25,7 +23,7 @@ def learning_rate(step: int, num_steps: int, peak: float, cfg: ScheduleConfig) -
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every parameter group."""
+    """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 

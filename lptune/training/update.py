@@ -1,24 +1,24 @@
-"""The end of a step: clip, update, look. A step that is not finite updates nothing, on any rank.
+"""The end of a step: clip and update. A step that is not finite updates nothing, on any rank.
 
-One NaN in an update is in every weight, and nothing that is trained or saved afterwards is worth anything. So
-where the loss or the gradient norm is not finite, on whichever rank, weights, moments, their count of updates
-and the amax histories stay as they were, bit for bit, and the run goes on with the next rows. So many steps
-of that in a row are no accident, and end it.
+One NaN in an update spreads to every weight, and makes all later training and checkpoints worthless. So if
+the loss or the gradient norm is not finite on any rank, weights, moments, the count of updates and the amax
+histories keep every bit, and the run goes on with the next rows. Several such steps in a row are not an
+accident: they end the run.
 
-Who decides? A host that looks before it updates waits for the whole of backward, and then the device waits
-for the host to launch the update. Here the device decides:
+If the host decided, it would wait for the end of backward to look at the loss, and then the device would wait
+for the host to launch the update. So the device decides:
 
-    totals  = [losses, squares of gradients]     of this rank; summed over all in one all-reduce, which hands
-                                                 anybody's NaN or inf to everybody
+    totals  = [losses, squares of gradients]     of this rank; summed over ranks in one all-reduce, which
+                                                 spreads a NaN or inf to all ranks
     skipped = loss or norm is not finite         0-dimensional, on the device
-    AdamW   with found_inf = skipped             launched in any case; its kernel returns where that is 1
-    host    <- [loss, norm]                      the step's one wait, when all is launched
+    AdamW   with found_inf = skipped             always launched; its kernel returns if found_inf is 1
+    host    <- [loss, norm]                      the only wait of the step, after everything is launched
 
-`found_inf` is how torch.amp.GradScaler tells a fused optimizer of overflows: the kernel leaves weights and
-moments, and what was added to `step` is subtracted again. It holds for DTensors as for plain tensors.
-Clipping by a norm that is not finite makes NaN of all gradients; they are dropped.
+torch.amp.GradScaler uses `found_inf` to report an overflow to a fused optimizer: the kernel then changes
+neither weights nor moments, and the increment of `step` is undone. It works for DTensors and plain tensors.
+Clipping by a norm that is not finite makes all gradients NaN; they are dropped.
 
-The learning rate and the data go by the number of the step, skipped or not.
+The learning rate and the data depend on the number of the step, skipped or not.
 """
 
 import math
@@ -38,21 +38,21 @@ from lptune.training.optimizer import grad_squares, scale_gradients
 
 
 class Updated(NamedTuple):
-    """What a step came to; of a step that was skipped, one of the two is not finite."""
+    """Loss and gradient norm of a step. If the step was skipped, one of the two is not finite."""
 
     loss: float
-    """Mean over the targets of all ranks."""
+    """Mean loss over the targets of all ranks."""
     grad_norm: float
-    """Global, before clipping."""
+    """Global gradient norm, before clipping."""
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was updated."""
+        """Whether the step updated nothing."""
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
 class Update:
-    """Clips and updates after each step's backward, and counts the steps in which it could not."""
+    """Clips and updates after the backward of each step, and counts skipped steps."""
 
     def __init__(
         self,
@@ -63,30 +63,30 @@ class Update:
         low: LowPrecision | None = None,
         saved: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """low: whose amax histories a skipped step must not enter. saved: `counts()` of the run that is
-        continued. Raises ValueError for an optimizer that would step all the same.
+        """low: a skipped step is removed from its amax histories. saved: `counts()` of the run that is
+        continued. Raises ValueError for an optimizer that ignores `found_inf`.
         """
         if not (isinstance(optimizer, Int8AdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)):
             raise ValueError(
-                f"{type(optimizer).__name__} does not know found_inf, and would write NaN into all weights "
-                "where a step is not finite; use one of torch's with fused=True"
+                f"{type(optimizer).__name__} does not support found_inf, and would write NaN into all "
+                "weights if a step is not finite; use an optimizer of torch with fused=True"
             )
         self._model, self._optimizer, self._world = model, optimizer, world
         self._max_grad_norm, self._low = max_grad_norm, low
         self.num_skipped: int = saved.get("num_skipped", 0)
-        """Steps without an update since the run began."""
+        """Number of skipped steps since the run began."""
         self.num_skipped_in_a_row: int = saved.get("num_skipped_in_a_row", 0)
-        """Those of them after the last update."""
+        """Number of skipped steps since the last update."""
         self._last = Updated(0.0, 0.0)
 
     def counts(self) -> dict[str, int]:
-        """To be saved with a checkpoint."""
+        """The counts of skipped steps, for a checkpoint."""
         return {"num_skipped": self.num_skipped, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def __call__(self, loss_sum: Tensor, num_targets: float) -> Updated:
-        """The update, and gradients set to None. A collective.
+        """Updates the weights and sets gradients to None. A collective.
 
-        loss_sum: of this rank's micro-batches, on the device; num_targets: of all ranks.
+        loss_sum: over the micro-batches of this rank, on the device. num_targets: over all ranks.
         """
         self._last = Updated(*self.launch(loss_sum, num_targets).tolist())
         if not self._last.skipped:
@@ -105,7 +105,7 @@ class Update:
         Returns the loss and the gradient norm, float64 of shape (2,), on the device.
         """
         world, model, optimizer = self._world, self._model, self._optimizer
-        # Tensor-parallel ranks hold the same loss: the first one's counts.
+        # Tensor-parallel ranks hold the same loss: only that of the first counts.
         mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)
         squares = grad_squares(model).to(world.device)
         totals = torch.stack([mine.detach().to(torch.float64), squares])
@@ -114,7 +114,7 @@ class Update:
         skipped = ~(loss.isfinite() & norm.isfinite())
 
         scale_gradients(model, self._max_grad_norm, norm)
-        # Where parameters are offloaded they are updated on the host, which has to wait for this.
+        # Offloaded parameters are updated on the host, which must wait for this value.
         parameters_on = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = skipped.to(torch.float32).to(parameters_on)  # type: ignore[attr-defined]
         optimizer.step()
@@ -126,9 +126,10 @@ class Update:
         return torch.stack([loss, norm.to(torch.float64)])
 
     def diverged(self, step: int, newest_checkpoint: Path | None, output_dir: Path) -> DivergedError:
-        """What ends the run after step number `step` (1 is the first), which was skipped.
+        """The error that ends the run after step number `step` (from 1), which was skipped.
 
-        output_dir: the run's folder. The remedy names it, since a config's may change with precision.kind.
+        output_dir: the run's folder. The remedy names it, since that of a config may depend on
+        precision.kind.
         """
         loss, grad_norm = self._last
         count = self.num_skipped_in_a_row

@@ -1,10 +1,10 @@
-"""How much of the device a step used: model FLOPs utilization against each dtype's own peak, and memory.
+"""Utilization of the device: model FLOPs against the peak of each dtype, and memory.
 
-Model FLOPs are those of the linear layers (three GEMMs for every token of the rows, padding too, since it is
-computed) and of attention (models/flops.py: pairs that see each other), forward and backward, recomputation
-apart. `mfu` compares the time that they take at the peaks (share f of the linear layers' FLOPs in 8 bits at
-that format's peak, the rest and attention at bfloat16's) with the time that the step took. `bf16_mfu` takes
-bfloat16's peak for all of them: it compares with bf16 runs and may exceed 1.
+Model FLOPs are those of the linear layers (three GEMMs for every token of the rows, also padding, since it is
+computed) and of attention (models/flops.py: pairs that see each other), in forward and backward, without
+recomputation. `mfu` is the time that they would take at the peaks, divided by the time of the step; 8-bit
+FLOPs of linear layers count at the peak of their format, the others and attention at that of bfloat16.
+`bf16_mfu` uses the peak of bfloat16 for all FLOPs: it is comparable with bf16 runs, and may exceed 1.
 """
 
 import resource
@@ -23,14 +23,14 @@ from lptune.models import DecoderConfig
 
 
 class Utilization(NamedTuple):
-    """Shares of the peak; None where the peak is unknown."""
+    """Shares of the peak; None if the peak is unknown."""
 
     mfu: float | None
     bf16_mfu: float | None
 
 
 class UtilizationMeter:
-    """Utilization of the devices of a run, which are all alike."""
+    """Computes the utilization of the devices of a run, which are all alike."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class UtilizationMeter:
         *,
         say: Callable[[str], None] = print,
     ) -> None:
-        """say: called with a line where a GPU's peak, or that of a dtype on it, is not known. Of a CPU there
-        is none.
+        """say: called with one line if the peak of the GPU, or of a dtype on it, is unknown. A CPU has no
+        peak.
         """
         self._plan, self._config, self._num_devices = plan, config, world.size
         self._known: Device | None = None
@@ -65,11 +65,11 @@ class UtilizationMeter:
     def __call__(
         self, step_time_s: float, lengths: npt.NDArray[np.int64], low_precision_fraction: float | None
     ) -> Utilization:
-        """Of a step of all devices.
+        """The utilization in a step, over all devices.
 
-        lengths: tokens of each document in it, padding among them (`Loader.document_lengths`).
-        low_precision_fraction: share of the linear layers' FLOPs in 8 bits; None (not measured) leaves mfu
-        unknown.
+        lengths: number of tokens of each document of the step, with padding (`Loader.document_lengths`).
+        low_precision_fraction: share of the linear layers' FLOPs that ran in 8 bits; None (not measured): mfu
+        is unknown.
         """
         if self._known is None:
             return Utilization(None, None)
@@ -85,7 +85,7 @@ class UtilizationMeter:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory in use so far: allocated on the GPU, or the process's resident set on CPU."""
+    """Peak memory so far: allocated on the GPU, or the resident set of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

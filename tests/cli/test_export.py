@@ -137,7 +137,7 @@ def _flip(file: Path) -> None:
         (["{run}/export", "out"], "has no manifest.json; it is no finished checkpoint"),
         (
             ["{run}", "out", "--push-to-hub=a/b/c"],
-            "--push-to-hub a/b/c: is no repository id; give OWNER/NAME",
+            "--push-to-hub a/b/c: is not a repository id; give OWNER/NAME",
         ),
     ],
 )
@@ -233,7 +233,7 @@ def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Com
     weights.write_bytes(content)
     code, _, err = command("verify", str(export))
     assert code == 2
-    why = "is not what the hub has (another digest); remove it and download it again"
+    why = "differs from the file on the hub (another digest); remove it and download it again"
     assert err == f"error: {weights}: {why}\n"
 
 

@@ -162,8 +162,8 @@ def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--nnodes", "2"], "run: --nnodes 2: where do the machines meet? Give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
-        (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --nnodes 2: where do the machines meet? Give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
+        (["--nnodes", "2"], "run: --nnodes 2: the machines need a place to meet; give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --nnodes 2: the machines need a place to meet; give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
         (["--nnodes", "1:4", "--rdzv-endpoint", "localhost:1"], "run: --nnodes: 1:4: a run does not change its size while it runs; give one number, and start it again with another (resume: auto continues it)"),
         (["--nnodes", "2", "--standalone"], "run: --standalone is for one machine, --nnodes is 2"),
         (["--max-restarts", "3"], "run: --max-restarts: ranks are not restarted within a launch; run the same command again (resume: auto continues it)"),

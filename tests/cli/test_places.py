@@ -75,7 +75,7 @@ def test_a_mount_point_is_known_before_the_work(
     assert not is_mount_point(here)
     assert not is_mount_point(here / "nothing")
     monkeypatch.setattr(places, "is_mount_point", lambda path: path == Path("empty"))
-    message = "error: empty: is a mount point, in whose place no folder can be renamed; name a folder in it, as in empty/my-model\n"
+    message = "error: empty: is a mount point, which no folder can replace; name a folder in it, as in empty/my-model\n"
     assert command("new-checkpoint", "llama3_2/tiny", "empty") == (2, "", message)
     assert (here / "empty").is_dir()
 
@@ -88,7 +88,7 @@ def test_the_home_is_meant_by_a_tilde_that_the_shell_did_not_expand(
     for made_by, arguments in MAKE.items():
         assert command(made_by, *arguments, "~/victim") == (2, "", taken)
     assert command("cp", "quickstart", "~/copy.yaml") == (0, f"copied quickstart to {here}/copy.yaml\n", "")
-    assert f"{here}/victim: is no checkpoint" in command("verify", "~/victim")[2]
+    assert f"{here}/victim: is not a checkpoint" in command("verify", "~/victim")[2]
     assert f"{here}/victim: is not empty" in command("download", "owner/name", "--output-dir", "~/victim")[2]
     assert command("export", "~/nothing", "new")[2].startswith(f"error: {here}/nothing: no such checkpoint")
     assert not (here / "~").exists()

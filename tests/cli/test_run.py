@@ -296,11 +296,11 @@ def test_a_wrong_command_line_is_one_line(
     ("source", "message"),
     [
         ("def main(cfg: FinetuneConfig", "toy.py: line 1: not valid Python: '(' was never closed"),
-        ("x = 1", "toy.py: is no recipe: it has no function `main(cfg: FinetuneConfig)`"),
+        ("x = 1", "toy.py: is not a recipe: it has no function `main(cfg: FinetuneConfig)`"),
         ("def main(cfg): pass", "toy.py: line 1: annotate main's parameter: main(cfg: FinetuneConfig)"),
         (
             "def main(cfg: int): pass",
-            "toy.py: the annotation 'int' of main's first parameter is no config class",
+            "toy.py: the annotation 'int' of main's first parameter is not a config class",
         ),
     ],
 )
@@ -336,13 +336,13 @@ RUN = ("run", "r.py", "--config", "quickstart")
         (
             ("run", LONG, "--config", "quickstart"),
             {},
-            "recipe: is no path: a name in it is longer than 255 bytes",
+            "recipe: is not a path: a name in it is longer than 255 bytes",
         ),
-        (("run", "r.py", "--config", f"a/{LONG}/b"), {}, "config: is no path: a name in it is longer"),
+        (("run", "r.py", "--config", f"a/{LONG}/b"), {}, "config: is not a path: a name in it is longer"),
         (("cat", "~nobody-here/a"), {}, "recipe or config: ~nobody-here/a: there is no such user's home"),
-        (("cp", "quickstart", LONG), {}, "DEST: is no path: a name in it is longer"),
-        (("verify", LONG), {}, "PATH: is no path: a name in it is longer"),
-        (("new-checkpoint", "llama3_2/tiny", LONG), {}, "DEST: is no path: a name in it is longer"),
+        (("cp", "quickstart", LONG), {}, "DEST: is not a path: a name in it is longer"),
+        (("verify", LONG), {}, "PATH: is not a path: a name in it is longer"),
+        (("new-checkpoint", "llama3_2/tiny", LONG), {}, "DEST: is not a path: a name in it is longer"),
     ],
 )
 def test_leftovers_of_launchers_and_impossible_names_are_one_line(

@@ -98,8 +98,8 @@ def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Fi
 @pytest.mark.parametrize(
     ("where", "note"),
     [
-        ("no reader", "note: stdout cannot be written (Broken pipe); this goes on without it\n"),
-        ("full", "note: stdout cannot be written (No space left on device); this goes on without it\n"),
+        ("no reader", "note: stdout cannot be written (Broken pipe); lptune goes on without it\n"),
+        ("full", "note: stdout cannot be written (No space left on device); lptune goes on without it\n"),
         ("closed", ""),
         ("ascii", ""),
     ],
@@ -146,7 +146,7 @@ def test_a_command_that_works_does_so_though_it_cannot_print(tmp_path: Path) -> 
     assert (tmp_path / "mine.py").exists()
     assert done.returncode == 0
     assert (
-        done.stderr == "note: stdout cannot be written (No space left on device); this goes on without it\n"
+        done.stderr == "note: stdout cannot be written (No space left on device); lptune goes on without it\n"
     )
 
 

@@ -293,7 +293,7 @@ def the_best_of_what_is_never_evaluated(job: Job) -> None:
 
 
 @case(
-    "job.yaml: checkpoint.keep_best: goes by evaluations",
+    "job.yaml: checkpoint.keep_best: uses evaluations",
     "a multiple of eval_every_steps (4)",
     on=(GENERATED,),
 )
@@ -309,7 +309,7 @@ def an_export_of_nothing(job: Job) -> None:
     job.values["checkpoint"] = {"at_end": False}
 
 
-@case("job.yaml: output_dir: checkpoint would be written over the model in model.path", on=(GENERATED,))
+@case("job.yaml: output_dir: checkpoint would overwrite the model in model.path", on=(GENERATED,))
 def the_models_folder_for_output(job: Job) -> None:
     job.values["output_dir"] = "checkpoint"
 
@@ -319,7 +319,7 @@ def environment_variable_that_is_not_set(job: Job) -> None:
     job.values["model"] = {"path": "${oc.env:LPTUNE_TEST_NOT_SET}"}
 
 
-@case("job.yaml: output_dir: is no path: a name in it is longer than 255 bytes", on=(CONFIG,))
+@case("job.yaml: output_dir: is not a path: a name in it is longer than 255 bytes", on=(CONFIG,))
 def name_longer_than_any_file_system_takes(job: Job) -> None:
     job.values["output_dir"] = "runs/" + "x" * 300
 
@@ -609,7 +609,7 @@ def folder_without_data_for_a_source(job: Job) -> None:
     job.data(source="checkpoint/empty")
 
 
-@case("shards/*.jsonl: there is no such file, and none that it matches", "data.source", on=(GENERATED,))
+@case("shards/*.jsonl: no file has this name or matches this pattern", "data.source", on=(GENERATED,))
 def glob_that_matches_nothing(job: Job) -> None:
     job.data(source="shards/*.jsonl")
 
@@ -638,7 +638,7 @@ def files_of_a_folder_that_differ(job: Job) -> None:
     job.data(source="shards")
 
 
-@case("rows.pipe.jsonl: is no ordinary file", "data.source", on=(GENERATED,))
+@case("rows.pipe.jsonl: is not a regular file", "data.source", on=(GENERATED,))
 def pipe_for_a_source(job: Job) -> None:
     os.mkfifo(job.folder / "rows.pipe.jsonl")
     job.data(source="rows.pipe.jsonl")
@@ -792,7 +792,7 @@ def conversation_without_an_answer(job: Job) -> None:
     edit_row(job.rows, 7, lambda row: row["messages"].pop())
 
 
-@case("rows.jsonl line 7: message 1 ", "parts that are no text (image_url)", on=(GENERATED,))
+@case("rows.jsonl line 7: message 1 ", "parts that are not text (image_url)", on=(GENERATED,))
 def image_in_a_conversation(job: Job) -> None:
     as_chats(job)
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x.png"}}]

@@ -54,7 +54,7 @@ def test_a_model_in_the_place_of_the_run_is_refused_however_it_is_spelt(
     run: Path, model: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    with pytest.raises(UserError, match=r"would be written over the model in model\.path; choose"):
+    with pytest.raises(UserError, match=r"would overwrite the model in model\.path; choose"):
         check_inputs_stay(_config(model, output_dir))
     check_inputs_stay(_config(model, "sub"))
 
@@ -76,7 +76,7 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     rows.write_text("{}")
     (run.parent / "rows.jsonl").symlink_to(rows)
     for source in (rows, run.parent / "rows.jsonl", run.parent / "sub/../alias" / name, f"{rows}*"):
-        with pytest.raises(UserError, match=r"output_dir: .* would be written over .*, which data.source"):
+        with pytest.raises(UserError, match=r"output_dir: .* would overwrite .*, which data.source"):
             check_inputs_stay(_config(run.parent / "sub", run, str(source)))
     with pytest.raises(UserError, match=r"which data\.source names"):
         check_inputs_stay(_config(run.parent / "sub", run, str(run.parent / "alias")))
@@ -93,7 +93,7 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
 def test_a_model_under_a_temporary_name_of_the_run_is_refused(run: Path) -> None:
     for name in PARTIAL:
         (run / name).mkdir()
-        with pytest.raises(UserError, match=r"written over the model in model\.path"):
+        with pytest.raises(UserError, match=r"overwrite the model in model\.path"):
             check_inputs_stay(_config(run / name, run))
         (run / name).rmdir()
 
@@ -134,7 +134,7 @@ def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(
         (tmp_path / name).write_text("{}")
     source = "data/**/*.jsonl"
     assert Path("data/runs/r1/metrics.jsonl") in (data_files(source) or [])
-    with pytest.raises(UserError, match=r"written over data/runs/r1/metrics\.jsonl, which data\.source"):
+    with pytest.raises(UserError, match=r"overwrite data/runs/r1/metrics\.jsonl, which data\.source"):
         check_inputs_stay(_config("model", "data/runs/r1", source))
     check_inputs_stay(_config("model", "runs/r2", source))
 
@@ -149,7 +149,7 @@ def test_a_pattern_that_would_match_what_the_run_will_write_is_refused_before_it
     (here / "alias").symlink_to("a")
     (here / "rows.jsonl").write_text("{}")
     monkeypatch.chdir(here)
-    with pytest.raises(UserError, match=r"would be written over .*, which data\.source names"):
+    with pytest.raises(UserError, match=r"would overwrite .*, which data\.source names"):
         check_inputs_stay(_config("model", output_dir, pattern.format(here=here)))
 
 
@@ -171,7 +171,7 @@ def test_a_config_or_recipe_that_the_run_would_remove_is_refused_and_its_own_con
     run.mkdir()
     cfg = _config("model", run)
     for name in (*PARTIAL, *(f"{folder}/c.yaml" for folder in RUN_FOLDERS)):
-        with pytest.raises(UserError, match=rf"would be written over .*{name}; move that file away"):
+        with pytest.raises(UserError, match=rf"would overwrite .*{name}; move that file away"):
             check_given_files_stay(cfg, [tmp_path / "recipe.py", run / name])
     check_given_files_stay(cfg, [run / "config.yaml", run / "mine.yaml", tmp_path / "c.yaml"])
 

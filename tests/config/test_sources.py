@@ -156,7 +156,7 @@ def test_builtin_and_hub_ids_are_no_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("shards/*.txt", r"^shards/\*.txt: there is no such file, and none that it matches"),
+        ("shards/*.txt", r"^shards/\*.txt: no file has this name or matches this pattern"),
         ("shards/*", r"^shards/README.md: unknown kind of file '.md'; data.source reads .json, .jsonl"),
         ("/etc/passwd", r"^/etc/passwd: a file without a suffix; data.source reads .json, .jsonl"),
         ("shard/x.jsonl", r"^shard/x.jsonl: no such file, nor a folder shard"),
@@ -177,7 +177,7 @@ def test_what_stands_in_a_folder_must_be_files(folder: Path) -> None:
         data_files("shards")
     (folder / "z.jsonl").unlink()
     os.mkfifo(folder / "z.jsonl")
-    with pytest.raises(UserError, match=r"^shards/z.jsonl: is no ordinary file"):
+    with pytest.raises(UserError, match=r"^shards/z.jsonl: is not a regular file"):
         data_files("shards")
 
 

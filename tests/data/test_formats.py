@@ -331,7 +331,7 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         ([{"role": "user", "content": 3}], "must have text as its 'content', found 3"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "content parts that are no text .image_url.",
+            "content parts that are not text .image_url.",
         ),
         ([{"from": "function_call", "value": "f(x)"}], "message 1 of 'messages' is not valid JSON: 'f"),
         ([{"from": "function_call", "value": "[]"}], "must hold a function call"),
@@ -349,8 +349,8 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         ),
         ([SAY[0], SAY[1] | {"content": " "}], "message 2 of 'messages' is an empty assistant message"),
         ([SAY[0], SAY[1] | {"content": []}], "message 2 of 'messages' is an empty assistant message"),
-        ([SAY[0] | {"content": [{"type": "image", "text": "x"}]}, SAY[1]], "parts that are no text .image."),
-        ([SAY[0] | {"content": [{"text": "x", "value": "y"}]}, SAY[1]], "content parts that are no text"),
+        ([SAY[0] | {"content": [{"type": "image", "text": "x"}]}, SAY[1]], "parts that are not text .image."),
+        ([SAY[0] | {"content": [{"text": "x", "value": "y"}]}, SAY[1]], "content parts that are not text"),
         ([SAY[0] | {"content": float("nan")}, SAY[1]], "must have text as its 'content', found nan"),
     ],
 )

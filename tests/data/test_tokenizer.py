@@ -220,7 +220,7 @@ def test_code_llamas_infilling_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeLlamaTokenizer"}')
     tokenizer = load_tokenizer(tmp_path)
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(UserError, match="a text holds <FILL_ME>, at which transformers takes it apart"):
+        with pytest.raises(UserError, match="a text holds <FILL_ME>, at which transformers splits it"):
             encode("def f(x):<FILL_ME>return x")
 
 

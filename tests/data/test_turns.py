@@ -252,7 +252,7 @@ def test_consecutive_and_leading_assistant_messages(tokenizer_folder: Callable[.
 
 def test_a_template_that_shuffles_turns_is_refused_with_a_remedy() -> None:
     backwards = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(RowError, match=r"(start|end) of assistant message . cannot be told .*generation"):
+    with pytest.raises(RowError, match=r"(start|end) of assistant message . cannot be found .*generation"):
         TurnFinder(ChatTemplate({"default": backwards}, {})).find(CONVERSATIONS["three turns"])
 
 

@@ -522,7 +522,7 @@ def test_optimizer_state_is_plain() -> None:
 
 
 def test_what_cannot_be_gathered_in_8_bits_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"low is not there for precision\.kind: mxfp8; int8_rowcol"):
+    with pytest.raises(UserError, match=r"low is not possible with precision\.kind: mxfp8; int8_rowcol"):
         PrecisionConfig(kind="mxfp8", all_gather="low")
     with pytest.raises(UserError, match=r"column quantizes the original weight.*all_gather=high"):
         PrecisionConfig(kind="int8_rowcol", grad_input="column", all_gather="low")

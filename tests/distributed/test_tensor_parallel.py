@@ -373,7 +373,7 @@ def test_rows_that_do_not_divide_are_one_line() -> None:
 
 def test_a_gather_of_tokens_that_its_gemms_do_not_allow_is_one_line() -> None:
     with pytest.raises(
-        UserError, match=r"tp_all_gather: low is not there for precision\.kind: mxfp8; int8_row"
+        UserError, match=r"tp_all_gather: low is not possible with precision\.kind: mxfp8; int8_row"
     ):
         PrecisionConfig(kind="mxfp8", tp_all_gather="low")
     with pytest.raises(UserError, match=r"it needs output=low and grad_weight=folded"):

@@ -231,7 +231,7 @@ def test_an_optimizer_that_would_step_all_the_same_is_refused() -> None:
             torch.optim.AdamW(model.parameters(), foreach=False),
             torch.optim.RMSprop(model.parameters()),
         ):
-            with pytest.raises(ValueError, match=r"does not know found_inf.*fused=True"):
+            with pytest.raises(ValueError, match=r"does not support found_inf.*fused=True"):
                 training.Update(model, optimizer, world, 1.0)
         training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
 

@@ -1,9 +1,9 @@
 """lptune's own C++ for CPUs: the INT8 quantizers and the GEMM's epilogue (quantize.cpp).
 
-Compiled on first use by the machine's C++ compiler for the machine's processor, kept in the folder of
-`lptune.kernels.cache`, called through ctypes on raw pointers: no build step at
-installation, no torch headers, two seconds once. Where there is no compiler, torch's own operations do the
-same work, slower and with the same bits.
+They are compiled on first use, by the machine's C++ compiler for its processor, kept in the folder of
+`lptune.kernels.cache`, and called through ctypes on raw pointers. So there is no build step at installation,
+no torch headers are needed, and it takes two seconds once. Without a compiler, operations of torch do the
+same work: slower, with the same bits.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _Result = tuple[Tensor, Tensor]
 
 
 def available() -> bool:
-    """Whether the library is there or could be compiled; logged once if not."""
+    """Whether the library exists or could be compiled; logged once if not."""
     return _library() is not None
 
 
@@ -56,7 +56,7 @@ def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
 def quantize_rows_and_columns(
     x_MK: Tensor, multiplier_1K: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """INT8 rows of `x * multiplier` and columns of `x`."""
+    """INT8 rows of `x * multiplier`, and INT8 columns of `x`."""
     x = _prepare(x_MK)
     rows, columns = _outputs(x, (x.shape[0], 1)), _outputs(x, (1, x.shape[1]))
     _call(x, multiplier_1K, rows, None, columns)
@@ -80,8 +80,8 @@ def quantize_tensor(x_MK: Tensor) -> _Result:
 
 
 def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) -> Tensor:
-    """`numerics.stochastic_round_to(x * inverse)` to INT8, (M, K), by the bits of `key` for the elements from
-    index `first` on. inverse: float32, (M, 1), (1, K) or (1, 1).
+    """`numerics.stochastic_round_to(x * inverse)` to INT8, (M, K), by the bits of `key` for the elements with
+    index `first` and higher. inverse: float32, (M, 1), (1, K) or (1, 1).
     """
     library, x, inverse = _library(), _prepare(x_MK), inverse.contiguous()
     assert library is not None
@@ -183,7 +183,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compiler() -> list[str] | None:
-    """The command: CXX may hold several words, `ccache g++`. Raises ValueError for a quote left open."""
+    """The compiler's command. CXX may have several words (`ccache g++`). ValueError for an open quote."""
     found = shutil.which("g++") or shutil.which("clang++")
     return shlex.split(os.environ.get("CXX", "")) or ([found] if found else None)
 
@@ -191,7 +191,7 @@ def _compiler() -> list[str] | None:
 def _image(compiler: list[str]) -> bytes:
     """The library built from this source, by this compiler, for this processor.
 
-    On disk its SHA-256 follows it: a file that was cut short ends a process by SIGBUS where it is loaded.
+    On disk its SHA-256 follows it: loading a truncated file would end the process by SIGBUS.
     """
     identity = hashlib.sha256(_SOURCE.read_bytes())
     identity.update(repr((compiler, _FLAGS, _processor())).encode())
@@ -212,7 +212,7 @@ def _image(compiler: list[str]) -> bytes:
         subprocess.run(command, check=True, capture_output=True, text=True)
         image = built.read_bytes()
     try:
-        # Ranks start together: each builds its own, and the last rename wins with the same content.
+        # Ranks that start together each build it; the last rename wins, with the same content.
         cache.write(path, image + hashlib.sha256(image).digest())
     except OSError as error:
         logger.warning("lptune's CPU kernels cannot be kept, each start compiles them again: %s", error)
@@ -220,13 +220,13 @@ def _image(compiler: list[str]) -> bytes:
 
 
 def _load(image: bytes) -> ctypes.CDLL:
-    """From a copy in memory: what was checked is what runs, and no change of a file reaches it."""
+    """Loads the library from a copy in memory: a change of the file after its check has no effect."""
     if not hasattr(os, "memfd_create"):  # not Linux
         with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
             path = Path(folder, "native.so")
             path.write_bytes(image)
             return ctypes.CDLL(str(path))
-    # Never closed: glibc takes a second library of the same name, and so of the same number, for this one.
+    # Never closed: with the same descriptor number, glibc would take a second library for this one.
     with os.fdopen(os.memfd_create("lptune-native"), "wb", closefd=False) as file:
         file.write(image)
         file.flush()
@@ -234,7 +234,7 @@ def _load(image: bytes) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    """The processor, which -march=native depends on: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

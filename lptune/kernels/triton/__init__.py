@@ -5,12 +5,12 @@
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
-    launch.py     what a launch asks of the device
-    tuning.py     which configuration is fastest here, kept on disk
+    launch.py     properties of the device, and measuring
+    tuning.py     the fastest configuration on this device, kept on disk
 
-Each gives what its plain-torch twin gives: INT8 and every quantizer to the bit. Without a GPU they are tested
-in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.py); the tests marked gpu run
-the same comparisons on hardware. That has not happened yet.
+Each kernel equals its reference in plain torch: INT8 GEMMs and all quantizers bitwise. Without a GPU they are
+tested in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.py). The tests marked
+gpu make the same comparisons on hardware; they have not run yet.
 """
 
 from lptune.kernels.triton.block_mm import block_scaled_mm

@@ -1,16 +1,16 @@
 """GEMM with one scale per block, applied inside its sum.
 
-The scales change along the contraction, so each block's product is scaled before it joins the sum:
-`acc += (a_block @ b_block) * scale_a * scale_b`. The product is formed in the tensor core and the sum in
-float32 registers, which on Hopper is also what keeps it precise (gemm.py). It costs a second accumulator, and
-with it the larger tiles.
+The scales change along the contraction, so the product of each block is scaled before it is added:
+`acc += (a_block @ b_block) * scale_a * scale_b`. The tensor core computes the product; the sum is in float32
+registers, which on Hopper also keeps it precise (gemm.py). This needs a second accumulator, so the largest
+tiles do not fit.
 
-MX blocks of 32 would interrupt the tensor core four times as often. Blackwell applies E8M0 scales inside it
-(`tl.dot_scaled` compiles to `tcgen05.mma` with block scaling); before Blackwell that is emulated here, in
-steps of 32, right and not fast.
+MX blocks of 32 would interrupt the tensor core four times as often. Blackwell applies E8M0 scales inside the
+tensor core (`tl.dot_scaled` compiles to `tcgen05.mma` with block scaling). Before Blackwell, that is emulated
+here in steps of 32: correct, but not fast.
 
-Not run on hardware yet: interpreted, except the Blackwell path, which the interpreter does not know, and
-compiled ahead of time without spills.
+Not run on hardware yet: interpreted (except the Blackwell path, which the interpreter lacks), and compiled
+ahead of time without spills.
 """
 
 import torch
@@ -26,7 +26,7 @@ from lptune.numerics import MX_BLOCK
 
 @triton.jit
 def _load_scale(pointers, mask, E8M0: tl.constexpr):
-    """float32 scales; E8M0's bits become a float32's exponent."""
+    """Loads scales as float32; the bits of E8M0 become the exponent of a float32."""
     if E8M0:
         bits = tl.load(pointers, mask=mask, other=0).to(tl.int32)
         # 2**-127 is subnormal in float32, and 0xff is NaN.
@@ -63,7 +63,8 @@ def block_mm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """As `scaled_mm_kernel`, with a scale per row of a and B_COLUMNS rows of b for each step of BLOCK_K.
+    """As `scaled_mm_kernel`, with one scale per row of a and per B_COLUMNS rows of b for each step of
+    BLOCK_K.
 
     NATIVE: the tensor core applies E8M0 scales of 32 elements, BLOCK_K / 32 of them in each step.
     """
@@ -113,7 +114,7 @@ def block_mm_kernel(
 
 
 def block_mm_configs(kind: str, major: int) -> tuple[GemmConfig, ...]:
-    """What autotuning may choose on a device of compute capability `major`; the first is the default.
+    """Configurations for autotuning on a device of compute capability `major`; the first is the default.
 
     kind: "square" blocks of b, one scale for 128 columns; "vector", one for each column; "native", applied
     by the tensor core. All step by one block, or by 128 where native, so a choice changes no bit. Only what

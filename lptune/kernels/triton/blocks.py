@@ -1,8 +1,9 @@
 """Quantizers with one scale per block.
 
-A block's amax needs its own elements only, so every quantizer here reads x once, whatever the block: rows
-1 x 128, columns 128 x 1, squares 128 x 128, and MX's 1 x 32 and 32 x 1 with E8M0 scales. A tile is made of
-whole blocks and lives in registers. Backward needs g by rows and by columns; one tile gives both.
+The amax of a block needs only the elements of the block, so every quantizer here reads x once. Blocks are
+rows 1 x 128, columns 128 x 1, squares 128 x 128, and for MX 1 x 32 and 32 x 1 with E8M0 scales. A tile
+consists of whole blocks and is kept in registers. Backward needs g in row and column blocks; one tile gives
+both.
 
 Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
@@ -21,7 +22,7 @@ from lptune.numerics import FORMATS
 
 
 class BlockTile(NamedTuple):
-    """A launch of the quantizer: a tile of whole blocks."""
+    """Launch parameters of the quantizer: a tile of whole blocks."""
 
     block_m: int
     block_k: int
@@ -36,7 +37,7 @@ def block_tile(rows: int, columns: int) -> BlockTile:
 
 
 def square_tile(size: int) -> BlockTile:
-    """The tile for both `size` x 1 and 1 x `size`: at 32, with half as many elements a thread, since two
+    """The tile for both `size` x 1 and 1 x `size`. At 32 a thread has half as many elements, since two
     results spilled.
     """
     tile = block_tile(size, size)
@@ -64,7 +65,7 @@ def quantize_blocks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of (BLOCK_M / ROWS) x (BLOCK_K / COLUMNS) blocks. scale is stored row by row."""
+    """Quantizes one tile of (BLOCK_M / ROWS) x (BLOCK_K / COLUMNS) blocks. scale is stored row by row."""
     x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
     _store_blocks(
         x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO, E8M0,
@@ -96,7 +97,7 @@ def quantize_row_and_column_blocks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of x, read once: in blocks of 1 x SIZE, and in blocks of SIZE x 1."""
+    """Reads one tile of x once; quantizes it in blocks of 1 x SIZE and in blocks of SIZE x 1."""
     x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
     _store_blocks(
         x, row_q_ptr, row_scale_ptr, M, K, row_q_stride_m, row_q_stride_k, 1, SIZE, FORMAT, MAX, POWER_OF_TWO,
@@ -113,7 +114,7 @@ def _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M: tl.constexpr, BLOCK_K: 
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
-    # The zeros beyond the end do not change an amax.
+    # Elements beyond the end are zeros, which do not change an amax.
     return tl.load(x_ptr + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0).to(tl.float32)
 
 
@@ -150,7 +151,7 @@ def _store_blocks(
     block_rows = tl.program_id(1) * (BLOCK_M // ROWS) + tl.arange(0, BLOCK_M // ROWS)
     block_columns = tl.program_id(0) * (BLOCK_K // COLUMNS) + tl.arange(0, BLOCK_K // COLUMNS)
     num_rows, num_columns = tl.cdiv(M, ROWS), tl.cdiv(K, COLUMNS)
-    if E8M0:  # the exponent's bits; of NaN they are 0xff, E8M0's own NaN (numerics.to_e8m0)
+    if E8M0:  # the exponent bits; those of NaN are 0xff, the NaN of E8M0 (numerics.to_e8m0)
         scale = ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
     tl.store(
         scale_ptr + block_rows.to(tl.int64)[:, None] * num_columns + block_columns[None, :],

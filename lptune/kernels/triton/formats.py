@@ -1,18 +1,17 @@
 """Device functions shared by the quantizers: from an amax to a scale, from a value to 8 bits.
 
-They give the very bits of `lptune.numerics`. What that takes on a GPU:
+They give bitwise the results of `lptune.numerics`. On a GPU this needs:
 
-- amaxes are integers. The bits of |x|, read as int32, are ordered like the numbers, with NaN above inf above
-  everything finite. One integer maximum therefore finds the amax *and* the NaN, warps reduce it in one
-  instruction since Ampere, and it can be done by atomics in any order with the same result. Floating-point
-  `max.NaN` is avoided on purpose: beside a transposed one-byte store Triton miscompiles it (triton issue
-  11111).
-- `tl.div_rn` is the IEEE quotient. A plain `/` may be off by an ulp.
-- rounding to an integer adds 1.5 * 2**23: the sum's last bit is 1, hence the hardware's own round to nearest
-  even does it, and the low byte of the sum is the int8. The product before it must not be contracted into a
-  fused multiply-add, which would skip a rounding: every launch says `enable_fp_fusion=False`.
-- float8 is rounded by the hardware's conversion from sm_89 on, and by integer arithmetic elsewhere: on
-  Ampere, and in Triton's interpreter, whose own conversion rounds ties up and loses subnormals.
+- integer amaxes. The bits of |x|, read as int32, have the order of the numbers, with NaN above inf above all
+  finite numbers. So one integer maximum finds the amax *and* NaN; since Ampere a warp reduces it in one
+  instruction, and atomics give the same result in any order. Floating-point `max.NaN` is avoided: next to a
+  transposed one-byte store Triton miscompiles it (triton issue 11111).
+- `tl.div_rn`, the IEEE quotient. A plain `/` may be off by an ulp.
+- rounding to an integer by adding 1.5 * 2**23. The last bit of the sum is worth 1, so the hardware rounds to
+  nearest even, and the low byte of the sum is the int8. The product before must not be contracted into a
+  fused multiply-add, which would skip a rounding: every launch has `enable_fp_fusion=False`.
+- rounding of float8 by the conversion of the hardware since sm_89, and by integer arithmetic elsewhere: on
+  Ampere, and in Triton's interpreter, whose conversion rounds ties up and loses subnormals.
 """
 
 import triton
@@ -33,7 +32,7 @@ def scale_from_amax(amax_bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """(scale, inverse) as `numerics.scale_from_amax`. amax_bits: `magnitude_bits`, any shape."""
     finite = amax_bits < INFINITY_BITS
     usable = finite & (amax_bits > 0)
-    # What has no scale is replaced at the end; 1 keeps the arithmetic quiet until then.
+    # An amax without a scale gets its result at the end; 1 avoids infinities until then.
     amax = tl.where(usable, amax_bits, 0x3F800000).to(tl.float32, bitcast=True)
     largest = tl.full(amax.shape, MAX, tl.float32)
     scale = tl.div_rn(amax, largest)
@@ -46,7 +45,7 @@ def scale_from_amax(amax_bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     else:
         scale = tl.where(tiny, 1.1754943508222875e-38, scale)
-        # An amax that small would overflow the quotient, which is not used.
+        # For so small an amax the quotient overflows; it is not used then.
         inverse = tl.div_rn(largest, tl.where(tiny, largest, amax))
         inverse = tl.where(tiny, 8.507059173023462e37, inverse)  # 2**126
     scale = tl.where(usable, scale, tl.where(finite, 0.0, float("nan")))
@@ -57,11 +56,11 @@ def scale_from_amax(amax_bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 def round_to(scaled, FORMAT: tl.constexpr, MAX: tl.constexpr, HARDWARE_FLOAT8: tl.constexpr):
     """float32 values times their inverse scale -> the nearest numbers of FORMAT, as int8 bits.
 
-    Ties to even, what exceeds MAX saturates. NaN gives anything in INT8 and NaN in float8.
+    Ties to even; values above MAX saturate. NaN is unspecified in INT8 and NaN in float8.
     """
     scaled = tl.where(scaled > MAX, MAX, scaled)
     scaled = tl.where(scaled < -MAX, -MAX, scaled)
-    # Triton does not stop at a return: one chain of branches, of which it compiles one.
+    # One chain of branches, of which Triton compiles one: it does not stop at a return.
     if FORMAT == "int8":
         return (scaled + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
     elif FORMAT == "e4m3" and HARDWARE_FLOAT8:  # noqa: RET505
@@ -76,14 +75,14 @@ def round_to(scaled, FORMAT: tl.constexpr, MAX: tl.constexpr, HARDWARE_FLOAT8: t
 
 @triton.jit
 def _round_float8(scaled, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """float32 within the format's range -> its float8 bits, in integer arithmetic."""
+    """float32 within the range of the format -> float8 bits, by integer arithmetic."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
-    # Normal numbers: half a step, less one unless the last kept bit is odd, carries exactly when it should.
+    # Normal numbers: adding half a step (minus one if the last kept bit is even) carries exactly when due.
     normal = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
     normal = (normal >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Subnormal numbers: a float whose last bit is worth one step rounds the sum for us.
+    # Subnormal numbers: adding a float whose last bit is worth one step makes the hardware round.
     ANCHOR_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     anchor = tl.full(magnitude.shape, ANCHOR_BITS, tl.int32).to(tl.float32, bitcast=True)
     total = magnitude.to(tl.float32, bitcast=True) + anchor

@@ -1,26 +1,27 @@
 """8-bit GEMM with the scales in the epilogue: `out = (a @ b) * scale_a * scale_b`, INT8 and float8 alike.
 
-Each program owns tiles of `out` and walks the contraction in steps of 128 (INT8 also of 256), accumulating
-in registers. The scales are constant along the contraction, so they meet the accumulator once, at the end,
-and the result is rounded once: no second pass over `out`, which is what a library GEMM without scales in its
-epilogue pays.
+Each program computes tiles of `out` and steps along the contraction by 128 (INT8 also by 256), accumulating
+in registers. The scales are constant along the contraction, so they are applied to the accumulator once, at
+the end, and the result is rounded once. A library GEMM without scales in its epilogue needs a second pass
+over `out`.
 
-- Persistent: as many programs as the device has processors, each taking every so many-th tile, so that one
-  tile's epilogue overlaps the next one's loads. Tiles are numbered in groups of 8 rows of tiles: programs
-  that run at the same time share rows of a and columns of b in the L2 cache.
-- K-major: both operands are contiguous along the contraction, the only layout that Hopper's 8-bit tensor
-  cores take. The quantizers store them so; anything else is copied here first.
-- On Hopper and later whole tiles are fetched by the TMA (host-side tensor descriptors); elsewhere, and where
-  an operand is not aligned to 16 bytes as the TMA requires, through pointers.
+- Persistent: there are as many programs as the device has processors (or twice as many). Each takes every
+  n-th tile, so that the epilogue of one tile overlaps the loads of the next. Tiles are numbered in groups of
+  8 rows of tiles, so that programs that run at the same time share rows of a and columns of b in the L2
+  cache.
+- K-major: both operands are contiguous along the contraction, the only layout that the 8-bit tensor cores of
+  Hopper accept. The quantizers store them so; any other layout is copied here first.
+- Since Hopper the TMA loads whole tiles (host-side tensor descriptors). Elsewhere, and for an operand that is
+  not aligned to 16 bytes as the TMA requires, tiles are loaded through pointers.
 - INT8 accumulates in int32, exactly: every backend gives the same bits. Float8 accumulates in the tensor
   core, which on Hopper keeps about 14 bits of a sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); so the
   accumulator is added to a float32 one every 128 products. cuBLAS calls the alternative "fast accumulation".
-- A configuration changes the time and no bit: INT8 is exact in any order, and float8 always steps by 128
-  (compared by the gpu tests).
-- On Hopper, Triton 3.6 and 3.7 wait for a step's INT8 products before they issue the next ones
-  (`wgmma.wait_group 0`): the tensor core idles while a step drains. Steps of 256 halve how often; with two
-  programs on a processor, one works while the other waits. Float8 waits with one step pending, but ptxas
-  drains it all the same, since the two accumulators are then added.
+- A configuration changes the time, but no bit: INT8 is exact in any order, and float8 always steps by 128
+  (the gpu tests compare them).
+- On Hopper, Triton 3.6 and 3.7 wait for the INT8 products of a step before they issue the next ones
+  (`wgmma.wait_group 0`), so the tensor core idles at the end of each step. Steps of 256 halve the number of
+  waits; with two programs on a processor, one computes while the other waits. Float8 waits with one step
+  pending, but ptxas waits for it all the same, since the two accumulators are then added.
 
 Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
 On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction since 3.8.
@@ -41,14 +42,14 @@ GROUP_M = 8
 
 
 class GemmConfig(NamedTuple):
-    """A launch of a GEMM kernel."""
+    """Launch parameters of a GEMM kernel."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     per_processor: int  # programs on one processor
-    block_k: int = BLOCK_K  # a step; where scales change along the contraction, one block of them instead
+    block_k: int = BLOCK_K  # size of a step; with block scales, a step is one block instead
 
 
 _COMMON = (
@@ -69,12 +70,12 @@ _WIDE_STEPS = GemmConfig(128, 256, 8, 2, 1, block_k=256)
 
 
 def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]:
-    """What autotuning may choose on a device of compute capability `major`; the first that fits its shared
-    memory is the default.
+    """Configurations for autotuning on a device of compute capability `major`; the first that fits its
+    shared memory is the default.
 
-    Only what compiles without spills (tests/kernels/test_triton_aot.py). Float8 on Hopper has two
-    accumulators: at 128 x 256 they do not fit the registers, at 256 x 128 they do if no pointers are there
-    too. On Blackwell the accumulator has a memory of its own, and 128 x 256 fits.
+    Only those that compile without spills (tests/kernels/test_triton_aot.py). Float8 on Hopper has two
+    accumulators: at 128 x 256 they do not fit into the registers; at 256 x 128 they fit without pointers. On
+    Blackwell the accumulator has its own memory, and 128 x 256 fits.
     """
     if is_int8 and major == 9:
         found = (*_COMMON, _WIDE, _TWO_PROGRAMS, *_INT8_ON_HOPPER)
@@ -88,7 +89,7 @@ def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row, column) of the tile with this number, counted down groups of GROUP_M rows of tiles."""
+    """(row, column) of tile number `tile`. Tiles are numbered column by column in groups of GROUP_M rows."""
     per_group = GROUP_M * tiles_n
     first_m = tile // per_group * GROUP_M
     group_m = min(tiles_m - first_m, GROUP_M)
@@ -116,28 +117,28 @@ def scaled_mm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """a: (M, K), b: (N, K), out: (M, N), all row by row; a and b are descriptors if TMA, else pointers.
+    """a: (M, K), b: (N, K), out: (M, N), all row by row. With TMA, a and b are descriptors, else pointers.
 
-    SCALE_A, SCALE_B: 0 none, 1 one, 2 one per row of a, of b.
+    SCALE_A, SCALE_B: 0 no scale, 1 one scale, 2 one per row of a or b.
     """
     IS_INT8: tl.constexpr = (a.dtype if TMA else a.dtype.element_ty) == tl.int8
     ACCUMULATOR: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
-    # Flattened with the loop inside, whose loads then run ahead into the next tile.
+    # Flattened with the inner loop, so that loads of the next tile start early.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS, flatten=True):
         tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
         rows, columns = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         if not TMA:
             inner = tl.arange(0, BLOCK_K)[None, :]
-            # Rows beyond the end wrap around: what they give is not stored, and no mask is needed.
+            # Rows beyond the end wrap around: their results are not stored, and no mask is needed.
             a_rows = a + (rows % M).to(tl.int64)[:, None] * stride_a + inner
             b_rows = b + (columns % N).to(tl.int64)[:, None] * stride_b + inner
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACCUMULATOR)
         for step in range(steps):
             start_k = step * BLOCK_K
-            if TMA:  # zeros beyond the end
+            if TMA:  # loads zeros beyond the end
                 a_tile = a.load([start_m, start_k])
                 b_tile = b.load([start_n, start_k])
             else:
@@ -152,7 +153,7 @@ def scaled_mm_kernel(
         if out_ptr.dtype.element_ty == tl.int32:
             tl.store(at, acc, mask=inside_out)
         else:
-            # In this order, as the reference: acc * scale_a first.
+            # In the order of the reference: acc * scale_a first.
             scaled = acc.to(tl.float32)
             if SCALE_A == 2:
                 scaled = scaled * tl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
@@ -178,8 +179,8 @@ def scaled_mm(
 ) -> Tensor:
     """Same as `kernels.scaled_mm`. out_dtype: int32 (INT8 only, without scales) or a float.
 
-    tokens_contracted: K and not M is the number of tokens (grad_weight), which autotuning buckets. config,
-    tma: instead of what autotuning and the device would choose.
+    tokens_contracted: K, not M, is the number of tokens (grad_weight), which autotuning buckets. config, tma:
+    override the choice of autotuning and of the device.
     """
     (m, k), n, device = a_MK.shape, b_KN.shape[1], a_MK.device
     out_MN = torch.empty(m, n, dtype=out_dtype, device=device)
@@ -228,22 +229,22 @@ def scaled_mm(
 def gemm_key(
     kernel: str, a: Tensor, b_NK: Tensor, out_dtype: torch.dtype, tma: bool, tokens_contracted: bool
 ) -> str:
-    """What autotuning remembers a GEMM by: the number of tokens bucketed, the weight's sizes exact."""
+    """The key of a GEMM for autotuning, with the number of tokens bucketed and the exact weight sizes."""
     (m, k), n = a.shape, b_NK.shape[0]
     sizes = f"M={m} N={n} K~{launch.bucket(k)}" if tokens_contracted else f"M~{launch.bucket(m)} N={n} K={k}"
     return f"{kernel} {a.dtype} {b_NK.dtype} {out_dtype} tma={tma} {sizes}"
 
 
 def k_major(x: Tensor) -> Tensor:
-    """x, stored row by row: a copy unless it is."""
+    """x itself if it is stored row by row; otherwise a copy that is."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
 def fits_tma(x: Tensor) -> bool:
-    """Whether a descriptor can describe x, one byte per element: 16-byte aligned rows."""
+    """Whether a TMA descriptor can describe x (one byte per element): rows must be aligned to 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
 
 
 def _kind(scale: Tensor | None, size: int) -> int:
-    # One row with one scale is either.
+    # One row with one scale counts as both.
     return 0 if scale is None else 2 if scale.numel() == size else 1

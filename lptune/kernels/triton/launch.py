@@ -1,4 +1,4 @@
-"""What the launches ask of a device. On CPU tensors kernels run in Triton's interpreter, for tests."""
+"""Properties of a device, and measuring. On CPU tensors, kernels run in Triton's interpreter, for tests."""
 
 import contextlib
 import functools
@@ -23,23 +23,23 @@ LAUNCHES, BATCHES = 10, 3
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(9, 0) on Hopper; (0, 0) in the interpreter."""
+    """Compute capability: (9, 0) on Hopper; (0, 0) in the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def rounds_float8(device: torch.device) -> bool:
-    """Whether the hardware converts float32 to float8: since Ada."""
+    """Whether the hardware converts float32 to float8, as it does since Ada."""
     return capability(device) >= FLOAT8_CAPABILITY
 
 
 def has_tma(device: torch.device) -> bool:
-    """Whether a tile can be loaded by a descriptor. The interpreter can, too."""
+    """Whether the TMA can load a tile by a descriptor. The interpreter can, too."""
     return device.type != "cuda" or capability(device) >= (9, 0)
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors. The interpreter pretends to have 3, so that each takes several tiles."""
+    """Number of streaming multiprocessors; 3 in the interpreter, so that each takes several tiles."""
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -48,24 +48,24 @@ def num_processors(device: torch.device) -> int:
 def tuned(
     key: str, configs: Sequence[Config], run: Callable[[Config], object], device: torch.device
 ) -> Config:
-    """The fastest of `configs` on this device. Where nothing can be measured: what was measured before, or
-    the first that the device has the shared memory for.
+    """The fastest of `configs` on this device. If measuring is impossible: the result of an earlier
+    measurement, or the first configuration that fits the shared memory.
     """
     if device.type != "cuda":
         return configs[0]
     if os.environ.get("LPTUNE_AUTOTUNE") == "0":
         return first_that_fits(key, configs, run)
     tuner = _tuner(device)
-    if torch.cuda.is_current_stream_capturing():  # measuring would end up in the graph
+    if torch.cuda.is_current_stream_capturing():  # the graph would capture the measurement
         return tuner.known(key, configs) or first_that_fits(key, configs, run)
     return tuner.choose(key, configs, run)
 
 
 def first_that_fits(key: str, configs: Sequence[Config], run: Callable[[Config], object]) -> Config:
-    """The first of `configs` that the device can launch; remembered by key.
+    """The first of `configs` that the device can launch; remembered by `key`.
 
-    Consumer GPUs have 99 KB of shared memory for a program where Hopper has 227. What a configuration takes
-    is known when it is compiled; Triton compares the two before it launches.
+    A program has 99 KB of shared memory on consumer GPUs and 227 on Hopper. The need of a configuration is
+    known when it is compiled; Triton compares the two before a launch.
     """
     if key not in _fitting:
         for config in configs:
@@ -76,7 +76,7 @@ def first_that_fits(key: str, configs: Sequence[Config], run: Callable[[Config],
             _fitting[key] = config
             break
         else:
-            return configs[0]  # whose launch says what is missing
+            return configs[0]  # its launch raises the error
     fitting: Config = _fitting[key]
     return fitting
 
@@ -91,15 +91,15 @@ def _tuner(device: torch.device) -> Tuner:
 
 
 def compile_together(device: torch.device, runs: Sequence[Callable[[], object]]) -> None:
-    """Calls all of `runs` at once, a thread each, for what they compile: Triton and ptxas take most of a
-    second for a configuration, on one core. The first goes before, for what Triton sets up only once.
+    """Calls all of `runs` at once, each in a thread, to compile them: Triton and ptxas take most of a second
+    for a configuration, on one core. The first one runs alone, since Triton sets some things up once.
 
-    What fails here fails again when it is measured. Threads launch on the default stream: inputs must be
-    there before, and nothing may be under way after, whatever the caller's stream is.
+    Errors are ignored: they come again when the configuration is measured. Threads launch on the default
+    stream, so the device is synchronized before and after, for callers on other streams.
     """
 
     def call(run: Callable[[], object]) -> None:
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # the device of this thread
         with contextlib.suppress(Exception):
             run()
 
@@ -114,8 +114,8 @@ def compile_together(device: torch.device, runs: Sequence[Callable[[], object]])
 def median_ms(run: Callable[[], object]) -> float:
     """Milliseconds that the device takes for `run`, which launches a kernel or two.
 
-    The launches of a batch are queued behind a kernel that only waits, so that their own time, of the order
-    of a short kernel's, is not measured. Nothing is allocated, since the device may be nearly full.
+    The launches of a batch are queued behind a kernel that only waits, so that the time of launching, which
+    is as long as a short kernel, is not measured. Nothing is allocated, since the device may be nearly full.
     """
     run()  # compiles
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,18 +1,18 @@
 """Quantizers by row, by column and by tensor.
 
-A GEMM's operand is read in 16 bits and written in 8: the work is nothing, the bytes are everything. How often
-must x be read?
+An operand is read in 16 bits and written in 8 bits. The arithmetic costs nothing; the bytes decide the time.
+How often must x be read?
 
-    rows        once. A program holds whole rows, finds their amax and quantizes what it holds.
-    columns     twice. A column's amax needs every row, and no element can be written before it is known.
-    rows and columns of one matrix, as backward needs of g: twice, for both together.
+    rows        once. A program holds whole rows, finds their amax and quantizes them.
+    columns     twice. The amax of a column needs every row, and no element can be written before it is known.
+    rows and columns of one matrix, as backward needs them of g: twice, for both together.
 
-So all but the first run in two phases over tiles. The first reads x and reduces amaxes into one int32 per row
-and per column, by atomic maxima of the bits of |x| (deterministic, see formats.py). The second reads x
-again, last tiles first, since those are what the first phase left in the L2 cache, and writes each output in
-the layout that its GEMM wants. "Transposed" costs nothing extra: the tile is turned on its way out.
+So all but the first run in two phases over tiles. The first phase reads x and reduces amaxes into one int32
+per row and per column, by atomic maxima of the bits of |x| (deterministic, see formats.py). The second phase
+reads x again, last tiles first, since these are still in the L2 cache, and writes each output in the layout
+that its GEMM needs. Transposing costs nothing extra: the tile is transposed when it is written.
 
-Rows longer than a program can hold are read twice as well.
+Rows that are longer than a program can hold are read twice as well.
 None of these kernels has run on hardware yet: interpreted and compiled ahead of time (tests/kernels).
 """
 
@@ -31,7 +31,7 @@ LONGEST_HELD_ROW = 16384  # 32 elements in each of 512 threads
 
 
 class TileConfig(NamedTuple):
-    """A launch of the tile kernels. Only what compiles without spills is in TILE_CONFIGS."""
+    """Launch parameters of the tile kernels. TILE_CONFIGS has only those that compile without spills."""
 
     block_m: int
     block_k: int
@@ -45,7 +45,7 @@ TILE_CONFIGS = (
     TileConfig(32, 128, 8),
     TileConfig(128, 32, 4),
 )
-TILES_PER_PROGRAM = 8  # tiles down the rows that one program of the first phase reduces before its atomics
+TILES_PER_PROGRAM = 8  # tiles along the rows that a program of the first phase reduces before its atomics
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def rows_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """One row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once."""
+    """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_m
     q_ptr += row * K
@@ -116,9 +116,9 @@ def amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """First phase: amax bits of the rows of x * multiplier_k, of the columns of x * multiplier_m.
+    """First phase: amax bits of the rows of x * multiplier_k and of the columns of x * multiplier_m.
 
-    ROWS: 0 none, 1 one for the whole tensor, 2 one per row. Both outputs start as zeros.
+    ROWS: 0 no amax, 1 one for the whole tensor, 2 one per row. The outputs must be zeros at the start.
     """
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     largest = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
@@ -175,11 +175,11 @@ def store_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Second phase: one tile, quantized by the amaxes of the first, each output by strides of its own.
+    """Second phase: quantizes one tile by the amaxes of the first phase; each output has its own strides.
 
-    TWICE: the values of the rows are stored where those of the columns would be, too, without COLUMNS.
+    TWICE: the row values are also stored in the place of the column values (COLUMNS is then off).
     """
-    # Last tiles first: they are what the first phase left in the cache.
+    # Last tiles first: the first phase has left them in the cache.
     tile_k = tl.num_programs(0) - 1 - tl.program_id(0)
     tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
     columns = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -251,14 +251,14 @@ def quantize_rows(
 
 
 def rows_num_warps(block_k: int) -> int:
-    """Warps of `rows_kernel`: 16 elements a thread, 32 in the longest rows; with 64 it spilled."""
+    """Warps of `rows_kernel`: 16 elements a thread, 32 for the longest rows; 64 spilled."""
     return min(max(block_k // 512, 1), 16)
 
 
 def quantize_columns(
     x_MK: Tensor, multiplier_M1: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_columns`: reads x twice."""
+    """`lptune::quantize_columns` in two phases, so it reads x twice."""
     _, _, q, scale = _in_two_phases(x_MK, fmt, power_of_two, 0, True, None, multiplier_M1, transposed)
     return q, scale
 
@@ -271,7 +271,7 @@ def quantize_rows_and_columns(
 
 
 def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_tensor`: reads x twice."""
+    """`lptune::quantize_tensor` in two phases, so it reads x twice."""
     q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, transposed)
     return q, scale
 
@@ -293,10 +293,10 @@ def _in_two_phases(
     transposed: bool,
     twice: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row q, row scale, column q, column scale). `transposed` is of the columns, or of the rows if alone.
+    """(row q, row scale, column q, column scale). transposed: for the columns, or for the rows if alone.
 
-    rows: as ROWS of `amax_kernel`. twice: column q holds row q once more. What was not asked for is an empty
-    tensor.
+    rows: as ROWS of `amax_kernel`. twice: column q is a second copy of row q. Results that were not asked for
+    are empty tensors.
     """
     (m, k), device = x.shape, x.device
     num_row_scales = (0, 1, m)[rows]
@@ -359,7 +359,8 @@ def _in_two_phases(
             enable_fp_fusion=False,
         )
 
-    # Running it twice is harmless: the amaxes of the same x are the same. Rows are tokens, or a weight's.
+    # Measuring may run it twice: the amaxes of the same x stay the same. M is a number of tokens or weight
+    # rows.
     key = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
     key += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
     run(launch.tuned(key, TILE_CONFIGS, run, device))
@@ -367,7 +368,7 @@ def _in_two_phases(
 
 
 def empty_q(x: Tensor, transposed: bool) -> Tensor:
-    """Uninitialised int8 of the shape of x, stored row by row or, transposed, column by column."""
+    """Uninitialized int8 with the shape of x, stored row by row or, if transposed, column by column."""
     (m, k), device = x.shape, x.device
     if transposed:
         return torch.empty(k, m, dtype=torch.int8, device=device).t()
@@ -375,5 +376,5 @@ def empty_q(x: Tensor, transposed: bool) -> Tensor:
 
 
 def _vector(multiplier: Tensor | None, x: Tensor) -> Tensor:
-    # A kernel takes a pointer in any case; it does not follow this one.
+    # A kernel needs a pointer argument; it does not read this one.
     return x if multiplier is None else multiplier.contiguous()

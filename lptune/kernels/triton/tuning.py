@@ -1,15 +1,16 @@
-"""Which configuration of a kernel is fastest here: measured once, kept on disk.
+"""The fastest configuration of a kernel on this device: measured once, kept on disk.
 
-The choice is keyed by what a shape looks like, not by the shape: the number of tokens changes from batch to
-batch, and a key that held it would measure again each time. `bucket` rounds it up to a power of two; the
-sizes of the weight are exact.
+The key of a choice has the exact sizes of the weight, but only the bucket of the number of tokens: that
+number changes from batch to batch, and would cause a new measurement each time. `bucket` rounds it up to a
+power of two.
 
 Choices are kept in the folder of `lptune.kernels.cache`, in one JSON file per device, Triton version and
-version of the kernels' source. A file that cannot be read or written costs a measurement, never a run.
+version of the kernel sources. If a file cannot be read or written, the choice is measured again; a run never
+fails for it.
 
-A choice changes time and nothing else: every configuration of a kernel adds in the same order (gemm.py), so
-ranks that chose differently, or a resumed run that measured again, still get the same bits.
-`LPTUNE_AUTOTUNE=0` takes the first configuration and measures nothing.
+A choice changes nothing but time: all configurations of a kernel add in the same order (gemm.py). So ranks
+with different choices, and a resumed run that measures again, get the same bits. `LPTUNE_AUTOTUNE=0` takes
+the first configuration without measuring.
 """
 
 import functools
@@ -29,9 +30,9 @@ Config = TypeVar("Config", bound=tuple[int, ...])
 
 
 class Tuner:
-    """Choices of one device, measured with `time_s` (of a function without arguments, in any unit).
+    """Measures and remembers choices for one device. time_s: returns the time of a call, in any unit.
 
-    prepare: called with all of what is then measured one by one, to compile it.
+    prepare: called with all calls before they are measured one by one, to compile them.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Tuner:
         self._can_write = True
 
     def known(self, key: str, configs: Sequence[Config]) -> Config | None:
-        """What was measured for `key`, here or by an earlier process."""
+        """The choice for `key` that this or an earlier process measured; None without one."""
         choice = self._choices.get(key)
-        # Another: the file names a configuration of another version.
+        # None of them: the file names a configuration of another version.
         return next((config for config in configs if choice == list(config)), None)
 
     def choose(self, key: str, configs: Sequence[Config], run: Callable[[Config], object]) -> Config:
-        """The fastest of `configs` for `key`. A configuration that raises is out; if all do, the first error
-        is raised.
+        """The fastest of `configs` for `key`. A configuration that raises is left out; if all raise, the
+        first error is raised.
         """
         known = self.known(key, configs)
         if known is not None:
@@ -64,7 +65,7 @@ class Tuner:
         self._prepare(runs)
         for config, each in zip(configs, runs, strict=True):
             try:
-                # A device that lacks the shared memory for a configuration says so here.
+                # Raised, for example, if the device lacks the shared memory.
                 time = self._time_s(each)
             except Exception as error:
                 errors.append(error)
@@ -82,7 +83,7 @@ class Tuner:
         if not self._can_write:
             return
         try:
-            # Other ranks have measured too: what they wrote is kept, and the file is replaced as a whole.
+            # Other ranks measure, too: their choices are kept, and the file is replaced as a whole.
             merged = _read(self._path) | self._choices
             cache.write(self._path, json.dumps(dict(sorted(merged.items())), indent=0).encode())
         except OSError as error:
@@ -91,12 +92,12 @@ class Tuner:
 
 
 def bucket(num_tokens: int) -> int:
-    """The power of two at or above `num_tokens`."""
+    """The smallest power of two that is at least `num_tokens`."""
     return 1 << max(num_tokens - 1, 0).bit_length()
 
 
 def cache_path(device_name: str, triton_version: str) -> Path:
-    """Where the choices for this device, this Triton and these kernels are kept."""
+    """The file of the choices for this device, Triton version and kernel sources."""
     source = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         source.update(file.read_bytes())
