@@ -62,7 +62,7 @@ class Target(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in its file."""
+        """Bytes of the tensor in its file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -66,7 +66,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """`output_dir`."""
+        """The run's folder, `output_dir` of the config."""
         return self.folder.path
 
     @property

@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of training states."""
+        """The folder that holds the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -74,7 +74,7 @@ class RunFolder:
         write_text(self.path / "config.yaml", to_yaml(cfg))
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """precision_plan.json."""
+        """Writes precision_plan.json: the plan of every layer."""
         write_json(self.path / "precision_plan.json", plan)
 
     def keep_metrics_until(self, step: int, say: Callable[[str], None]) -> None:
@@ -222,7 +222,7 @@ class RunFolder:
             )
 
     def unlock(self) -> None:
-        """Lets other runs in."""
+        """Lets other runs use the folder again."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -84,7 +84,7 @@ class RunState:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of the checkpoint's state.json."""
         return self.folder / "state.json"
 
     @property
