@@ -56,7 +56,7 @@ def plan(
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
     cfg = load_config(cls, path, [*no_data, *arguments[named:]])
     if not isinstance(cfg, RunConfig):
-        raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is no RunConfig")
+        raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is not a RunConfig")
 
     if device_name is not None and cfg.device == "cpu":
         raise UserError(

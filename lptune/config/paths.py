@@ -178,9 +178,9 @@ def check_inputs_stay(cfg: Any) -> None:
 
 
 def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
-    """Refuses an `output_dir` in which the run would remove one of `files`, its config or its recipe.
+    """Raises UserError if the run would remove one of `files` (its config or its recipe) in `output_dir`.
 
-    The run's own config.yaml may be given: a run that continues nothing there sets it aside.
+    The config.yaml of a run may be one of them: a run that does not continue there renames it.
     """
     output_dir = Path(cfg.output_dir).expanduser()
     for path in files:
@@ -242,7 +242,7 @@ def _paths(key: str, text: str) -> list[Path]:
 
 
 def _paths_to_come(key: str, text: str, output_dir: Path) -> list[Path]:
-    """The files that the run will write and that a pattern would match from then on."""
+    """Files that the run will write and that the pattern `text` would match afterwards."""
     if key not in ("data.source", "data.eval_source") or not glob.has_magic(text):
         return []
     with suppress(OSError, ValueError, RuntimeError):
@@ -256,7 +256,7 @@ def _paths_to_come(key: str, text: str, output_dir: Path) -> list[Path]:
 
 
 def _fits(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether glob.glob would find the path `names` by `pattern`, with `**` for any number of folders."""
+    """Whether glob.glob finds the path `names` by `pattern`, where `**` stands for any number of folders."""
     if not pattern or not names:
         return not names and all(part == "**" for part in pattern)
     first = pattern[0]

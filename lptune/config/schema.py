@@ -255,7 +255,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every run needs, whatever its loss is; a recipe's own config adds its keys to these."""
+    """The keys of every run, with any loss. The config of a recipe adds its own keys."""
 
     model: ModelConfig
     data: DataConfig
@@ -299,7 +299,7 @@ class RunConfig:
 
     @property
     def tokens_per_forward(self) -> int:
-        """Tokens of a micro-batch, padding among them."""
+        """Number of tokens of a micro-batch, with padding."""
         return self.micro_batch_size * self.data.seq_len
 
     def __post_init__(self) -> None:
@@ -347,7 +347,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):
-    """A fine-tuning run, evaluated on held-out rows."""
+    """All keys of a fine-tuning run, which evaluates on held-out rows."""
 
     eval_every_steps: int = 100
     """Steps between two evaluations on the held-out rows, also before the first and after the last step; 0:

@@ -39,7 +39,7 @@ class Loader:
 
     @classmethod
     def for_run(cls, rows: Rows, cfg: RunConfig, *, rank: int, num_ranks: int) -> "Loader":
-        """With the seed and the batch sizes of `cfg`."""
+        """The stream of a run, with the seed and the batch sizes of `cfg`."""
         return cls(
             rows,
             seed=cfg.seed,

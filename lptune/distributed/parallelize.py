@@ -152,11 +152,11 @@ def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> No
 def accumulate(
     model: nn.Module, batches: Sequence[BatchT], world: World, cfg: Settings, low: LowPrecision
 ) -> Iterator[BatchT]:
-    """Yields this rank's micro-batches of a step one by one, for a forward and backward each.
+    """Yields the micro-batches of this rank in a step. The caller runs forward and backward for each.
 
-    Their gradients are summed on this rank, and reduced over ranks after the last one, or after each with
-    `parallel.reduce_every_micro_batch`. low: its random bits depend on the number of a micro-batch within the
-    global batch, in the order in which `data.Loader` deals them out to ranks.
+    Gradients add up on this rank. They are reduced over ranks after the last micro-batch, or after each with
+    `parallel.reduce_every_micro_batch`. low: gets the number of each micro-batch within the global batch, on
+    which its random bits depend; `data.Loader` deals micro-batches out to ranks in this order.
     """
     for number, batch in enumerate(batches):
         low.micro_batch(world.data_rank * len(batches) + number)

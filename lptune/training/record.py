@@ -1,4 +1,4 @@
-"""The record of a step: what metrics.jsonl says of it."""
+"""The record of a step, which becomes a line of metrics.jsonl."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 
 class StepMeter:
-    """Times each step of a run and says how much of the device it used."""
+    """Measures the time of each step and the utilization of the device."""
 
     def __init__(self, cfg: RunConfig, plan: Plan, model_config: DecoderConfig, world: World) -> None:
         self._tokens_per_step = cfg.global_batch_size * cfg.data.seq_len
@@ -28,7 +28,7 @@ class StepMeter:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around a step, from its batches to the end of its update, for which the host waits."""
+        """Times the block: a step from its batches to the end of its update, for which the host waits."""
         started = time.perf_counter()
         yield
         self._step_time_s = time.perf_counter() - started
@@ -43,10 +43,10 @@ class StepMeter:
         update: Update,
         low: LowPrecision,
     ) -> dict[str, Any]:
-        """Of the step that was timed last; a line of metrics.jsonl.
+        """The record of the step that was timed last.
 
-        step: the number of steps that are done. num_targets: target tokens of all ranks. lengths: tokens of
-        each document in the step's rows, over all ranks.
+        step: number of finished steps. num_targets: targets of all ranks. lengths: number of tokens of each
+        document in the rows of the step, over all ranks.
         """
         fraction = low.verified.low_precision_flops_fraction
         used = self._utilization(self._step_time_s, lengths, fraction)

@@ -1,4 +1,4 @@
-"""Held-out prompts answered by the model, printed beside their references."""
+"""Prints the answers of the model to held-out prompts beside the reference answers."""
 
 from lptune.data import Rows, Tokenizer
 from lptune.distributed import World
@@ -12,18 +12,18 @@ _NUM_PRINTED = 5
 def show_samples(
     model: Decoder, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, when: str
 ) -> None:
-    """Answers the first `num_samples` prompts of `rows` greedily, prints how many answers equal their
-    references, and some of them. A collective.
+    """Answers the first `num_samples` prompts of `rows` greedily; prints how many answers equal the
+    reference, and some of the answers. A collective.
 
-    when: "before training", say. Does nothing where `rows` is None or has no answer.
+    when: for example "before training". Does nothing if `rows` is None or has no answer.
     """
     if rows is None:
         return
     pairs = (rows.prompt_and_answer(i) for i in range(min(num_samples, rows.num_documents)))
-    samples = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # a long prompt leaves none
+    samples = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # empty after a long prompt
     if not samples:
         return
-    # A turn may end with a token of its own (<|im_end|>): a special token at a reference's end stops too.
+    # A turn may end with a special token (<|im_end|>): such a token at the end of a reference stops, too.
     ends = {answer[-1] for _, answer in samples if not tokenizer.decode(answer[-1:])}
     stop_ids = sorted(ends | {token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None})
     answers = greedy(

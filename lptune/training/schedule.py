@@ -1,4 +1,4 @@
-"""Functions of the step alone, of which a checkpoint needs no state: the learning rate, and what is due."""
+"""The learning rate, and what is due: functions of the step alone, so a checkpoint needs no state of them."""
 
 import math
 
@@ -29,5 +29,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def is_due(step: int, every_steps: int, is_last: bool = False) -> bool:
-    """Whether what is done every `every_steps` steps, and after the last one, is due; never for 0."""
+    """Whether something is due that happens every `every_steps` steps and after the last one; never for 0."""
     return every_steps > 0 and (is_last or step % every_steps == 0)

@@ -1,4 +1,4 @@
-"""What a run is told of its settings: errors that need no file, and one line that says what will run."""
+"""Checks of settings that need no file, and the lines that tell which steps and kernels will run."""
 
 import torch
 
@@ -10,8 +10,8 @@ from lptune.training.metrics import check_logging
 
 
 def check_settings(cfg: RunConfig, world: World) -> None:
-    """Raises UserError for what can be wrong before any file is read: an extra or a compiler that is not
-    installed, batches that do not divide among the ranks.
+    """Raises UserError for errors that can be found without a file: an extra or a compiler that is not
+    installed, batches that cannot be divided among the ranks.
     """
     check_logging(cfg.logging)
     check_compiler(cfg.compile)
@@ -27,10 +27,10 @@ def describe_run(
     num_steps: int,
     one_document_per_row: bool,
 ) -> list[str]:
-    """Lines to print before training: which steps, of how many tokens, on which mesh, by which kernels.
+    """Lines to print before training: the steps, their tokens, the mesh and the kernels.
 
-    model: parallelized. step: the first one to come, counted from 0. one_document_per_row: whether rows hold
-    one document each, which decides the kernel of attention.
+    model: parallelized. step: the next one, counted from 0. one_document_per_row: whether each row holds one
+    document, which decides the kernel of attention.
     """
     lines, most = [], model.config.max_position_embeddings
     if cfg.data.seq_len > most:

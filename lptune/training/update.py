@@ -100,7 +100,7 @@ class Update:
 
     @torch.no_grad()
     def launch(self, loss_sum: Tensor, num_targets: float) -> Tensor:
-        """The part for which the host does not wait: all that the device does, and every collective.
+        """The part without a wait of the host: all work of the device, and all collectives.
 
         Returns the loss and the gradient norm, float64 of shape (2,), on the device.
         """
