@@ -43,7 +43,7 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(command: Command) 
         for arguments in (["cat", name], ["run", name, "--config", "quickstart"]):
             code, stdout, stderr = command(*arguments)
             assert (code, stdout, stderr.count("\n")) == (2, "", 1), arguments
-            assert stderr.startswith(f"error: {name}: is no "), stderr
+            assert stderr.startswith(f"error: {name}: is no"), stderr
 
 
 def test_cp_takes_recipes_and_configs_home(command: Command) -> None:

@@ -14,16 +14,16 @@ _TIMEOUT_S = 60.0
 
 # Name -> (a line of the recipe, whether the run waits after it).
 PHASES = {
-    "opened": (r"training\.check_logging\(.*\)", False),
-    "tokenized": (r"loader = data\.Loader\(", False),
-    "loaded": (r"run\.create\(saved, world\.print\)", False),
-    "created": (r"run\.create\(saved, world\.print\)", True),
-    "listening": (r"stopped = world\.stop_requested\(\).*", True),
+    "opened": (r"training\.check_settings\(.*\)", False),
+    "tokenized": (r"loader = data\.Loader\.for_run\(.*\)", False),
+    "loaded": (r"run\.begin\(plan, report\)", False),
+    "created": (r"run\.begin\(plan, report\)", True),
+    "listening": (r"while step < num_steps:", False),
     "in the first step": (r"lr = training\.learning_rate\(.*", False),
-    "before the save": (r"now, eval_loss = .*", False),
-    "after the save": (r"last_saved = writer\.save\(.*", True),
-    "before the export": (r"assert last_saved is not None.*", False),
-    "after the export": (r"run\.write_exported\(.*\)", True),
+    "before the save": (r"writer\.save\(.*", False),
+    "after the save": (r"writer\.save\(.*", True),
+    "before the export": (r"run\.export\(base\)", False),
+    "after the export": (r"run\.export\(base\)", True),
 }
 
 
