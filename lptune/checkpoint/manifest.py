@@ -182,8 +182,9 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{path}: {error}; lptune did not write this") from None
     name = step_folder_name(manifest.step)
-    # Through a link the folder's own name counts. old-…: as files.set_aside calls it.
-    if not re.fullmatch(rf"{name}|old-{name}-[0-9]+", folder.resolve().name):
+    # A link may have any name. old-…: as files.set_aside calls it.
+    names = (folder.name, folder.resolve().name)
+    if not any(re.fullmatch(rf"{name}|old-{name}-[0-9]+", each) for each in names):
         raise UserError(
             f"{path}: is of step {manifest.step}, the folder says {folder.name}; it was renamed or swapped: "
             f"call the folder {name} if its files are what you look for"

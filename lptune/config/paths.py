@@ -184,7 +184,9 @@ def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
     """
     output_dir = Path(cfg.output_dir).expanduser()
     for path in files:
-        below = _below(path, output_dir)
+        below = None
+        with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
+            below = _below(path, output_dir)
         if below and (below[0] in RUN_FOLDERS or below[0].startswith(TEMPORARY)):
             raise UserError(f"output_dir: {cfg.output_dir} would overwrite {path}; move that file away")
 

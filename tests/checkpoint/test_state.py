@@ -98,6 +98,10 @@ def test_a_link_to_a_checkpoint_is_one_whatever_its_name(tmp_path: Path) -> None
     path = _saved(tmp_path)
     (tmp_path / "newest").symlink_to(path)
     assert checkpoint.verify(tmp_path / "newest").step == 2
+    (tmp_path / "newest").unlink()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to("elsewhere")
+    assert checkpoint.verify(path).step == 2
 
 
 def _find(folder: Path, resume: str, warn: Callable[[str], None]) -> checkpoint.Manifest | None:

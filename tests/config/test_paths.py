@@ -174,6 +174,8 @@ def test_a_config_or_recipe_that_the_run_would_remove_is_refused_and_its_own_con
         with pytest.raises(UserError, match=rf"would overwrite .*{name}; move that file away"):
             check_given_files_stay(cfg, [tmp_path / "recipe.py", run / name])
     check_given_files_stay(cfg, [run / "config.yaml", run / "mine.yaml", tmp_path / "c.yaml"])
+    (tmp_path / "loop").symlink_to("loop")
+    check_given_files_stay(_config("model", tmp_path / "loop"), [tmp_path / "c.yaml"])
 
 
 def test_a_circle_of_links_and_what_is_not_there_lie_nowhere(tmp_path: Path) -> None:
