@@ -7,81 +7,12 @@ exists for a finished download. So what came is compared with what was asked for
 import hashlib
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from lptune import hub_requests
 from lptune.config import UserError, kind_of, open_regular
-
-WAIT_S = 30.0
-"""For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
-
-UPLOAD_WAIT_S = 300.0
-"""For an answer to an upload: the hub takes its time over a commit of large files. Not the whole upload's."""
-
-_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
-"""What huggingface_hub raises over an answer that it does not understand."""
-
-
-class OddAnswerError(Exception):
-    """What no hub answers."""
-
-
-@contextmanager
-def asked(wait_s: float | None = None) -> Iterator[None]:
-    """Around calls of huggingface_hub, and nothing else: what they raise over a malformed answer becomes an
-    OddAnswerError, which the same exception of our own code must not.
-
-    A question ends after `wait_s` seconds without an answer, WAIT_S by default. Unless stderr is a terminal,
-    only errors are written there.
-    """
-    from huggingface_hub import errors, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
-        utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    client = utils.get_session()  # type: ignore[attr-defined]
-    before, client.timeout = client.timeout, WAIT_S if wait_s is None else wait_s
-    try:
-        yield
-    except (errors.HFValidationError, OSError):  # OSError: of the hub's errors, too
-        raise
-    except _MALFORMED as error:
-        raise OddAnswerError(f"{type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        client.timeout = before
-
-
-def reason(error: Exception, doing: str) -> str:
-    """What went wrong, in one line. doing: what did not work, as `cannot be downloaded`.
-
-    An exception that is neither the hub's or the system's nor about an answer is a bug, and raised.
-    """
-    from huggingface_hub import constants, errors
-
-    endpoint = re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)  # without a password
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # it is not there, since it could not be asked for
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{doing}: HF_HUB_OFFLINE is set"
-    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
-        ("httpx", "httpcore")
-    ):
-        if type(error).__name__ == "ConnectError" or isinstance(error, errors.LocalEntryNotFoundError):
-            return f"{doing}: {endpoint} cannot be reached, or does not answer as a hub does"
-        return f"{doing}: {_first_line(error)}"
-    if isinstance(error, OddAnswerError):
-        return (
-            f"{doing}: {endpoint} does not answer as a hub does ({_first_line(error):.100}); check "
-            "HF_ENDPOINT, and whether a proxy or a login page is in between"
-        )
-    raise error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_place(folder: Path) -> None:
@@ -121,8 +52,8 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
     notes = _notes(folder)
     for other in {note.commit for note in notes.values()} - {commit}:
         try:
-            with asked():
-                HfApi().model_info(repo, revision=other, timeout=WAIT_S)
+            with hub_requests.asked():
+                HfApi().model_info(repo, revision=other, timeout=hub_requests.WAIT_S)
         except RevisionNotFoundError:
             raise UserError(
                 f"{folder}: holds a download of commit {other[:12]}, which {repo} does not have: it is of "

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from lptune import hub_requests
 from tests.cli.conftest import Command, Lptune
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -284,10 +286,106 @@ def test_a_hub_that_never_answers_is_given_up(here: Command, monkeypatch: pytest
         return over.wait(10)
 
     monkeypatch.setattr(Hub, "odd", odd)
-    monkeypatch.setattr("lptune.cli.hub.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
     code, stdout, stderr = here("download", "owner/good")
     over.set()
     assert (code, stdout, stderr) == (2, "", "error: owner/good: cannot be downloaded: timed out\n")
+
+
+def _asks_to_wait(status: int, method: str, **headers: str) -> Callable[[Hub, str], bool]:
+    """Answers the first question of `method` for the weights so."""
+    asked: list[str] = []
+
+    def odd(hub: Hub, path: str) -> bool:
+        if asked or not path.endswith(WEIGHTS) or hub.command != method:
+            return False
+        asked.append(path)
+        hub.send_response(status)
+        for name, value in headers.items():
+            hub.send_header(name.replace("_", "-"), value)
+        hub.send_header("Content-Length", "0")
+        hub.end_headers()
+        return True
+
+    return odd
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each sleep of this test was to be; none is slept."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+NO_REQUEST_LEFT = '"api";r=0;t=100000'
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (429, {"ratelimit": NO_REQUEST_LEFT}),
+        (429, {"Retry_After": "100000"}),
+        (503, {"Retry_After": "100000"}),
+    ],
+)
+def test_a_hub_that_asks_for_a_long_wait_is_given_up_with_one_line(
+    here: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    slept: list[float],
+    status: int,
+    headers: dict[str, str],
+    method: str,
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(status, method, **headers))
+    message = (
+        f"error: owner/good: cannot be downloaded: the hub answers {status} and asks to wait 100000 s; run the "
+        "command again then\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+    assert slept == []
+
+
+def test_a_short_wait_that_the_hub_asks_for_is_said_and_waited_for(
+    here: Command, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(429, "GET", ratelimit='"api";r=0;t=7'))
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr) == (0, "note: the hub answers 429 and asks to wait 7 s\n")
+    assert "downloaded owner/good" in stdout
+    assert slept == [8.0]  # huggingface_hub adds one
+
+
+def test_a_request_count_that_is_not_used_up_is_no_reason_to_give_up(
+    here: Command, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(429, "GET", ratelimit='"api";r=90;t=100000'))
+    code, _, stderr = here("download", "owner/good")
+    assert (code, stderr, slept) == (0, "", [1])
+
+
+def test_the_limits_outlive_a_lost_connection_and_end_with_the_session() -> None:
+    from huggingface_hub import close_session, get_session, set_client_factory
+    from huggingface_hub.utils import httpx
+
+    class Theirs(httpx.Client):  # type: ignore[misc]
+        """As a recipe may set one, for certificates of its own."""
+
+    set_client_factory(Theirs)
+    try:
+        with hub_requests.session(5.0):
+            close_session()  # what huggingface_hub does when a connection fails
+            client = get_session()
+            assert (type(client), client.timeout.read) == (Theirs, 5.0)
+            assert client.event_hooks["response"]
+        assert type(get_session()) is Theirs
+        assert get_session().timeout == httpx.Client().timeout
+        assert not get_session().event_hooks["response"]
+    finally:
+        from huggingface_hub.utils._http import default_client_factory
+
+        set_client_factory(default_client_factory)
 
 
 def test_a_token_is_no_option(hub: Lptune) -> None:

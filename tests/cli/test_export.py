@@ -367,7 +367,7 @@ def test_a_hub_that_never_answers_a_push_is_given_up(
     over = threading.Event()
     monkeypatch.setattr(Hub, "do_POST", lambda _: over.wait(5))
     monkeypatch.setattr(constants, "ENDPOINT", hub["HF_ENDPOINT"])
-    monkeypatch.setattr("lptune.cli.hub.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(UserError, match="does not take it: timed out; the export is in"):
         push_to_hub(tmp_path, "owner/name", False, 1)
