@@ -1,16 +1,21 @@
 """Requests to the Hugging Face hub, whoever makes them: `lptune download`, an export that is uploaded, data.
 
-huggingface_hub waits for an answer for ever, and sleeps as long as an answer tells it to.
-Here are the limits for that, and the line that says what went wrong.
+huggingface_hub waits for an answer for ever, sleeps as long as an answer tells it to, and reads its variables
+and the proxies of the environment as they are.
+Here are the limits for all that, and the line that says what went wrong.
 
-Imports nothing of lptune, so that every part may ask.
+Imports nothing of lptune but its config, so that every part may ask.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
+
+from lptune.config import UserError, command_to_install
 
 WAIT_S = 30.0
 """For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""
@@ -31,6 +36,41 @@ class OddAnswerError(Exception):
 
 class _LongWaitError(Exception):
     """The hub answers that one should ask again much later."""
+
+
+class _NoClientError(Exception):
+    """The environment's proxies or certificates let nothing be asked."""
+
+
+def check_environment() -> None:
+    """Raises UserError where huggingface_hub could not be imported. To be called before it or datasets
+    is imported.
+    """
+    _check_endpoint(os.environ.get("HF_ENDPOINT"))
+    try:
+        from huggingface_hub import get_session  # noqa: F401  (it parses the endpoint)
+    except ValueError as error:
+        names = ", ".join(sorted(name for name in os.environ if name.startswith("HF_")))
+        raise UserError(
+            f"{names}: huggingface_hub does not take one of these variables ({first_line(error)}); correct "
+            "or unset it"
+        ) from None
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, and of brackets
+        is_address = False
+    if not is_address or not endpoint.isprintable() or re.search(r"[?#\s]", endpoint):
+        # Without the value, a part of which may be a password.
+        raise UserError(
+            "HF_ENDPOINT: must be the address of a hub, as https://huggingface.co or http://host:8080/path, "
+            "without `?`, `#` and blanks; correct or unset it"
+        )
 
 
 @contextmanager
@@ -77,11 +117,37 @@ def asked(wait_s: float | None = None) -> Iterator[None]:
 
 def _client(factory: Callable[[], Any], wait_s: float) -> Any:
     """An httpx.Client, of httpx or httpx2, as huggingface_hub has them."""
-    client = factory()
+    try:
+        client = factory()
+    except Exception as error:  # nothing was asked yet: a client reads the environment alone
+        raise _NoClientError(_no_client(error)) from error
     client.timeout = wait_s
     hooks = client.event_hooks
     client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _refuse_long_wait]}
     return client
+
+
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def _no_client(error: Exception) -> str:
+    proxies = [name for name in os.environ if name.upper() in _PROXIES and os.environ[name]]
+    socks = [name for name in proxies if os.environ[name].startswith("socks")]
+    if isinstance(error, ImportError) and "socksio" in str(error) and socks:
+        return (
+            f"{', '.join(socks)}: a SOCKS proxy needs the package socksio; {command_to_install(['socksio'])}"
+        )
+    if isinstance(error, OSError):
+        names = [name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)]
+        return (
+            f"{', '.join(names) or 'certificates'}: cannot be read ({first_line(error)}); correct or unset it"
+        )
+    proxies += [name for name in os.environ if name.upper() == "NO_PROXY"]
+    # Without what the error says, which may be a part of a password.
+    return (
+        f"{', '.join(proxies) or 'the environment'}: names a proxy that cannot be used; give it as "
+        "http://host:port or socks5://host:port"
+    )
 
 
 def _refuse_long_wait(response: Any) -> None:
@@ -112,7 +178,7 @@ def reason(error: Exception, doing: str) -> str:
         error = error.__cause__  # it is not there, since it could not be asked for
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{doing}: HF_HUB_OFFLINE is set"
-    if isinstance(error, (errors.HfHubHTTPError, OSError, _LongWaitError)) or type(
+    if isinstance(error, (errors.HfHubHTTPError, OSError, _LongWaitError, _NoClientError)) or type(
         error
     ).__module__.startswith(("httpx", "httpcore")):
         if type(error).__name__ == "ConnectError" or isinstance(error, errors.LocalEntryNotFoundError):

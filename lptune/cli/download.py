@@ -50,6 +50,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     Gated repositories need HF_TOKEN in the environment. A folder that is there must be empty or an earlier
     download of REPO, which is completed; a config.json that you have edited there stays.
     """
+    hub_requests.check_environment()
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 

@@ -84,6 +84,7 @@ def _verified(path: Path) -> "Manifest":
 
 def _check_hub(repo: str) -> None:
     """Before anything is written: a name that can be one, and a token."""
+    hub_requests.check_environment()
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]

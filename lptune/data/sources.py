@@ -21,6 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lptune import hub_requests
 from lptune.config import UserError, data_files, how_to_install
 from lptune.data.errors import BadRows, RowError
 from lptune.data.text_files import JsonText, lines, read_text
@@ -250,6 +251,7 @@ def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
 
 
 def _read_hub(source: str, split: str) -> Iterator[Row]:
+    hub_requests.check_environment()
     try:
         import datasets
     except ImportError:
@@ -261,8 +263,8 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
         table = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets raises many kinds, network ones among them
         raise UserError(
-            f"{source}: cannot load split {split!r} from the hub: {_first_line(error)}; check data.source "
-            "and data.split"
+            f"{source}: cannot load split {split!r} from the hub: {_first_line(error)}; check "
+            "data.source and data.split"
         ) from None
     return _hub_rows(source, table)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from lptune import hub_requests
 from tests.cli.conftest import Command, Lptune
@@ -386,6 +387,72 @@ def test_the_limits_outlive_a_lost_connection_and_end_with_the_session() -> None
         from huggingface_hub.utils._http import default_client_factory
 
         set_client_factory(default_client_factory)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ALL_PROXY", "socks5://user:s3cr3t@127.0.0.1:9", "ALL_PROXY: a SOCKS proxy needs the package socksio; run: "),
+        ("http_proxy", "foo://user:s3cr3t@127.0.0.1:9", "http_proxy, NO_PROXY: names a proxy that cannot be used; give it as http://host:port or "),
+        ("HTTPS_PROXY", "http://user:s3cr3t/more@127.0.0.1:9", "HTTPS_PROXY, NO_PROXY: names a proxy that cannot be used; "),
+        ("SSL_CERT_FILE", "/nowhere/cert.pem", "SSL_CERT_FILE: cannot be read ([Errno 2] No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_proxy_or_certificate_that_cannot_be_used_is_one_line_without_its_password(
+    here: Command, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where it is not installed
+    for name in set(os.environ) - {"NO_PROXY"}:
+        if name.upper().endswith("_PROXY") or name.startswith("SSL_CERT"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    close_session()  # of an earlier test, and another environment
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert stderr.startswith(f"error: owner/good: cannot be downloaded: {message}")
+    assert "s3cr3t" not in stderr
+    assert variable != "ALL_PROXY" or stderr.endswith("install socksio\n")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://user:s3cr3t@127.0.0.1:99999",
+        "http://user:s3cr3t/more@127.0.0.1:9",
+        "http://[::1",
+        "http://127.0.0.1:9/?t=s3cr3t",
+        "http://127.0.0.1:9/#s3cr3t",
+        "127.0.0.1:9",
+        "ftp://127.0.0.1",
+        "http://",
+        "",
+        "http://127.0.0.1:9/a b",
+    ],
+)
+def test_an_endpoint_that_is_no_address_of_a_hub_is_named_without_its_value(
+    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    message = (
+        "error: HF_ENDPOINT: must be the address of a hub, as https://huggingface.co or http://host:8080/path, "
+        "without `?`, `#` and blanks; correct or unset it\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
+        ({"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}, "HF_ENDPOINT, HF_HOME, HF_HUB_DISABLE_XET, HF_HUB_DOWNLOAD_TIMEOUT: huggingface_hub does not take one of these variables (invalid literal for int() with base 10: 'soon'); correct or unset it"),
+    ],
+)  # fmt: skip
+def test_a_variable_with_which_huggingface_hub_cannot_be_imported_is_one_line(
+    hub: Lptune, environment: dict[str, str], message: str
+) -> None:
+    done = hub("download", "owner/good", **environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
 
 
 def test_a_token_is_no_option(hub: Lptune) -> None:

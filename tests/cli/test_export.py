@@ -339,6 +339,10 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
             {"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"},
             "the hub does not take it: http://127.0.0.1:9 cannot be reached, ",
         ),
+        (
+            {"HF_TOKEN": "hf_good", "ALL_PROXY": "socks5://127.0.0.1:9"},
+            "the hub does not take it: ALL_PROXY: a SOCKS proxy needs the package socksio; run: ",
+        ),
     ],
 )
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
@@ -348,6 +352,22 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("error: --push-to-hub owner/name: ")
     assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HF_ENDPOINT": "http://user:s3cr3t@127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
+    ],
+)
+def test_an_environment_that_no_push_can_use_is_one_line_before_anything_is_written(
+    finished_run: Path, tmp_path: Path, hub: dict[str, str], environment: dict[str, str], message: str
+) -> None:
+    done = _push(finished_run, tmp_path, hub | environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
+    assert "s3cr3t" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
