@@ -1,12 +1,13 @@
 """Requests to the Hugging Face hub, whoever makes them: `lptune download`, an export that is uploaded, data.
 
-huggingface_hub waits for an answer for ever, sleeps as long as an answer tells it to, and reads its variables
-and the proxies of the environment as they are.
+huggingface_hub waits for an answer for ever, sleeps as long as an answer tells it to, prints addresses with
+their passwords when it tries again, and reads its variables and the proxies of the environment as they are.
 Here are the limits for all that, and the line that says what went wrong.
 
 Imports nothing of lptune but its config, so that every part may ask.
 """
 
+import logging
 import os
 import re
 import sys
@@ -78,7 +79,8 @@ def session(wait_s: float | None = None) -> Iterator[None]:
     """Around calls of huggingface_hub, or of datasets, which calls it.
 
     A request ends after `wait_s` seconds without an answer, WAIT_S by default, and where an answer tells to
-    wait longer than MAX_TOLD_WAIT_S. Unless stderr is a terminal, only errors are written there.
+    wait longer than MAX_TOLD_WAIT_S. Unless stderr is a terminal, only errors are written there; never with
+    a password or a query of an address.
     """
     from huggingface_hub import set_client_factory, utils
     from huggingface_hub.utils import _http
@@ -91,11 +93,16 @@ def session(wait_s: float | None = None) -> Iterator[None]:
     if not sys.stderr.isatty():
         utils.disable_progress_bars()  # type: ignore[attr-defined]
         utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    handlers, cut = logging.getLogger("huggingface_hub").handlers, _CutSecrets()
+    for handler in handlers:
+        handler.addFilter(cut)
     set_client_factory(lambda: _client(factory, WAIT_S if wait_s is None else wait_s))
     try:
         yield
     finally:
         set_client_factory(factory)
+        for handler in handlers:
+            handler.removeFilter(cut)
         utils.logging.set_verbosity(verbosity)
 
 
@@ -166,6 +173,19 @@ def _refuse_long_wait(response: Any) -> None:
     print(f"note: {what}", file=sys.stderr)
 
 
+class _CutSecrets(logging.Filter):
+    """Of what huggingface_hub logs: the addresses of requests that it makes again."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_secrets(record.getMessage()), ()
+        return True
+
+
+def without_secrets(text: str) -> str:
+    """`text` without user, password, query and fragment of each address in it."""
+    return re.sub(r"(://)(?:[^\s/?#]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>]*)?", r"\1\2", text)
+
+
 def reason(error: Exception, doing: str) -> str:
     """What went wrong, in one line. doing: what did not work, as `cannot be downloaded`.
 
@@ -173,7 +193,7 @@ def reason(error: Exception, doing: str) -> str:
     """
     from huggingface_hub import constants, errors
 
-    endpoint = re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)  # without a password
+    endpoint = without_secrets(constants.ENDPOINT)
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # it is not there, since it could not be asked for
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -193,5 +213,5 @@ def reason(error: Exception, doing: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of its message; its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Of its message, `without_secrets`; its type where it has none."""
+    return without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -455,6 +455,24 @@ def test_a_variable_with_which_huggingface_hub_cannot_be_imported_is_one_line(
     assert done.stderr.startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_password_in_the_endpoint_is_not_in_what_the_hub_is_said_to_have_refused(
+    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str, status: int
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint.replace("//", "//user:s3cr3t@"))
+    monkeypatch.setattr(Hub, "odd", lambda hub, path: bool(hub.refuse(status, "")) or True)
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert str(status) in stderr
+    assert "s3cr3t" not in stderr
+
+
+def test_addresses_are_printed_without_what_may_be_secret() -> None:
+    signed = "'403' for url 'https://a:b%40@c@cdn.co:81/x/y?X-Sig=1&b=2#f' (http://u:p'w@h/z), see a@b.c?d"
+    cut = "'403' for url 'https://cdn.co:81/x/y' (http://h/z), see a@b.c?d"
+    assert hub_requests.without_secrets(signed) == cut
+
+
 def test_a_token_is_no_option(hub: Lptune) -> None:
     done = hub("download", "owner/good", "--token", "secret")
     assert done.returncode == 2
