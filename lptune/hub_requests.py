@@ -10,6 +10,7 @@ Imports nothing of lptune but its config, so that every part may ask.
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ UPLOAD_WAIT_S = 300.0
 
 MAX_TOLD_WAIT_S = 30.0
 """The longest that an answer may tell huggingface_hub to sleep before it asks again."""
+
+_MAX_TOKEN_BYTES = 1024**2
+"""Of a file of tokens; each has some forty characters."""
 
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
 """What huggingface_hub raises over an answer that it does not understand."""
@@ -44,18 +48,20 @@ class _NoClientError(Exception):
 
 
 def check_environment() -> None:
-    """Raises UserError where huggingface_hub could not be imported. To be called before it or datasets
-    is imported.
+    """Raises UserError where huggingface_hub could not be imported, or would not come back from a file of
+    tokens. To be called before huggingface_hub or datasets is imported.
     """
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
     try:
-        from huggingface_hub import get_session  # noqa: F401  (it parses the endpoint)
+        from huggingface_hub import constants, get_session  # noqa: F401  (the latter parses the endpoint)
     except ValueError as error:
         names = ", ".join(sorted(name for name in os.environ if name.startswith("HF_")))
         raise UserError(
             f"{names}: huggingface_hub does not take one of these variables ({first_line(error)}); correct "
             "or unset it"
         ) from None
+    for path in (constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH):
+        _check_token_file(path)
 
 
 def _check_endpoint(endpoint: str | None) -> None:
@@ -71,6 +77,20 @@ def _check_endpoint(endpoint: str | None) -> None:
         raise UserError(
             "HF_ENDPOINT: must be the address of a hub, as https://huggingface.co or http://host:8080/path, "
             "without `?`, `#` and blanks; correct or unset it"
+        )
+
+
+def _check_token_file(path: str) -> None:
+    if path == os.devnull:  # how one asks without a token
+        return
+    try:
+        about = os.stat(path)
+    except (OSError, ValueError):  # huggingface_hub takes what is not there for no token, and says the rest
+        return
+    if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_TOKEN_BYTES:
+        raise UserError(
+            f"{path}: must be a file with a token for the hub (HF_TOKEN_PATH, HF_HOME), and is no regular "
+            "file or far too large; set HF_TOKEN instead"
         )
 
 

@@ -473,6 +473,42 @@ def test_addresses_are_printed_without_what_may_be_secret() -> None:
     assert hub_requests.without_secrets(signed) == cut
 
 
+@pytest.mark.parametrize("constant", ["HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"])
+@pytest.mark.parametrize("kind", ["a pipe", "/dev/zero", "a large file", "a link to a pipe", "a folder"])
+def test_a_file_of_tokens_that_has_no_end_is_not_read(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constant: str, kind: str
+) -> None:
+    path = tmp_path / "token"
+    if kind == "a large file":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to("pipe")
+    else:
+        path = Path(kind)
+    monkeypatch.setattr(constants, constant, str(path))
+    message = (
+        f"error: {path}: must be a file with a token for the hub (HF_TOKEN_PATH, HF_HOME), and is no regular "
+        "file or far too large; set HF_TOKEN instead\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "token", "missing", "link"])
+def test_a_file_with_a_token_or_none_is_no_obstacle(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "token").write_text("hf_x")
+    (tmp_path / "link").symlink_to("token")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / path))
+    assert here("download", "owner/good")[0] == 0
+
+
 def test_a_token_is_no_option(hub: Lptune) -> None:
     done = hub("download", "owner/good", "--token", "secret")
     assert done.returncode == 2

@@ -359,6 +359,7 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
     ("environment", "message"),
     [
         ({"HF_ENDPOINT": "http://user:s3cr3t@127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
+        ({"HF_TOKEN_PATH": "/dev/zero"}, "/dev/zero: must be a file with a token for the hub"),
     ],
 )
 def test_an_environment_that_no_push_can_use_is_one_line_before_anything_is_written(

@@ -321,6 +321,24 @@ def test_the_hub_is_asked_for_data_within_limits_and_no_password_is_printed(
     assert handler.filters == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HF_ENDPOINT", "http://user:s3cr3t@127.0.0.1:99999"), ("HF_TOKEN_PATH", "/dev/zero")],
+)
+def test_an_environment_in_which_the_hub_cannot_be_asked_for_data_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, value)
+    if variable == "HF_TOKEN_PATH":  # which huggingface_hub has read long ago
+        monkeypatch.setattr(constants, variable, value)
+    with pytest.raises(UserError, match=rf"^({variable}|{value}): must be ") as raised:
+        read("a/b")
+    assert "s3cr3t" not in str(raised.value)
+
+
 def test_builtin_rows_are_pairs() -> None:
     rows, _ = read("builtin", max_rows=3)
     assert [list(row.values) for row in rows] == [["prompt", "response"]] * 3
