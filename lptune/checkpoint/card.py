@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+import yaml  # type: ignore[import-untyped]
 
 import lptune
 from lptune.checkpoint.state import About, RunState
@@ -92,14 +93,13 @@ def _part(entry: Mapping[str, Any]) -> Part:
 
 def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapping[str, Any]) -> str:
     """README.md of an export of `step`. fingerprint: that of the checkpoint, for its digests."""
-    from huggingface_hub import ModelCardData
-
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
     is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
-    header = ModelCardData(
-        base_model=hub_id if is_name else None, library_name="transformers", tags=["lptune"]
-    )
+    # As huggingface_hub's ModelCardData writes it. That one is not imported: where a variable of the hub is
+    # malformed (HF_HUB_DOWNLOAD_TIMEOUT) it cannot be, and a run would lose its export over it.
+    header: dict[str, Any] = {"base_model": hub_id} if is_name else {}
+    header |= {"library_name": "transformers", "tags": ["lptune"]}
     ends = [part.from_step - 1 for part in parts[1:]] + [step]
     spans = [f"{part.from_step} to {end}" for part, end in zip(parts, ends, strict=True)]
     rows = {
@@ -116,7 +116,7 @@ def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapp
         "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),
     }
     name = _cell(hub_id.rpartition("/")[2])
-    lines = ["---", header.to_yaml(), "---", "", f"# {name}, fine-tuned", ""]
+    lines = ["---", yaml.dump(header, sort_keys=False).strip(), "---", "", f"# {name}, fine-tuned", ""]
     lines += ["All weights were trained with lptune.", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None]
     for part, span in zip(parts, spans, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from lptune import hub_requests
 from lptune.cli import hub
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_outside_checkpoints
@@ -49,6 +50,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     Gated repositories need HF_TOKEN in the environment. If the folder exists, it must be empty or hold an
     earlier download of REPO, which is then completed; a config.json that you have edited stays.
     """
+    hub_requests.check_environment()
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
@@ -60,7 +62,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
         commit, digests = _list(repo, revision)
         before = {name for name in digests if (folder / name).exists()}
         changed = hub.changed_files(folder, repo, commit, digests)
-        with hub.asked():
+        with hub_requests.asked():
             huggingface_hub.snapshot_download(
                 repo,
                 revision=commit,
@@ -90,9 +92,9 @@ def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
     """
     import huggingface_hub
 
-    with hub.asked():
+    with hub_requests.asked():
         info = huggingface_hub.HfApi().model_info(
-            repo, revision=revision, timeout=hub.WAIT_S, files_metadata=True
+            repo, revision=revision, timeout=hub_requests.WAIT_S, files_metadata=True
         )
     names = [str(sibling.rfilename) for sibling in info.siblings or []]
     if not any(name.endswith(".safetensors") and "/" not in name for name in names):
@@ -100,12 +102,12 @@ def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
         reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
-        raise hub.OddAnswerError(f"{info.sha!r:.60} is not a commit")
+        raise hub_requests.OddAnswerError(f"{info.sha!r:.60} is not a commit")
     digests = {}
     for name, sibling in zip(names, info.siblings or [], strict=True):
         if _is_wanted(name):
             if not name.isprintable():  # half a surrogate pair or a NUL: not possible in a path
-                raise hub.OddAnswerError(f"{name!a:.60} is not a file name")
+                raise hub_requests.OddAnswerError(f"{name!a:.60} is not a file name")
             digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
     return str(info.sha), digests
 
@@ -126,4 +128,4 @@ def _reason(error: Exception, revision: str) -> str:
         return f"has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "is not on the hub, or private (set HF_TOKEN)"
-    return hub.reason(error, "cannot be downloaded")
+    return hub_requests.reason(error, "cannot be downloaded")

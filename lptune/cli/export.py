@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune.cli import hub, interrupts
+from lptune import hub_requests
+from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
 from lptune.config import ExportConfig, UserError
@@ -83,13 +84,14 @@ def _verified(path: Path) -> "Manifest":
 
 def _check_hub(repo: str) -> None:
     """Raises UserError, before anything is written, for an illegal repository name or without a token."""
+    hub_requests.check_environment()
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
-        with hub.asked():
+        with hub_requests.asked():
             HfApi().whoami()
     except HFValidationError:
         raise UserError(f"--push-to-hub {repo}: is not a repository id; give OWNER/NAME") from None
@@ -102,9 +104,9 @@ def _push(folder: Path, repo: str, private: bool, step: int) -> str:
 
     try:
         api = HfApi()
-        with hub.asked():  # keeps the visibility of an existing repository
+        with hub_requests.asked():  # keeps the visibility of an existing repository
             api.create_repo(repo, private=private or None, exist_ok=True)
-        with hub.asked(hub.UPLOAD_WAIT_S):
+        with hub_requests.asked(hub_requests.UPLOAD_WAIT_S):
             return api.upload_folder(
                 repo_id=repo, folder_path=folder, commit_message=f"Weights of step {step}"
             ).commit_url
@@ -127,4 +129,4 @@ def _reason(error: Exception) -> str:
             return "the hub does not accept the token; set another HF_TOKEN"
         if status == 403:
             return "the token may not write there; set one that may, or choose another repository"
-    return hub.reason(error, "the hub does not take it")
+    return hub_requests.reason(error, "the hub does not take it")

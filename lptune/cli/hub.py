@@ -7,81 +7,12 @@ for a finished download. So the code here compares the files that came with the 
 import hashlib
 import os
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from lptune import hub_requests
 from lptune.config import UserError, kind_of, open_regular
-
-WAIT_S = 30.0
-"""Limit for an answer; huggingface_hub has none. Downloads of files obey its HF_HUB_DOWNLOAD_TIMEOUT."""
-
-UPLOAD_WAIT_S = 300.0
-"""Limit for one answer during an upload: a commit of large files takes the hub a while."""
-
-_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
-"""Exceptions that huggingface_hub raises for an answer that it does not understand."""
-
-
-class OddAnswerError(Exception):
-    """The answer is not one that a hub gives."""
-
-
-@contextmanager
-def asked(wait_s: float | None = None) -> Iterator[None]:
-    """Turns exceptions over a malformed answer into OddAnswerError. Put only calls of huggingface_hub into
-    the block: the same exception from our own code is a bug and must stay one.
-
-    A request ends after `wait_s` seconds without an answer, WAIT_S by default. Unless stderr is a terminal,
-    only errors are written there.
-    """
-    from huggingface_hub import errors, utils
-
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()  # type: ignore[attr-defined]
-        utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    client = utils.get_session()  # type: ignore[attr-defined]
-    before, client.timeout = client.timeout, WAIT_S if wait_s is None else wait_s
-    try:
-        yield
-    except (errors.HFValidationError, OSError):  # OSError: the base class of the hub's errors, too
-        raise
-    except _MALFORMED as error:
-        raise OddAnswerError(f"{type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        client.timeout = before
-
-
-def reason(error: Exception, doing: str) -> str:
-    """One line on what went wrong. doing: what did not work, for example `cannot be downloaded`.
-
-    An exception that comes neither from the hub, nor from the system, nor from an answer is a bug: raised.
-    """
-    from huggingface_hub import constants, errors
-
-    endpoint = re.sub(r"//[^/@]*@", "//", constants.ENDPOINT)  # without a password
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # "not found", because the request failed
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{doing}: HF_HUB_OFFLINE is set"
-    if isinstance(error, (errors.HfHubHTTPError, OSError)) or type(error).__module__.startswith(
-        ("httpx", "httpcore")
-    ):
-        if type(error).__name__ == "ConnectError" or isinstance(error, errors.LocalEntryNotFoundError):
-            return f"{doing}: {endpoint} cannot be reached, or does not answer as a hub does"
-        return f"{doing}: {_first_line(error)}"
-    if isinstance(error, OddAnswerError):
-        return (
-            f"{doing}: {endpoint} does not answer as a hub does ({_first_line(error):.100}); check "
-            "HF_ENDPOINT, and whether a proxy or a login page is in between"
-        )
-    raise error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def check_place(folder: Path) -> None:
@@ -121,8 +52,8 @@ def changed_files(folder: Path, repo: str, commit: str, digests: Mapping[str, st
     notes = _notes(folder)
     for other in {note.commit for note in notes.values()} - {commit}:
         try:
-            with asked():
-                HfApi().model_info(repo, revision=other, timeout=WAIT_S)
+            with hub_requests.asked():
+                HfApi().model_info(repo, revision=other, timeout=hub_requests.WAIT_S)
         except RevisionNotFoundError:
             raise UserError(
                 f"{folder}: holds a download of commit {other[:12]}, which {repo} does not have: it is of "

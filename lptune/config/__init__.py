@@ -10,7 +10,7 @@ from lptune.config.errors import (
     no_gpu_error,
     too_many_ranks_error,
 )
-from lptune.config.extras import how_to_install
+from lptune.config.extras import command_to_install, how_to_install
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.paths import (
     RUN_FILES,
@@ -76,6 +76,7 @@ __all__ = [
     "check_path",
     "check_sources",
     "closest",
+    "command_to_install",
     "data_files",
     "default",
     "entries",

@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 
 
 def how_to_install(extra: str) -> str:
@@ -25,6 +26,11 @@ def how_to_install(extra: str) -> str:
     packages = [name.strip() for name, _, marker in required if of_extra.search(marker)]
     if not packages:
         return f"install the packages that lptune's pyproject.toml lists as the extra {extra!r}"
+    return command_to_install(packages)
+
+
+def command_to_install(packages: Iterable[str]) -> str:
+    """`run: /venv/bin/python -m pip install socksio`, with uv where the environment has no pip."""
     has_pip = any(
         importlib.metadata.distributions(name="pip")
     )  # to look for the module runs setuptools' hook

@@ -21,6 +21,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lptune import hub_requests
 from lptune.config import UserError, data_files, how_to_install
 from lptune.data.errors import BadRows, RowError
 from lptune.data.text_files import JsonText, lines, read_text
@@ -250,6 +251,7 @@ def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
 
 
 def _read_hub(source: str, split: str) -> Iterator[Row]:
+    hub_requests.check_environment()
     try:
         import datasets
     except ImportError:
@@ -258,11 +260,12 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
         ) from None
     name, _, config = source.partition(":")
     try:
-        table = datasets.load_dataset(name, config or None, split=split)
+        with hub_requests.session():
+            table = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets raises many types, also for the network
         raise UserError(
-            f"{source}: cannot load split {split!r} from the hub: {_first_line(error)}; check data.source "
-            "and data.split"
+            f"{source}: cannot load split {split!r} from the hub: {hub_requests.first_line(error)}; check "
+            "data.source and data.split"
         ) from None
     return _hub_rows(source, table)
 
@@ -275,12 +278,9 @@ def _hub_rows(source: str, table: Any) -> Iterator[Row]:
             yield Row(f"{source} row {number}", dict(values))
     except Exception as error:  # as above
         raise UserError(
-            f"{source}: broken after row {number}: {_first_line(error)}; check data.source and run again"
+            f"{source}: broken after row {number}: {hub_requests.first_line(error)}; check data.source and "
+            "run again"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _listed(names: Any) -> str:

@@ -473,3 +473,14 @@ def test_the_card_is_valid_whatever_names_hold(model: str, base_model: str | Non
         assert line in lines
     assert "| lptune | 1.2.3 |" in lines
     assert "| torch | 2.11.0 |" in lines
+
+
+@pytest.mark.parametrize(
+    "name", ["base", "123", "1e3", "null", "yes", "0x1f", "a.b-c_d", "2026-11-23", 96 * "x"]
+)
+def test_the_header_of_a_card_is_as_huggingface_hub_writes_it(name: str) -> None:
+    from huggingface_hub import ModelCardData
+
+    about = About(**(vars(ABOUT) | {"model": f"/models/{name}"}))
+    theirs = ModelCardData(base_model=name, library_name="transformers", tags=["lptune"]).to_yaml()
+    assert model_card(about, 7, [PART], {}).startswith(f"---\n{theirs}\n---\n\n# ")

@@ -6,14 +6,17 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
+from lptune import hub_requests
 from tests.cli.conftest import Command, Lptune
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -284,10 +287,226 @@ def test_a_hub_that_never_answers_is_given_up(here: Command, monkeypatch: pytest
         return over.wait(10)
 
     monkeypatch.setattr(Hub, "odd", odd)
-    monkeypatch.setattr("lptune.cli.hub.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
     code, stdout, stderr = here("download", "owner/good")
     over.set()
     assert (code, stdout, stderr) == (2, "", "error: owner/good: cannot be downloaded: timed out\n")
+
+
+def _asks_to_wait(status: int, method: str, **headers: str) -> Callable[[Hub, str], bool]:
+    """Answers the first question of `method` for the weights so."""
+    asked: list[str] = []
+
+    def odd(hub: Hub, path: str) -> bool:
+        if asked or not path.endswith(WEIGHTS) or hub.command != method:
+            return False
+        asked.append(path)
+        hub.send_response(status)
+        for name, value in headers.items():
+            hub.send_header(name.replace("_", "-"), value)
+        hub.send_header("Content-Length", "0")
+        hub.end_headers()
+        return True
+
+    return odd
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each sleep of this test was to be; none is slept."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+NO_REQUEST_LEFT = '"api";r=0;t=100000'
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (429, {"ratelimit": NO_REQUEST_LEFT}),
+        (429, {"Retry_After": "100000"}),
+        (503, {"Retry_After": "100000"}),
+    ],
+)
+def test_a_hub_that_asks_for_a_long_wait_is_given_up_with_one_line(
+    here: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    slept: list[float],
+    status: int,
+    headers: dict[str, str],
+    method: str,
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(status, method, **headers))
+    message = (
+        f"error: owner/good: cannot be downloaded: the hub answers {status} and asks to wait 100000 s; run the "
+        "command again then\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+    assert slept == []
+
+
+def test_a_short_wait_that_the_hub_asks_for_is_said_and_waited_for(
+    here: Command, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(429, "GET", ratelimit='"api";r=0;t=7'))
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr) == (0, "note: the hub answers 429 and asks to wait 7 s\n")
+    assert "downloaded owner/good" in stdout
+    assert slept == [8.0]  # huggingface_hub adds one
+
+
+def test_a_request_count_that_is_not_used_up_is_no_reason_to_give_up(
+    here: Command, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _asks_to_wait(429, "GET", ratelimit='"api";r=90;t=100000'))
+    code, _, stderr = here("download", "owner/good")
+    assert (code, stderr, slept) == (0, "", [1])
+
+
+def test_the_limits_outlive_a_lost_connection_and_end_with_the_session() -> None:
+    from huggingface_hub import close_session, get_session, set_client_factory
+    from huggingface_hub.utils import httpx
+
+    class Theirs(httpx.Client):  # type: ignore[misc]
+        """As a recipe may set one, for certificates of its own."""
+
+    set_client_factory(Theirs)
+    try:
+        with hub_requests.session(5.0):
+            close_session()  # what huggingface_hub does when a connection fails
+            client = get_session()
+            assert (type(client), client.timeout.read) == (Theirs, 5.0)
+            assert client.event_hooks["response"]
+        assert type(get_session()) is Theirs
+        assert get_session().timeout == httpx.Client().timeout
+        assert not get_session().event_hooks["response"]
+    finally:
+        from huggingface_hub.utils._http import default_client_factory
+
+        set_client_factory(default_client_factory)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ALL_PROXY", "socks5://user:s3cr3t@127.0.0.1:9", "ALL_PROXY: a SOCKS proxy needs the package socksio; run: "),
+        ("http_proxy", "foo://user:s3cr3t@127.0.0.1:9", "http_proxy, NO_PROXY: names a proxy that cannot be used; give it as http://host:port or "),
+        ("HTTPS_PROXY", "http://user:s3cr3t/more@127.0.0.1:9", "HTTPS_PROXY, NO_PROXY: names a proxy that cannot be used; "),
+        ("SSL_CERT_FILE", "/nowhere/cert.pem", "SSL_CERT_FILE: cannot be read ([Errno 2] No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_proxy_or_certificate_that_cannot_be_used_is_one_line_without_its_password(
+    here: Command, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where it is not installed
+    for name in set(os.environ) - {"NO_PROXY"}:
+        if name.upper().endswith("_PROXY") or name.startswith("SSL_CERT"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    close_session()  # of an earlier test, and another environment
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert stderr.startswith(f"error: owner/good: cannot be downloaded: {message}")
+    assert "s3cr3t" not in stderr
+    assert variable != "ALL_PROXY" or stderr.endswith("install socksio\n")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://user:s3cr3t@127.0.0.1:99999",
+        "http://user:s3cr3t/more@127.0.0.1:9",
+        "http://[::1",
+        "http://127.0.0.1:9/?t=s3cr3t",
+        "http://127.0.0.1:9/#s3cr3t",
+        "127.0.0.1:9",
+        "ftp://127.0.0.1",
+        "http://",
+        "",
+        "http://127.0.0.1:9/a b",
+    ],
+)
+def test_an_endpoint_that_is_no_address_of_a_hub_is_named_without_its_value(
+    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    message = (
+        "error: HF_ENDPOINT: must be the address of a hub, as https://huggingface.co or http://host:8080/path, "
+        "without `?`, `#` and blanks; correct or unset it\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
+        ({"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}, "HF_ENDPOINT, HF_HOME, HF_HUB_DISABLE_XET, HF_HUB_DOWNLOAD_TIMEOUT: huggingface_hub does not take one of these variables (invalid literal for int() with base 10: 'soon'); correct or unset it"),
+    ],
+)  # fmt: skip
+def test_a_variable_with_which_huggingface_hub_cannot_be_imported_is_one_line(
+    hub: Lptune, environment: dict[str, str], message: str
+) -> None:
+    done = hub("download", "owner/good", **environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_password_in_the_endpoint_is_not_in_what_the_hub_is_said_to_have_refused(
+    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str, status: int
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint.replace("//", "//user:s3cr3t@"))
+    monkeypatch.setattr(Hub, "odd", lambda hub, path: bool(hub.refuse(status, "")) or True)
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert str(status) in stderr
+    assert "s3cr3t" not in stderr
+
+
+def test_addresses_are_printed_without_what_may_be_secret() -> None:
+    signed = "'403' for url 'https://a:b%40@c@cdn.co:81/x/y?X-Sig=1&b=2#f' (http://u:p'w@h/z), see a@b.c?d"
+    cut = "'403' for url 'https://cdn.co:81/x/y' (http://h/z), see a@b.c?d"
+    assert hub_requests.without_secrets(signed) == cut
+
+
+@pytest.mark.parametrize("constant", ["HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"])
+@pytest.mark.parametrize("kind", ["a pipe", "/dev/zero", "a large file", "a link to a pipe", "a folder"])
+def test_a_file_of_tokens_that_has_no_end_is_not_read(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constant: str, kind: str
+) -> None:
+    path = tmp_path / "token"
+    if kind == "a large file":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a link to a pipe":
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to("pipe")
+    else:
+        path = Path(kind)
+    monkeypatch.setattr(constants, constant, str(path))
+    message = (
+        f"error: {path}: must be a file with a token for the hub (HF_TOKEN_PATH, HF_HOME), and is no regular "
+        "file or far too large; set HF_TOKEN instead\n"
+    )
+    assert here("download", "owner/good") == (2, "", message)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "token", "missing", "link"])
+def test_a_file_with_a_token_or_none_is_no_obstacle(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (tmp_path / "token").write_text("hf_x")
+    (tmp_path / "link").symlink_to("token")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / path))
+    assert here("download", "owner/good")[0] == 0
 
 
 def test_a_token_is_no_option(hub: Lptune) -> None:

@@ -18,7 +18,7 @@ from lptune.checkpoint.files import remove_folder, sha256
 from lptune.cli.export import _push as push_to_hub
 from lptune.config import UserError
 from tests.cli import warm
-from tests.cli.conftest import Command, Finished
+from tests.cli.conftest import Command, Finished, Lptune
 
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 
@@ -72,6 +72,16 @@ def test_it_writes_what_the_run_exported_itself(finished_run: Path, tmp_path: Pa
     assert "| data | builtin |" in card
     assert "## Steps 1 to 2: none" in card
     assert "| model.layers.0-1.mlp.up_proj | 128 x 64 | high | high | high | high |  |" in card
+
+
+def test_an_export_that_is_not_pushed_needs_nothing_of_the_hubs_environment(
+    finished_run: Path, tmp_path: Path, lptune: Lptune
+) -> None:
+    done = lptune(
+        "export", str(finished_run), "out", HF_HUB_DOWNLOAD_TIMEOUT="soon", HF_ENDPOINT="http://[::1"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert _digests(tmp_path / "out") == _digests(finished_run / "export")
 
 
 def test_dtype_and_file_size_can_be_others(finished_run: Path, tmp_path: Path, command: Command) -> None:
@@ -339,6 +349,10 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
             {"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"},
             "the hub does not take it: http://127.0.0.1:9 cannot be reached, ",
         ),
+        (
+            {"HF_TOKEN": "hf_good", "ALL_PROXY": "socks5://127.0.0.1:9"},
+            "the hub does not take it: ALL_PROXY: a SOCKS proxy needs the package socksio; run: ",
+        ),
     ],
 )
 def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
@@ -348,6 +362,23 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("error: --push-to-hub owner/name: ")
     assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HF_ENDPOINT": "http://user:s3cr3t@127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
+        ({"HF_TOKEN_PATH": "/dev/zero"}, "/dev/zero: must be a file with a token for the hub"),
+    ],
+)
+def test_an_environment_that_no_push_can_use_is_one_line_before_anything_is_written(
+    finished_run: Path, tmp_path: Path, hub: dict[str, str], environment: dict[str, str], message: str
+) -> None:
+    done = _push(finished_run, tmp_path, hub | environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")
+    assert "s3cr3t" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -367,7 +398,7 @@ def test_a_hub_that_never_answers_a_push_is_given_up(
     over = threading.Event()
     monkeypatch.setattr(Hub, "do_POST", lambda _: over.wait(5))
     monkeypatch.setattr(constants, "ENDPOINT", hub["HF_ENDPOINT"])
-    monkeypatch.setattr("lptune.cli.hub.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(UserError, match="does not take it: timed out; the export is in"):
         push_to_hub(tmp_path, "owner/name", False, 1)

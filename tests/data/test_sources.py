@@ -272,6 +272,73 @@ def test_an_error_while_rows_of_the_hub_are_read_is_one_line(
         read("openai/gsm8k")
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_hub_is_asked_for_data_within_limits_and_no_password_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    import io
+    import logging
+    import sys
+    import time
+    import types
+
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import http_backoff  # type: ignore[attr-defined]
+
+    from lptune import hub_requests
+
+    address = "http://user:s3cr3t@127.0.0.1:9/datasets/a/b/resolve/main/README.md?key=s3cr3t"
+    timeouts = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> None:
+        timeouts.append(get_session().timeout.read)
+        try:
+            http_backoff("HEAD", address, max_retries=1)
+        except Exception as error:
+            raise ConnectionError(f"Couldn't reach {address} ({type(error).__name__})") from error
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^a/b: cannot load split 'train' from the hub: Couldn't reach "
+    ) as raised:
+        read("a/b")
+    assert timeouts == [hub_requests.WAIT_S]
+    assert "http://127.0.0.1:9/datasets/a/b/resolve/main/README.md (ConnectError)" in str(raised.value)
+    assert "s3cr3t" not in str(raised.value) + printed.getvalue()
+    retries = printed.getvalue().count(
+        "thrown while requesting HEAD http://127.0.0.1:9/datasets/a/b/resolve/"
+    )
+    assert retries == (2 if is_terminal else 0)
+    assert is_terminal or not printed.getvalue()
+    assert handler.filters == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HF_ENDPOINT", "http://user:s3cr3t@127.0.0.1:99999"), ("HF_TOKEN_PATH", "/dev/zero")],
+)
+def test_an_environment_in_which_the_hub_cannot_be_asked_for_data_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, value)
+    if variable == "HF_TOKEN_PATH":  # which huggingface_hub has read long ago
+        monkeypatch.setattr(constants, variable, value)
+    with pytest.raises(UserError, match=rf"^({variable}|{value}): must be ") as raised:
+        read("a/b")
+    assert "s3cr3t" not in str(raised.value)
+
+
 def test_builtin_rows_are_pairs() -> None:
     rows, _ = read("builtin", max_rows=3)
     assert [list(row.values) for row in rows] == [["prompt", "response"]] * 3
