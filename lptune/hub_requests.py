@@ -36,7 +36,7 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, AssertionError
 
 
 class OddAnswerError(Exception):
-    """What no hub answers."""
+    """An answer that no hub gives, a login page for example."""
 
 
 class _LongWaitError(Exception):
