@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lptune import checkpoint, distributed
+from lptune import checkpoint, distributed, training
 from lptune.config import CheckpointConfig
 
 WIDTH = 4096
@@ -58,7 +58,7 @@ def main() -> None:
 def save_part(folder: Path, gib: float, repetitions: int, step_s: float, world: distributed.World) -> Path:
     """Prints the ratios of saving; returns a checkpoint of `gib` GiB."""
     model = empty_model(gib)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = training.AdamW(model.parameters())
     for parameter in model.parameters():
         nn.init.normal_(parameter)
         moments = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -116,7 +116,7 @@ def load_part(path: Path, gib: float, repetitions: int, *, cold: bool) -> None:
 
     def ours(*, verified: bool) -> float:
         model = empty_model(gib)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = training.AdamW(model.parameters())
         return timed(
             lambda: checkpoint.load_state(checkpoint.verify(path) if verified else manifest, model, optimizer)
         )

@@ -122,10 +122,11 @@ class TinyRun:
         distributed.reshard(self.model)
         fused = distributed.fused_rows(self.model)
         for name, parameter in self.model.named_parameters():
-            for values_here, row, column, _ in distributed.local_pieces(parameter, fused.get(name, ())):
-                part = values[name][row : row + values_here.shape[0]]
+            for piece in distributed.local_pieces(parameter, fused.get(name, ())):
+                values_here, (rows, *others) = piece.values, piece.region
+                part = values[name][rows]
                 if part.dim() > 1 and part.shape[1] != values_here.shape[1]:
-                    part = part[:, column : column + values_here.shape[1]]
+                    part = part[:, others[0]]
                 values_here.copy_(part)
         linear.weights_changed(self.model)
 

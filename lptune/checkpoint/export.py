@@ -1,6 +1,6 @@
 """Export: a checkpoint becomes an ordinary Hugging Face folder with the imported tensor names and files.
 
-It goes from files to files. The checkpoint's folder holds every weight in float32, cut into rectangles; the
+It goes from files to files. The checkpoint's folder holds every weight in float32, cut into boxes; the
 imported folder says how weights are named, of which dtype they were and in which file they lay. So nothing is
 gathered, no GPU is needed and no more is held in memory than the few files that are being written: the files
 are dealt out over the ranks, and each rank puts together the tensors of its own. `lptune export` does the
@@ -43,7 +43,7 @@ from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
-from lptune.distributed import Piece, SideGroup, World, side_group
+from lptune.distributed import SideGroup, World, side_group, whole_piece
 from lptune.distributed.collectives import size_text
 
 # Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
@@ -224,7 +224,7 @@ def _write_and_compare(path: Path, targets: dict[str, Target], stored: StoredFil
 
 def _assemble(stored: StoredFiles, target: Target) -> Tensor:
     tensor = torch.empty(target.shape, dtype=target.dtype)
-    stored.read(target.parameter, [Piece(tensor, 0, 0, 0)], target.shape)
+    stored.read(target.parameter, [whole_piece(tensor)], target.shape, None)
     if target.dtype == torch.float16 and not tensor.isfinite().all():
         raise UserError(
             f"{stored.manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it as "

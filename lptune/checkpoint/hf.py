@@ -283,18 +283,13 @@ def _load(model: nn.Module, index: HFIndex) -> None:
 
 @torch.no_grad()
 def read_piece(tensors: Any, name: str, piece: Piece, file: Path) -> int:
-    """Copies its rectangle of the stored tensor `name` into `piece`; returns the elements read.
+    """Copies its box of the stored tensor `name` into `piece`; returns the elements read.
 
     UserError for one that is not finite: the loss would be NaN from the first step on.
     """
     values = piece.values
-    if values.dim() == 0:
-        part = tensors.get_tensor(name)
-    else:
-        region = [slice(piece.row, piece.row + values.shape[0])]
-        if values.dim() > 1:
-            region.append(slice(piece.column, piece.column + values.shape[1]))
-        part = tensors.get_slice(name)[tuple(region)]
+    # safetensors takes no empty index.
+    part = tensors.get_slice(name)[piece.region] if piece.start else tensors.get_tensor(name)
     assert part.shape == values.shape, (name, part.shape, values.shape)
     # Smallest and largest value, both NaN if one is: one pass, of 0.5 ns per element; isfinite takes 20 ns.
     smallest, largest = (part.float() if part.dtype == torch.float64 else part).aminmax()
@@ -332,17 +327,24 @@ def _weight_map(path: Path) -> dict[str, str]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name. UserError for what is none, or not in a float dtype."""
     found = {}
-    with _open(path) as tensors:
-        for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-            header = tensors.get_slice(name)
-            dtype = DTYPES.get(header.get_dtype())
-            if dtype is None and not _DERIVED.search(name):
-                raise UserError(
-                    f"{path}: tensor {name!r} is stored as {header.get_dtype()}; only "
-                    f"{', '.join(DTYPES)} can be trained (a quantized checkpoint cannot)"
-                )
-            found[name] = StoredTensor(path.name, tuple(header.get_shape()), dtype or torch.float32)
+    for name, (stored_as, shape) in read_shapes(path).items():
+        dtype = DTYPES.get(stored_as)
+        if dtype is None and not _DERIVED.search(name):
+            raise UserError(
+                f"{path}: tensor {name!r} is stored as {stored_as}; only {', '.join(DTYPES)} can be trained "
+                "(a quantized checkpoint cannot)"
+            )
+        found[name] = StoredTensor(path.name, shape, dtype or torch.float32)
     return found
+
+
+def read_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype, as the format calls it, and shape of every tensor of a safetensors file, by name. UserError for
+    what is none.
+    """
+    with _open(path) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (no mapping)
+        return {name: (str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def _open(path: Path) -> Any:

@@ -1,13 +1,15 @@
-"""Loading a checkpoint: each rank reads its own rectangles of every tensor, whatever ranks wrote them.
+"""Loading a checkpoint: each rank reads its own boxes of every tensor, whatever ranks wrote them.
 
 A file is mapped into memory, once, and a tensor of it is a view of the mapping, so what is needed of a tensor
 is copied a single time: from the mapping (disk, or the page cache that verification has just filled) to where
 it belongs, cast on the way. The cost is that of touching new memory, page by page; several threads share it.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,50 +21,40 @@ from torch import Tensor, nn
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
 from lptune.checkpoint.state import read_state
-from lptune.checkpoint.stored import (
-    MOMENTS,
-    SCALE,
-    as_shard,
-    fused_rows_of,
-    model_tensors,
-    optimizer_tensors,
-)
+from lptune.checkpoint.stored import Stored, further, parameters_of, state_to_fill
 from lptune.config import UserError
-from lptune.distributed import Piece, fused_rows, local_pieces, on_this_rank
-from lptune.linear import dequantized, int8_rows, plain_rows, row_scales, weights_changed
+from lptune.distributed import Piece
+from lptune.linear import dequantized, fill_stored, is_stored_in_place, stored_beside, weights_changed
+
+_OPTIMIZER_FILES = "optimizer-"
 
 
 def load_state(
     manifest: Manifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    replicated: Mapping[str, Tensor] = MappingProxyType({}),
+    tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own part.
 
-    replicated: what `CheckpointWriter.save` was given, filled in place as far as the checkpoint has it; a run
-    that used another precision has other tensors there, or none.
+    optimizer: see `stored.ListsState`. tensors: what `CheckpointWriter.save` was given, filled in place as far
+    as the checkpoint has them; a run that used another precision has others there, or none.
+
+    Raises UserError where the checkpoint lacks what is listed, has it in another shape or dtype, or holds the
+    state of another optimizer.
     """
-    # AdamW counts updates, and a step that was not finite made none.
+    # An optimizer counts updates, and a step that was not finite made none.
     num_updates = manifest.step - read_state(manifest).skipped["num_skipped"]
-    for name, parameter in model.named_parameters():
-        # A parameter that was never updated (a frozen one) has no state.
-        if f"{MOMENTS[0]}/{name}" in manifest.shards:
-            step = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
-            moments = {moment: _new_moment(parameter) for moment in MOMENTS}
-            optimizer.state[parameter] = {"step": step, **moments}
+    optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
+    _check_all_listed(manifest, optimized, optimizer)
     files = StoredFiles(manifest)
-    fused = fused_rows(model)
+    others = [each for each in further(tensors) if each.name in manifest.shards]
     reads: list[Callable[[], None]] = []
-    for name, tensor in (model_tensors(model) | optimizer_tensors(model, optimizer)).items():
-        rows = fused_rows_of(fused, name)
-        if int8_rows(tensor) is not None:
-            _read_int8(files, name, tensor, rows)
+    for each in itertools.chain(parameters_of(model), optimized, others):
+        if is_stored_in_place(each.tensor):
+            reads.append(_read_later(files, each))
         else:
-            reads.append(_read_later(files, name, tensor, rows))
-    reads += [
-        _read_later(files, name, tensor) for name, tensor in replicated.items() if name in manifest.shards
-    ]
+            _fill(files, each)
     in_threads(reads, num_reading_threads())
     weights_changed(model)
 
@@ -80,23 +72,21 @@ class StoredFiles:
 
     @torch.no_grad()  # which every thread has to say for itself
     def read(
-        self, name: str, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype = torch.float32
+        self, name: str, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype | None
     ) -> None:
         """Fills `pieces` of the tensor `name`, casting to their dtype.
 
-        shape, dtype: what the whole tensor must be in the checkpoint. Raises UserError where it is not, and
-        unless exactly the elements of `pieces` were read.
+        shape, dtype: what the whole tensor must be in the checkpoint; None: any float dtype. Raises UserError
+        where it is not, and unless exactly the elements of `pieces` were read.
         """
-        shards = self.manifest.shards.get(name, [])
-        size = (*shape, 1, 1)[:2]
-        stored = (
-            max((shard.start + shard.rows for shard in shards), default=0),
-            max((shard.column + shard.columns for shard in shards), default=0),
-        )
-        if stored != size:
+        if 0 in shape:
+            return  # no element, so no file has it
+        shards, stored = self.manifest.shards.get(name, []), self.manifest.extents(name)
+        needed = _extents(shape)[: len(stored)]
+        if stored != needed:
+            held, wanted = (" x ".join(map(str, sizes)) for sizes in (stored, needed))
             raise UserError(
-                f"{self.manifest.folder}: holds {stored[0]} x {stored[1]} elements of {name!r} where "
-                f"{size[0]} x {size[1]} are needed"
+                f"{self.manifest.folder}: holds {held} elements of {name!r} where {wanted} are needed"
             )
         num_needed = num_read = 0
         for piece in pieces:
@@ -108,33 +98,24 @@ class StoredFiles:
             )
 
     def _read_overlap(
-        self, name: str, shard: Shard, piece: Piece, shape: Sequence[int], dtype: torch.dtype
+        self, name: str, shard: Shard, piece: Piece, shape: Sequence[int], dtype: torch.dtype | None
     ) -> int:
         """Copies what `piece` has in common with `shard`; returns how many elements."""
-        mine = as_shard("", piece)
-        row, end_row = max(mine.start, shard.start), min(mine.start + mine.rows, shard.start + shard.rows)
-        column = max(mine.column, shard.column)
-        end_column = min(mine.column + mine.columns, shard.column + shard.columns)
-        if row >= end_row or column >= end_column:
-            return 0
+        here, there = list[slice](), list[slice]()
+        for (begin, size), (other, other_size) in zip(_box(piece), _box(shard, shape), strict=True):
+            first, end = max(begin, other), min(begin + size, other + other_size)
+            if first >= end:
+                return 0
+            here.append(slice(first - begin, end - begin))
+            there.append(slice(first - other, end - other))
+        there[0] = slice(there[0].start + shard.at, there[0].stop + shard.at)
         target, part = piece.values, self._view(name, shard, shape, dtype)
         dim = target.dim()
-        if dim > 0:
-            first = row - shard.start + shard.at
-            region = (
-                slice(first, first + end_row - row),
-                slice(column - shard.column, end_column - shard.column),
-            )
-            part = part[region[:dim]]
-            into = (
-                slice(row - mine.start, end_row - mine.start),
-                slice(column - mine.column, end_column - mine.column),
-            )
-            target = target[into[:dim]]
-        target.copy_(part)
+        part = part[tuple(there[:dim])]
+        target[tuple(here[:dim])].copy_(part)
         return part.numel()
 
-    def _view(self, name: str, shard: Shard, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _view(self, name: str, shard: Shard, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
         """What the shard's file holds under `name`; a view of the mapped file."""
         path = self.manifest.folder / shard.file
         try:
@@ -147,12 +128,14 @@ class StoredFiles:
                 f"{path}: holds no readable tensor {name!r}: {error}; use another checkpoint"
             ) from None
         rows = (shard.at + shard.rows,) if shape else ()
-        wanted = (*rows, shard.columns, *shape[2:])[: len(shape)]
+        wanted = (*rows, *(size for _, size in _box(shard, shape)[1:]))[: len(shape)]
         fits = len(part.shape) == len(wanted) and part.shape[1:] == wanted[1:] and part.shape[:1] >= rows
-        if part.dtype != dtype or not fits:
+        is_right = part.is_floating_point() if dtype is None else part.dtype == dtype
+        if not (is_right and fits):
+            needed = "a float dtype" if dtype is None else _name_of(dtype)
             raise UserError(
-                f"{path}: holds {name!r} as {_describe(part.dtype, part.shape)}, its manifest needs "
-                f"{_describe(dtype, wanted)}; use another checkpoint"
+                f"{path}: holds {name!r} as {_name_of(part.dtype)} {list(part.shape)}, where {needed} "
+                f"{list(wanted)} is needed; use another checkpoint"
             )
         return part
 
@@ -171,40 +154,56 @@ def num_reading_threads() -> int:
     return max(2, min(8, num_threads() // torch.get_num_threads()))
 
 
-def _new_moment(parameter: Tensor) -> Tensor:
-    # Every element will be read, or loading fails: filling it first would be a second pass over new memory.
-    if int8_rows(parameter) is not None:
-        return torch.zeros_like(parameter)
-    return torch.empty_like(plain_rows(parameter.detach()))
+def _check_all_listed(
+    manifest: Manifest, optimized: Iterable[Stored], optimizer: torch.optim.Optimizer
+) -> None:
+    """State that nobody loads would be lost without a word: it is another optimizer's."""
+    listed = {each.name for each in optimized}
+    for name, parts in manifest.shards.items():
+        if parts[0].file.startswith(_OPTIMIZER_FILES) and name not in listed:
+            raise UserError(
+                f"{manifest.folder}: holds {name!r}, which {type(optimizer).__name__} does not keep; go on "
+                "with the optimizer and the model that saved it, or start anew in another output_dir"
+            )
 
 
-def _read_later(
-    files: StoredFiles, name: str, tensor: Tensor, fused: Sequence[int] = ()
-) -> Callable[[], None]:
+def _read_later(files: StoredFiles, stored: Stored) -> Callable[[], None]:
     # Meshes are asked here, in the thread that owns them.
-    return partial(files.read, name, local_pieces(tensor, fused), tuple(tensor.shape), tensor.dtype)
+    tensor = stored.tensor
+    return partial(files.read, stored.name, stored.pieces(), tuple(tensor.shape), tensor.dtype)
 
 
 @torch.no_grad()
-def _read_int8(files: StoredFiles, name: str, tensor: Tensor, fused: Sequence[int]) -> None:
-    # All of a row first: its scale comes from its largest value.
-    values, scales = dequantized(tensor), None
-    _read_later(files, name, values, fused)()
-    if _has_scales(files.manifest, name, tensor):
-        scales = row_scales(tensor).clone()
-        _read_later(files, f"{SCALE}/{name}", scales, fused)()
-    weight = int8_rows(tensor)
-    assert weight is not None
-    weight.fill_from(on_this_rank(values), None if scales is None else on_this_rank(scales))
+def _fill(files: StoredFiles, weight: Stored) -> None:
+    """Loads a weight that is kept otherwise than as its values, which are needed all at once."""
+    values = dequantized(weight.tensor)
+    _read_later(files, replace(weight, tensor=values))()
+    beside = dict[str, Tensor]()
+    for prefix, tensor in stored_beside(weight.tensor).items():
+        name = f"{prefix}/{weight.name}"
+        # Of this very layout alone: a row that tensor parallelism cuts has a scale in each part.
+        stored = files.manifest.extents(name)
+        if stored == _extents(tensor.shape)[: len(stored)]:
+            beside[prefix] = tensor.clone()
+            _read_later(files, replace(weight, name=name, tensor=beside[prefix]))()
+    fill_stored(weight.tensor, values, beside)
 
 
-def _has_scales(manifest: Manifest, name: str, tensor: Tensor) -> bool:
-    """Whether the checkpoint has the scales of this very layout: a row that tensor parallelism cuts has one
-    in each part.
+def _extents(shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows, columns and further sizes; 1 for rows or columns that there are not."""
+    return (*shape, *(2 - len(shape)) * (1,))
+
+
+def _box(part: Piece | Shard, shape: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """(first, number) of each dimension, of two at least. shape: of the whole tensor, for the dimensions that
+    a shard does not cut.
     """
-    stored = manifest.shards.get(f"{SCALE}/{name}", [])
-    return max((each.column + each.columns for each in stored), default=0) == row_scales(tensor).shape[1]
+    if isinstance(part, Shard):
+        box = part.box
+        return [*box, *((0, size) for size in shape[len(box) :])]
+    box = tuple(zip(part.start, part.values.shape, strict=True))
+    return [*box, *(2 - len(box)) * ((0, 1),)]
 
 
-def _describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,11 @@ space.
 
 A digest tells damage, not intent: whoever writes a checkpoint on purpose writes a right one. What the
 manifest says is therefore checked like any other input before it is used: types and ranges, names that
-stay inside the folder, rectangles that tile their tensor, and that the files hold just these.
+stay inside the folder, boxes that tile their tensor, and that the files hold just these. A tensor's dtype and
+further dimensions stand in the headers of its files, and must be the same in all of them.
+
+The version says what a reader must know. 3: the parts of a tensor are rectangles of its first two dimensions.
+4: some are boxes that are cut in a further dimension. A checkpoint that needs no more is of version 3.
 """
 
 import hashlib
@@ -15,7 +19,7 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,16 @@ import torch
 
 import lptune
 from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
-from lptune.checkpoint.hf import read_header
+from lptune.checkpoint.hf import read_shapes
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup
 
 NAME = "manifest.json"
-_VERSION = 3
+_RECTANGLES, _BOXES = 3, 4
+"""The versions; see above."""
+_MAX_BEYOND = 6
+"""Further dimensions. A box has 2 ** dimensions corners (tiling)."""
 _MAX_BYTES = 1024 * MEBI
 """A thousand ranks with a thousand tensors each take a quarter of it."""
 _MAX_INTEGER = 2**53
@@ -38,7 +45,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(safetensors|json)")
 
 @dataclass(frozen=True)
 class Shard:
-    """A rectangle of a tensor: rows [start, start + rows), columns [column, column + columns).
+    """A box of a tensor: rows [start, start + rows), columns [column, column + columns), and so on.
 
     `file` stores it under the tensor's name, beginning with row `at`.
     """
@@ -50,6 +57,23 @@ class Shard:
     columns: int
     """1 for what has fewer than two dimensions."""
     at: int
+    beyond: tuple[tuple[int, int], ...] = ()
+    """(first, number) of each further dimension where one of them is cut; empty: all of them are whole."""
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """(first, number) of rows, of columns and of what `beyond` has."""
+        return (self.start, self.rows), (self.column, self.columns), *self.beyond
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a file; `beyond` where it is not empty."""
+        return {key: value for key, value in asdict(self).items() if key != "beyond" or value}
+
+    @staticmethod
+    def from_json(part: Mapping[str, Any]) -> "Shard":
+        """The opposite, of what this process wrote."""
+        beyond = tuple((first, number) for first, number in part.get("beyond", ()))
+        return Shard(**{**part, "beyond": beyond})
 
 
 @dataclass(frozen=True)
@@ -72,6 +96,13 @@ class Manifest:
     """Tensor name -> where its parts are."""
     files: dict[str, FileEntry]
     """By name, all but the manifest itself."""
+
+    def extents(self, name: str) -> tuple[int, ...]:
+        """Rows and columns of a whole tensor, and its further sizes where `Shard.beyond` has them; 0 x 0
+        where the checkpoint has no such tensor.
+        """
+        boxes = [shard.box for shard in self.shards.get(name, [])] or [((0, 0), (0, 0))]
+        return tuple(max(first + number for first, number in dim) for dim in zip(*boxes, strict=True))
 
 
 def step_folder_name(step: int) -> str:
@@ -104,13 +135,14 @@ def write_manifest(
     """files: `describe_file` of every file in `folder`."""
     missing = {path.name for path in folder.iterdir()} ^ set(files)
     assert not missing, missing
+    has_boxes = any(shard.beyond for parts in shards.values() for shard in parts)
     content: dict[str, Any] = {
-        "version": _VERSION,
+        "version": _BOXES if has_boxes else _RECTANGLES,
         "step": step,
         "world_size": world_size,
         "versions": {"lptune": lptune.__version__, "torch": str(torch.__version__)},
         "files": files,
-        "shards": {name: [asdict(shard) for shard in parts] for name, parts in shards.items()},
+        "shards": {name: [shard.to_json() for shard in parts] for name, parts in shards.items()},
     }
     body = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
     write_text(folder / NAME, body + _seal(body.encode()))
@@ -169,10 +201,10 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not the JSON that was written: {error}; the file was changed") from None
     version = content.get("version") if isinstance(content, dict) else None
-    if version != _VERSION:
+    if type(version) is not int or version not in (_RECTANGLES, _BOXES):
         raise UserError(
-            f"{path}: is not a manifest of version {_VERSION} (found {version!r}); another version of lptune "
-            "wrote it"
+            f"{path}: is not a manifest of version {_RECTANGLES} or {_BOXES} (found {version!r}); another "
+            "version of lptune wrote it"
         )
     body = sealed[: -len(_seal(b""))]
     if sealed != body + _seal(body).encode():
@@ -198,29 +230,41 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_stored(manifest: Manifest) -> None:
-    """The files' headers against the shards: these tensors, in float32, every row of them in one shard."""
-    expected: dict[str, dict[str, list[Shard]]] = {
-        file: {} for file in manifest.files if file.endswith(".safetensors")
+    """The files' headers against the shards: the files hold these tensors, every row of a tensor is in one
+    shard, and all parts of a tensor have one dtype and one number of dimensions.
+    """
+    headers = {
+        file: read_shapes(manifest.folder / file) for file in manifest.files if file.endswith(".safetensors")
     }
+    expected: dict[str, dict[str, list[Shard]]] = {file: {} for file in headers}
     for name, parts in manifest.shards.items():
         for part in parts:
             expected[part.file].setdefault(name, []).append(part)
     for file, tensors in expected.items():
-        path = manifest.folder / file
-        header = read_header(path)
+        path, header = manifest.folder / file, headers[file]
         for name in sorted(header.keys() ^ tensors.keys()):
             holder, other = ("file", "manifest") if name in header else ("manifest", "file")
             raise UserError(f"{path}: tensor {name!r} is in the {holder} but not in the {other}")
         for name, parts in tensors.items():
-            num_rows, num_columns = (*header[name].shape, 1, 1)[:2]
+            dtype, shape = header[name]
+            num_rows, num_columns, *others = (*shape, 1, 1)[: max(2, len(shape))]
             try:
                 check_rows(name, [(part.at, part.rows) for part in parts], num_rows)
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from None
-            if header[name].dtype != torch.float32 or {part.columns for part in parts} != {num_columns}:
+            held = {(part.columns, *(number for _, number in part.beyond)) for part in parts}
+            if held != {(num_columns, *(others if parts[0].beyond else ()))}:
+                wanted = " x ".join(["rows", *map(str, min(held))])
                 raise UserError(
-                    f"{path}: tensor {name!r} is {list(header[name].shape)} in {header[name].dtype}, the "
-                    f"manifest says {parts[0].columns} columns in float32"
+                    f"{path}: tensor {name!r} is {list(shape)}, the manifest says {wanted} elements"
+                )
+            first_file = manifest.shards[name][0].file
+            first_dtype, first_shape = headers[first_file].get(name, (dtype, shape))
+            cut = 2 + len(parts[0].beyond)
+            if (dtype, len(shape), shape[cut:]) != (first_dtype, len(first_shape), first_shape[cut:]):
+                raise UserError(
+                    f"{path}: tensor {name!r} is {dtype} {list(shape)}, in {first_file} it is {first_dtype} "
+                    f"{list(first_shape)}"
                 )
 
 
@@ -241,28 +285,38 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"files: {name}: sha256: expected 64 hex digits, found {entry.get('sha256')!r}")
     if "state.json" not in files:
         raise ValueError("files: state.json is missing")
+    has_boxes = content["version"] == _BOXES
     shards, tensor_files = {}, {name for name in files if name.endswith(".safetensors")}
     for name, parts in listed.items():
         if not isinstance(parts, list) or not parts:
             raise ValueError(f"shards: {name!r}: expected a list of parts, found {parts!r:.60}")
-        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name) for part in parts]
+        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name, has_boxes) for part in parts]
         unknown = [part.file for part in shards[name] if part.file not in tensor_files]
         if unknown:
             raise ValueError(f"shards: {name!r}: lies in {unknown[0]!r}, which is no file of tensors here")
-        check_tiling(name, [(part.start, part.rows, part.column, part.columns) for part in shards[name]])
+        check_tiling(name, [part.box for part in shards[name]])
     entries = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in files.items()}
     return Manifest(folder, step, world_size, shards, entries)
 
 
-def _shard(part: Mapping[str, Any], name: str) -> Shard:
+def _shard(part: Mapping[str, Any], name: str, has_boxes: bool) -> Shard:
+    where = f"shards: {name!r}: "
     if not isinstance(part.get("file"), str):
-        raise ValueError(f"shards: {name!r}: file: expected a name, found {part.get('file')!r:.60}")
+        raise ValueError(f"{where}file: expected a name, found {part.get('file')!r:.60}")
     numbers = {
-        field.name: _integer(part, field.name, int(field.name in ("rows", "columns")), f"shards: {name!r}: ")
-        for field in fields(Shard)
-        if field.name != "file"
+        key: _integer(part, key, minimum, where)
+        for key, minimum in (("start", 0), ("rows", 1), ("column", 0), ("columns", 1), ("at", 0))
     }
-    return Shard(part["file"], **numbers)
+    beyond = part.get("beyond", [])
+    if not isinstance(beyond, list) or len(beyond) > (_MAX_BEYOND if has_boxes else 0):
+        what = f"a list of at most {_MAX_BEYOND} dimensions" if has_boxes else f"none before version {_BOXES}"
+        raise ValueError(f"{where}beyond: expected {what}, found {beyond!r:.60}")
+    for each in beyond:
+        if not isinstance(each, list) or len(each) != 2:
+            raise ValueError(f"{where}beyond: expected a first index and a number, found {each!r:.60}")
+        for i in range(2):
+            _integer({"beyond": each[i]}, "beyond", i, where)
+    return Shard.from_json({"file": part["file"], **numbers, "beyond": beyond})
 
 
 def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -5,19 +5,19 @@
                     state.json  manifest.json
 
 The position in the data is the step (the order of rows is a function of seed and epoch), and all random
-numbers are functions of the seed and the step, so weights, moments, step and fingerprint are all that an
-exact continuation needs. Tensors are plain and in high precision: a run may resume under another precision,
-compile mode or number of ranks.
+numbers are functions of the seed and the step. So weights, the optimizer's state, step and fingerprint are
+all that an exact continuation needs; the objects that keep them list them (stored.py). Weights are plain and
+in high precision: a run may resume under another precision, compile mode or number of ranks.
 
 Publishing. All files are written and flushed in `.tmp-step-N`; ranks agree that theirs are; rank 0 adds the
 manifest, flushes the folder, renames it and flushes its parent. A kill at any moment leaves the old
 checkpoints and perhaps a `.tmp-…` behind. An error on any rank is an error on all, with one message, and
 removes only what was being written.
 
-In the background. Between two optimizer steps nobody writes to weights and moments. So the copy to host
-memory runs beside the next forward and backward, and the optimizer's next step waits for its end, if it comes
-that soon; files are written and hashed from the copy. That costs host memory, 12 bytes for each parameter on
-this rank. A failure surfaces at the next `check`, which the loop calls every step.
+In the background. Between two optimizer steps nobody writes to weights and the optimizer's state. So the copy
+to host memory runs beside the next forward and backward, and the optimizer's next step waits for its end, if
+it comes that soon; files are written and hashed from the copy. That costs host memory, with AdamW 12 bytes
+for each parameter on this rank. A failure surfaces at the next `check`, which the loop calls every step.
 """
 
 import math
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
@@ -56,25 +56,18 @@ from lptune.checkpoint.manifest import (
 )
 from lptune.checkpoint.retention import remove_old
 from lptune.checkpoint.stored import (
-    as_shard,
-    fused_rows_of,
-    int8_scales,
-    model_tensors,
-    optimizer_tensors,
+    as_shards,
+    beside_parameters_of,
+    check_names,
+    further,
+    listing,
+    parameters_of,
+    state_of,
 )
 from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError
-from lptune.distributed import (
-    Piece,
-    SideGroup,
-    World,
-    fused_rows,
-    is_first_holder,
-    local_pieces,
-    on_this_rank,
-    reshard,
-)
+from lptune.distributed import SideGroup, World, reshard
 from lptune.distributed.collectives import size_text
-from lptune.linear import dequantized, int8_rows, plain_rows
+from lptune.linear import dequantized
 
 # A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.
 _PARTS = 8
@@ -98,7 +91,10 @@ class CheckpointWriter:
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """clock: in seconds, for cfg.every_minutes; it starts now."""
+        """optimizer: see `stored.ListsState`; ValueError for one that does not list its state. clock: in
+        seconds, for cfg.every_minutes; it starts now.
+        """
+        listing(optimizer)
         self._clock, self._last_save_s = clock, clock()
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
@@ -135,7 +131,7 @@ class CheckpointWriter:
         self,
         step: int,
         state: Mapping[str, Any],
-        replicated: Mapping[str, Tensor] = MappingProxyType({}),
+        tensors: Mapping[str, Tensor] = MappingProxyType({}),
         *,
         eval_loss: float | None = None,
         wait: bool = False,
@@ -143,20 +139,20 @@ class CheckpointWriter:
         """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
         Returns where the checkpoint is, or will be.
 
-        state: what state.json says beside the step. replicated: further tensors, the same on every rank; the
-        main rank writes them. eval_loss: of this step, for checkpoint.keep_best. wait: return when the
-        checkpoint is published, whatever cfg.async_save says.
+        state: what state.json says beside the step. tensors: further ones by name, copied before this
+        returns: plain ones, the same on every rank, and DTensors. eval_loss: of this step, for
+        checkpoint.keep_best. wait: return when the checkpoint is published, whatever cfg.async_save says.
         Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
         """
         self.wait()
         self._last_save_s = self._clock()
         reshard(self._model)
-        state = {"step": step, **state}
+        content = {"step": step, **state}
         if eval_loss is not None and math.isfinite(eval_loss):
-            state["eval_loss"] = eval_loss
+            content["eval_loss"] = eval_loss
         # They change within a step, not only at its end.
-        replicated = {name: tensor.detach().clone() for name, tensor in replicated.items()}
-        job = _Job(step, state, self._contents(replicated))
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        job = _Job(step, content, self._contents(tensors))
         final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
@@ -197,21 +193,22 @@ class CheckpointWriter:
 
     # ---- what
 
-    def _contents(self, replicated: Mapping[str, Tensor]) -> dict[str, list["_Stored"]]:
+    def _contents(self, tensors: Mapping[str, Tensor]) -> dict[str, list["_Part"]]:
         """Name of file -> what this rank writes into it."""
-        fused = fused_rows(self._model)
-        files: dict[str, list[_Stored]] = {}
-        for kind, tensors in (
-            ("model", model_tensors(self._model) | int8_scales(self._model)),
-            ("optimizer", optimizer_tensors(self._model, self._optimizer)),
-            ("replicated", replicated if self._world.is_main else {}),
-        ):
+        groups = {
+            "model": parameters_of(self._model) + beside_parameters_of(self._model),
+            "optimizer": state_of(self._model, self._optimizer),
+            "replicated": further(tensors),
+        }
+        check_names(stored for group in groups.values() for stored in group)
+        files: dict[str, list[_Part]] = {}
+        for kind, group in groups.items():
             # What several ranks hold is stored by the first of them, what a rank holds nothing of by others.
-            mine = {key: tensor for key, tensor in tensors.items() if is_first_holder(tensor)}
-            pieces = {key: local_pieces(tensor, fused_rows_of(fused, key)) for key, tensor in mine.items()}
-            stored = [_Stored(key, _local(mine[key]), parts) for key, parts in pieces.items() if parts]
+            mine = [stored for stored in group if stored.is_written_by(self._world)]
+            parts = [_Part(each.name, each.local(), as_shards(each)) for each in mine]
             name = f"{kind}-{self._world.rank:05d}"
-            files |= {f"{name}{part}.safetensors": group for part, group in _in_parts(stored)}
+            listed = _in_files([part for part in parts if part.shards])
+            files |= {f"{name}{suffix}.safetensors": some for suffix, some in listed}
         return files
 
     # ---- how
@@ -224,24 +221,24 @@ class CheckpointWriter:
                 self._copied.set()
             if self._copied_on_device is not None:
                 self._copied_on_device.synchronize()
-            self._write(job, lambda stored: self._copies[stored.key])
+            self._write(job, lambda part: self._copies[part.name])
         except BaseException as error:
             self._failure = error
 
     @torch.no_grad()
     def _copy(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
-        stored = [each for group in job.files.values() for each in group]
+        parts = [part for group in job.files.values() for part in group]
         if saved is None:
-            for each in stored:
-                self._copies[each.key] = _copied(each, self._copies.get(each.key))
+            for part in parts:
+                self._copies[part.name] = _copied(part, self._copies.get(part.name))
             return
         # A new thread's device is the first GPU, on which leaving the stream would make a context of ours.
         torch.cuda.set_device(self._world.device)
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
             stream.wait_event(saved)
-            for each in stored:
-                self._copies[each.key] = _copied(each, self._copies.get(each.key), pinned=True)
+            for part in parts:
+                self._copies[part.name] = _copied(part, self._copies.get(part.name), pinned=True)
             self._copied_on_device = stream.record_event()
 
     def _wait_for_copy(self) -> None:
@@ -249,7 +246,7 @@ class CheckpointWriter:
         if self._copied_on_device is not None:  # the device waits, the host goes on launching
             torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
 
-    def _write(self, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
+    def _write(self, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
         partial = self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
         num_bytes = self._group.total(job.num_bytes)
         is_main = self._world.is_main
@@ -290,18 +287,18 @@ class CheckpointWriter:
         if free < num_bytes:
             raise UserError(f"needs {size_text(num_bytes)}, {size_text(free)} are free")
 
-    def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Stored"], Tensor]) -> None:
+    def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
         def write(name: str) -> tuple[str, dict[str, Any]]:
-            save_tensors(partial / name, {stored.key: on_host(stored) for stored in job.files[name]})
+            save_tensors(partial / name, {part.name: on_host(part) for part in job.files[name]})
             return name, describe_file(partial / name)
 
         # safetensors, hashlib and fsync let go of the GIL.
         with ThreadPoolExecutor(num_threads()) as pool:
             files = dict(pool.map(write, job.files))
         shards = {
-            stored.key: [asdict(as_shard(name, piece)) for piece in stored.pieces]
+            part.name: [replace(shard, file=name).to_json() for shard in part.shards]
             for name, group in job.files.items()
-            for stored in group
+            for part in group
         }
         write_json(partial / f"rank-{self._world.rank:05d}.json", {"files": files, "shards": shards})
 
@@ -316,67 +313,59 @@ class CheckpointWriter:
         publish_folder(partial, final)
 
 
-class _Stored(NamedTuple):
+class _Part(NamedTuple):
     """What this rank writes of one tensor."""
 
-    key: str
+    name: str
     local: Tensor
-    """On its device; of a weight that is stored in INT8 the quantized tensor."""
-    pieces: list[Piece]
+    """On its device, live. `dequantized` makes plain values of it."""
+    shards: list[Shard]
+    """Where it lies in the whole; the file is still to be named."""
 
     @property
     def num_bytes(self) -> int:
-        size = 4 if int8_rows(self.local) is not None else self.local.element_size()
-        return self.local.numel() * size
+        return self.local.numel() * self.local.dtype.itemsize
 
 
 class _Job(NamedTuple):
     step: int
     state: dict[str, Any]
-    files: dict[str, list[_Stored]]
+    """Content of state.json."""
+    files: dict[str, list[_Part]]
 
     @property
     def num_bytes(self) -> int:
-        return sum(stored.num_bytes for group in self.files.values() for stored in group)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    weight = int8_rows(tensor)
-    return (on_this_rank(plain_rows(tensor)) if weight is None else weight).detach()
-
-
-def _high_precision(stored: _Stored) -> Tensor:
-    return stored.local if int8_rows(stored.local) is None else dequantized(stored.local)
+        return sum(part.num_bytes for group in self.files.values() for part in group)
 
 
 @torch.no_grad()
-def _on_host(stored: _Stored) -> Tensor:
-    return _high_precision(stored).cpu().contiguous()
+def _on_host(part: _Part) -> Tensor:
+    return dequantized(part.local).cpu().contiguous()
 
 
-def _copied(stored: _Stored, buffer: Tensor | None, pinned: bool = False) -> Tensor:
+def _copied(part: _Part, buffer: Tensor | None, pinned: bool = False) -> Tensor:
     """A copy in host memory, in `buffer` if that fits."""
-    values = _high_precision(stored)
+    values = dequantized(part.local)
     if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
         buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
     return buffer.copy_(values, non_blocking=pinned)
 
 
-def _in_parts(stored: list[_Stored]) -> Iterable[tuple[str, list[_Stored]]]:
-    """(suffix of the file's name, what goes into it): parts of about equal size, one where all is small."""
-    total = sum(each.num_bytes for each in stored)
+def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
+    """(suffix of the file's name, what goes into it): files of about equal size, one where all is small."""
+    total = sum(part.num_bytes for part in parts)
     limit = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
-    parts: list[list[_Stored]] = []
+    files: list[list[_Part]] = []
     room = 0
-    for each in stored:
+    for part in parts:
         if room <= 0:
-            parts.append([])
+            files.append([])
             room = limit
-        parts[-1].append(each)
-        room -= each.num_bytes
-    if len(parts) <= 1:
-        return [("", part) for part in parts]
-    return [(f"-{number:03d}", part) for number, part in enumerate(parts)]
+        files[-1].append(part)
+        room -= part.num_bytes
+    if len(files) <= 1:
+        return [("", some) for some in files]
+    return [(f"-{number:03d}", some) for number, some in enumerate(files)]
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:
@@ -388,6 +377,6 @@ def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any
         said = read_json(path)
         files |= said["files"]
         for name, parts in said["shards"].items():
-            shards.setdefault(name, []).extend(Shard(**part) for part in parts)
+            shards.setdefault(name, []).extend(Shard.from_json(part) for part in parts)
         path.unlink()
     return files, shards

@@ -1,33 +1,36 @@
-"""Do rectangles tile a matrix: no gap, no overlap? And do the rows of a file belong to one of them each?
+"""Do boxes tile a tensor: no gap, no overlap? And do the rows of a file belong to one of them each?
 
 Where several ranks wrote their parts of a tensor, a gap is weights that would stay as they were before
 loading, and an overlap is two answers to one question.
 
 Compared pair by pair, the parts of a thousand ranks would take half a million comparisons per tensor. A count
-of corners does it in one pass. Let f(point) be the number of rectangles over a point. Each corner flips the
-parity of f for all points to its lower right, so if the corners that occur an odd number of times are exactly
-those of the whole matrix, f is odd inside it, hence at least 1. If the areas also add up to the matrix's, f
-is 1 everywhere.
+of corners does it in one pass. Let f(point) be the number of boxes over a point. Each corner flips the parity
+of f for all points beyond it in every dimension, so if the corners that occur an odd number of times are
+exactly those of the whole tensor, f is odd inside it, hence at least 1. If the volumes also add up to the
+tensor's, f is 1 everywhere.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 
-Rectangle = tuple[int, int, int, int]
-"""First row, number of rows, first column, number of columns; both numbers at least 1."""
+Box = Sequence[tuple[int, int]]
+"""(first, number) of each dimension, at least one element each. A matrix: rows and columns."""
 
 
-def check_tiling(name: str, parts: Sequence[Rectangle]) -> None:
-    """ValueError unless `parts` tile the matrix from (0, 0) to the end of the last of them."""
-    odd: set[tuple[int, int]] = set()
-    for row, rows, column, columns in parts:
-        for corner in _corners(row, rows, column, columns):
+def check_tiling(name: str, parts: Sequence[Box]) -> None:
+    """ValueError unless `parts` tile the tensor from its first element to the end of the last of them."""
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(f"shards: {name!r}: its parts have different numbers of dimensions")
+    odd: set[tuple[int, ...]] = set()
+    for part in parts:
+        for corner in _corners(part):
             odd ^= {corner}
-    num_rows = max(row + rows for row, rows, _, _ in parts)
-    num_columns = max(column + columns for _, _, column, columns in parts)
-    area = sum(rows * columns for _, rows, _, columns in parts)
-    if odd != set(_corners(0, num_rows, 0, num_columns)) or area != num_rows * num_columns:
+    sizes = [max(first + number for first, number in dim) for dim in zip(*parts, strict=True)]
+    volume = sum(math.prod(number for _, number in part) for part in parts)
+    if odd != set(_corners([(0, size) for size in sizes])) or volume != math.prod(sizes):
         raise ValueError(
-            f"shards: {name!r}: its parts overlap or leave a gap in {num_rows} x {num_columns} elements"
+            f"shards: {name!r}: its parts overlap or leave a gap in {' x '.join(map(str, sizes))} elements"
         )
 
 
@@ -44,5 +47,5 @@ def check_rows(name: str, parts: Sequence[tuple[int, int]], num_rows: int) -> No
         )
 
 
-def _corners(row: int, rows: int, column: int, columns: int) -> list[tuple[int, int]]:
-    return [(y, x) for y in (row, row + rows) for x in (column, column + columns)]
+def _corners(part: Box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*((first, first + number) for first, number in part)))

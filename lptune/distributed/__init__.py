@@ -29,6 +29,8 @@ from lptune.distributed.shards import (
     local_pieces,
     local_rows,
     on_this_rank,
+    whole_piece,
+    zeros_by_rows,
 )
 from lptune.distributed.side_group import SideGroup, machine_first, side_group
 from lptune.distributed.styles import (
@@ -86,4 +88,6 @@ __all__ = [
     "side_group",
     "sync_gradients",
     "verify_collectives",
+    "whole_piece",
+    "zeros_by_rows",
 ]

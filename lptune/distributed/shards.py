@@ -1,59 +1,91 @@
 """What of a sharded tensor is on this rank, and where it lies in the whole.
 
-FSDP cuts rows, tensor parallelism rows or columns, so a rank holds a rectangle of a matrix. One kind of
-parameter is less simple: a fused projection stacks q, k and v (or gate and up), and a rank needs its heads of
-all three, so its rows come from three places. Tensor parallelism then keeps the rows in another order than
-the checkpoint,
+FSDP cuts rows, tensor parallelism rows or columns, so a rank holds a rectangle of a matrix, and a box of what
+has further dimensions (a stack of experts, say). One kind of parameter is less simple: a fused projection
+stacks q, k and v (or gate and up), and a rank needs its heads of all three, so its rows come from three
+places. Tensor parallelism then keeps the rows in another order than the checkpoint,
 
     checkpoint  | q0 q1 | k0 k1 | v0 v1 |      two ranks: | q0 k0 v0 | q1 k1 v1 |
 
-and `local_pieces` says which rectangle of the checkpoint's tensor each run of local rows is. Whoever reads or
-writes files goes by pieces and needs to know no more of meshes.
+and `local_pieces` says which box of the checkpoint's tensor each run of local rows is. Code that reads or
+writes files works on pieces and needs to know no more of meshes.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from lptune.linear import plain_rows
 
 
 class Piece(NamedTuple):
-    """A rectangle of a tensor; a vector is a matrix of one column here, and has column 0."""
+    """A box of a tensor: as many rows as `values` has, columns, and so on for each further dimension."""
 
     values: Tensor
     """A view of this rank's storage, of as many dimensions as the tensor."""
-    row: int
-    column: int
-    """Where it begins in the whole tensor."""
-    at: int
+    start: tuple[int, ...]
+    """Where the box begins in the whole tensor, a number for each dimension."""
+    at: int = 0
     """Its first row within what this rank holds."""
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The index that takes the box from the whole tensor."""
+        sizes = self.values.shape
+        return tuple(slice(first, first + size) for first, size in zip(self.start, sizes, strict=True))
+
+
+def whole_piece(tensor: Tensor) -> Piece:
+    """All of a tensor that is not sharded."""
+    return Piece(tensor, (0,) * tensor.dim())
 
 
 def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
     """This rank's part of `tensor` (all of it when it is not sharded), empty pieces left out.
 
     fused_rows: numbers of rows of the matrices that a fused parameter stacks, cut one by one over the mesh
-    axis `tensor`.
+    axis `tensor`. Without effect where that axis does not cut the tensor's rows.
     """
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
-        return [Piece(tensor.detach(), 0, 0, 0)] if tensor.numel() else []
+        return [whole_piece(tensor.detach())] if tensor.numel() else []
     local = tensor.to_local().detach()
-    (row, num_rows), (column, _) = _rectangle(tensor)
-    assert local.numel() == 0 or local.shape[0] == num_rows, (local.shape, num_rows)
+    box = _box(tensor)
+    if local.numel() == 0:
+        return []
+    assert local.shape == tuple(size for _, size in box), (local.shape, box)
+    if not box:
+        return [whole_piece(local)]
+    (row, num_rows), *others = box
+    rest = tuple(first for first, _ in others)
     pieces, at = [], 0
-    for start, length in row_runs(row, num_rows, fused_rows, _tensor_size(tensor)):
-        piece = Piece(local[at : at + length], start, column, at)
-        if piece.values.numel():
-            pieces.append(piece)
+    for start, length in row_runs(row, num_rows, fused_rows, _num_row_parts(tensor, fused_rows)):
+        pieces.append(Piece(local[at : at + length], (start, *rest), at))
         at += length
     return pieces
+
+
+def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros (rows of `like`, *shape), their rows sharded as those of `like`: for state of a parameter that
+    has a number, or several, for each row. Raises ValueError where `like` is cut by anything but rows.
+    """
+    like = like.detach()
+    rows = (like.shape[0], *shape)
+    if not isinstance(like, DTensor):
+        return torch.zeros(rows, dtype=dtype, device=like.device)
+    if any(not (placement.is_replicate() or placement.is_shard(0)) for placement in like.placements):
+        raise ValueError(f"placed as {like.placements}, of which not each is by rows")
+    local = torch.zeros((like.to_local().shape[0], *shape), dtype=dtype, device=like.device)
+    stride = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(rows)))
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(rows), stride=stride
+    )
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
@@ -66,13 +98,13 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
-    (row, num_rows), _ = _rectangle(tensor)
+    row, num_rows = _box(tensor)[0]
     return tensor.to_local().detach(), row if num_rows else 0
 
 
 def first_column(tensor: Tensor) -> int:
-    """Of this rank's part."""
-    return _rectangle(tensor)[1][0] if isinstance(tensor, DTensor) else 0
+    """Of this rank's part of a matrix."""
+    return _box(tensor)[1][0] if isinstance(tensor, DTensor) else 0
 
 
 def is_first_holder(tensor: Tensor) -> bool:
@@ -90,7 +122,7 @@ def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full: Tensor = tensor.full_tensor()
-    num_ranks = _tensor_size(tensor)
+    num_ranks = _num_row_parts(tensor, fused_rows)
     if not fused_rows or num_ranks == 1:
         return full
     runs = row_runs(0, full.shape[0], fused_rows, num_ranks)
@@ -101,16 +133,29 @@ def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
     return whole
 
 
-def _tensor_size(tensor: DTensor) -> int:
+def _num_row_parts(tensor: DTensor, fused_rows: Sequence[int]) -> int:
+    """Into how many parts the mesh axis `tensor` cuts each of the fused matrices."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
-    return mesh.size(names.index("tensor")) if "tensor" in names else 1
+    if not fused_rows or "tensor" not in names or not _cuts(tensor.placements[names.index("tensor")], 0):
+        return 1
+    if sum(fused_rows) != tensor.shape[0]:
+        raise ValueError(
+            f"a tensor of {tensor.shape[0]} rows, cut over the axis `tensor`, belongs to a parameter whose "
+            f"{sum(fused_rows)} rows that axis reorders; give it a row for each row of the parameter, or "
+            "keep it whole"
+        )
+    return mesh.size(names.index("tensor"))
 
 
-def _rectangle(tensor: DTensor) -> list[tuple[int, int]]:
-    """(first, number) of this rank's rows and columns, rows as they lie over the mesh."""
+def _cuts(placement: Placement, dim: int) -> bool:
+    return getattr(placement, "dim", None) == dim  # Shard, or FSDP's strided one
+
+
+def _box(tensor: DTensor) -> list[tuple[int, int]]:
+    """(first, number) of what this rank holds in each dimension, rows as they lie over the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
-    bounds = [(0, size) for size in (*tensor.shape, 1, 1)[: max(2, tensor.dim())]]
+    bounds = [(0, size) for size in tensor.shape]
     # The innermost axis first: FSDP cuts what tensor parallelism has left.
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]

@@ -22,6 +22,7 @@ from lptune.linear.precomputed import PrecomputedScales
 from lptune.linear.row_tensor import RowTensor, pack_rows, unpack_rows
 from lptune.linear.spec import LinearSpec
 from lptune.linear.stochastic import StochasticRounding
+from lptune.linear.stored import fill_stored, is_stored_in_place, stored_beside
 from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 
 __all__ = [
@@ -46,13 +47,16 @@ __all__ = [
     "check_part",
     "convert",
     "dequantized",
+    "fill_stored",
     "gather_in_8_bits",
     "int8_rows",
+    "is_stored_in_place",
     "local_part",
     "pack_rows",
     "plain_rows",
     "predicted_errors",
     "row_scales",
+    "stored_beside",
     "unconvert",
     "unpack_rows",
     "verify_step",

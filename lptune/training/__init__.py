@@ -1,8 +1,9 @@
 """Parts of a training loop besides the model: optimizer, schedule, update, metrics, dry run."""
 
 from lptune.training.generate import greedy
+from lptune.training.listed import ListsMoments
 from lptune.training.metrics import MetricsWriter, check_logging
-from lptune.training.optimizer import build_optimizer, clip_grad_norm
+from lptune.training.optimizer import AdamW, build_optimizer, clip_grad_norm
 from lptune.training.record import StepMeter
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
@@ -11,6 +12,8 @@ from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 __all__ = [
+    "AdamW",
+    "ListsMoments",
     "MetricsWriter",
     "StepMeter",
     "Update",

@@ -33,13 +33,14 @@ from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import QuantizedRows, dequantize, random_key
+from lptune.training.listed import ListsMoments
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
 # stay in the cache (2**22 took twice as long); a GPU wants few launches, and has not been measured.
 _CPU_CHUNK, _GPU_CHUNK = 2**18, 2**23
 
 
-class Int8AdamW(torch.optim.Optimizer):
+class Int8AdamW(ListsMoments, torch.optim.Optimizer):
     """torch.optim.AdamW over plain parameters and Int8Weights alike, sharded or not."""
 
     def __init__(
@@ -78,7 +79,7 @@ class Int8AdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in self.MOMENTS:
                 state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
             state["num_updates"] = 0
         if "num_updates" not in state:
@@ -94,7 +95,7 @@ class Int8AdamW(torch.optim.Optimizer):
         weight, first_row = local_rows(parameter)
         assert isinstance(weight, Int8Weight)
         assert parameter.grad is not None
-        tensors = [on_this_rank(t) for t in (parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [on_this_rank(t) for t in (parameter.grad, *(state[moment] for moment in self.MOMENTS))]
         num_rows, k = weight.shape
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
         for start in range(0, num_rows, chunk):

@@ -16,6 +16,19 @@ from lptune.config import OptimizerConfig
 from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.int8_adamw import Int8AdamW
+from lptune.training.listed import ListsMoments
+
+
+class AdamW(ListsMoments, torch.optim.AdamW):
+    """torch's AdamW, which lists its two moments for checkpoints. Raises ValueError for amsgrad=True, which
+    keeps a third.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See torch.optim.AdamW."""
+        super().__init__(*args, **options)
+        if any(group["amsgrad"] for group in self.param_groups):
+            raise ValueError("amsgrad=True keeps a third moment, which AdamW does not list; leave it out")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
@@ -34,7 +47,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     if any(int8_rows(parameter) is not None for parameter in trained):
         return Int8AdamW(groups, names, seed, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
-    return torch.optim.AdamW(groups, **options, fused=True)
+    return AdamW(groups, **options, fused=True)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lptune import checkpoint, distributed, models
+from lptune import checkpoint, distributed, models, training
 from lptune.checkpoint import export as module
 from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
@@ -76,9 +76,9 @@ def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str
         for name, parameter in model.named_parameters():
             for piece in distributed.local_pieces(parameter):
                 whole = model.initial_value(name, 1) + 1 / 3
-                piece.values.copy_(whole[piece.row : piece.row + piece.values.shape[0]])
+                piece.values.copy_(whole[piece.region])
     facts = {"fingerprint": base_digests(base), "about": vars(ABOUT) | {"model": str(base)} | (about or {})}
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = training.AdamW(model.parameters())
     with checkpoint.CheckpointWriter(folder, model, optimizer, world, CheckpointConfig()) as writer:
         return writer.save(3, facts, wait=True)
 

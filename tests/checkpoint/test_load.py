@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lptune import distributed
+from lptune import distributed, training
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.config import UserError
-from lptune.distributed import Piece
+from lptune.distributed import whole_piece
 from tests.saving import save
 
 NAME = "weight"
@@ -21,12 +21,12 @@ NAME = "weight"
 def _saved(folder: Path) -> Path:
     model = nn.Linear(8, 5)
     with distributed.session("cpu") as world:
-        return save(folder, 1, model, torch.optim.AdamW(model.parameters()), world)
+        return save(folder, 1, model, training.AdamW(model.parameters()), world)
 
 
 def _read(path: Path) -> Tensor:
     values = torch.full((5, 8), torch.nan)
-    StoredFiles(read_manifest(path)).read(NAME, [Piece(values, 0, 0, 0)], values.shape)
+    StoredFiles(read_manifest(path)).read(NAME, [whole_piece(values)], values.shape, torch.float32)
     return values
 
 
@@ -34,8 +34,8 @@ def _read(path: Path) -> Tensor:
     ("change", "message"),
     [
         (lambda t: t.pop(NAME), "holds no readable tensor 'weight'"),
-        (lambda t: t.update(weight=t[NAME].double()), r"as float64 \[5, 8\], its manifest needs float32 "),
-        (lambda t: t.update(weight=t[NAME][:4].clone()), r"\[4, 8\], its manifest needs float32 \[5, 8\]"),
+        (lambda t: t.update(weight=t[NAME].double()), r"as float64 \[5, 8\], where float32 "),
+        (lambda t: t.update(weight=t[NAME][:4].clone()), r"\[4, 8\], where float32 \[5, 8\] is needed"),
         (lambda t: t.update(weight=t[NAME][:, 1:].clone()), r"as float32 \[5, 7\]"),
         (lambda t: t.update(weight=t[NAME].flatten()), r"as float32 \[40\]"),
     ],

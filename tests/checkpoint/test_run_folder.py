@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn, optim
+from torch import nn
 
 from lptune import checkpoint, distributed, training
 from lptune.checkpoint.files import read_bytes, sha256, write_text
@@ -433,7 +433,7 @@ def test_a_run_whose_folder_vanishes_ends_with_one_line_and_makes_no_other(
     line = "was removed, renamed or unmounted while the run was writing there; put it back and run again"
     with open_run_folder(_config(folder), world) as run:
         run.create(None, _refuse)
-        optimizer = optim.AdamW(model.parameters())
+        optimizer = training.AdamW(model.parameters())
         with (
             checkpoint.CheckpointWriter(run.checkpoints, model, optimizer, world, cfg) as writer,
             training.MetricsWriter(

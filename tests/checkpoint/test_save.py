@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lptune import checkpoint, distributed
+from lptune import checkpoint, distributed, training
 from lptune.checkpoint import save as saving
 from lptune.checkpoint.retention import steps_to_keep
 from lptune.config import CheckpointConfig, UserError
@@ -33,7 +33,7 @@ class Run:
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(self.model, mesh=world.mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.optimizer = training.AdamW(self.model.parameters(), fused=True)
         self.folder = folder
         cfg = CheckpointConfig(**({"keep_last": 9} | keys))
         self.writer = checkpoint.CheckpointWriter(folder, self.model, self.optimizer, world, cfg)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lptune import checkpoint, distributed
+from lptune import checkpoint, distributed, training
 from lptune.config import UserError
 from tests.ranks import run_ranks
 from tests.saving import save
@@ -22,7 +22,7 @@ def _model(seed: int) -> nn.Module:
 
 def _trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = _model(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = training.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -53,7 +53,7 @@ def _save_or_load(rank: int, num_ranks: int, folder: str, mode: str) -> None:
     with distributed.session("cpu") as world:
         model = _model(3 if mode == "save" else 4)
         fully_shard(model, mesh=world.mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = training.AdamW(model.parameters(), fused=True)
         torch.manual_seed(0)
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -189,7 +189,7 @@ def test_frozen_parameters_are_saved_without_moments(tmp_path: Path) -> None:
     def frozen() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = _model(0)
         model[0].weight.requires_grad_(False)  # type: ignore[index]
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        return model, training.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
     model, optimizer = frozen()
     model(torch.randn(4, 8)).sum().backward()
@@ -212,7 +212,7 @@ def test_a_model_of_other_shape_is_refused(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     other = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 1))
     with pytest.raises(UserError, match=r"holds 5 x 8 elements of '0.weight' where 5 x 9 are needed"):
-        checkpoint.load_state(checkpoint.verify(path), other, torch.optim.AdamW(other.parameters()))
+        checkpoint.load_state(checkpoint.verify(path), other, training.AdamW(other.parameters()))
 
 
 @pytest.mark.parametrize(

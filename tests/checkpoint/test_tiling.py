@@ -1,5 +1,6 @@
 """What counts as a tiling, against counting every cell."""
 
+import itertools
 import random
 from itertools import pairwise
 
@@ -9,12 +10,13 @@ from hypothesis import strategies as st
 
 from lptune.checkpoint.tiling import check_rows, check_tiling
 
-SIDE = st.integers(1, 3)
-START = st.integers(0, 3)
-PARTS = st.lists(st.tuples(START, SIDE, START, SIDE), min_size=1, max_size=6)
+Box = tuple[tuple[int, int], ...]
+_DIM = st.tuples(st.integers(0, 2), st.integers(1, 3))
+PARTS = st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*n * [_DIM]), min_size=1, max_size=6))
+CUTS = st.lists(st.integers(0, 9), max_size=2)
 
 
-def accepted(parts: list[tuple[int, int, int, int]]) -> bool:
+def accepted(parts: list[Box]) -> bool:
     try:
         check_tiling("w", parts)
     except ValueError:
@@ -22,29 +24,38 @@ def accepted(parts: list[tuple[int, int, int, int]]) -> bool:
     return True
 
 
-def covered_once(parts: list[tuple[int, int, int, int]]) -> bool:
-    cells = [(y, x) for r, h, c, w in parts for y in range(r, r + h) for x in range(c, c + w)]
-    whole = {(y, x) for y in range(max(y for y, _ in cells) + 1) for x in range(max(x for _, x in cells) + 1)}
+def covered_once(parts: list[Box]) -> bool:
+    cells = [cell for part in parts for cell in itertools.product(*(range(a, a + n) for a, n in part))]
+    ends = [max(place) + 1 for place in zip(*cells, strict=True)]
+    whole = set(itertools.product(*(range(end) for end in ends)))
     return len(cells) == len(whole) and set(cells) == whole
 
 
 @given(PARTS)
-def test_parts_tile_if_and_only_if_each_cell_is_in_one(parts: list[tuple[int, int, int, int]]) -> None:
+def test_parts_tile_if_and_only_if_each_cell_is_in_one(parts: list[Box]) -> None:
     assert accepted(parts) == covered_once(parts)
 
 
-@given(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4), st.randoms())
+@given(st.lists(CUTS, min_size=1, max_size=3), st.randoms())
 def test_any_grid_tiles_and_one_part_less_or_twice_does_not(
-    row_cuts: list[int], column_cuts: list[int], choose: random.Random
+    cuts: list[list[int]], choose: random.Random
 ) -> None:
-    rows, columns = (sorted({0, 10, *cuts}) for cuts in (row_cuts, column_cuts))
-    parts = [(r, r_end - r, c, c_end - c) for r, r_end in pairwise(rows) for c, c_end in pairwise(columns)]
+    edges = [sorted({0, 10, *each}) for each in cuts]
+    parts = [
+        tuple((first, end - first) for first, end in box)
+        for box in itertools.product(*(list(pairwise(each)) for each in edges))
+    ]
     choose.shuffle(parts)
     assert accepted(parts)
     assert not accepted(parts + parts[:1])
     if len(parts) > 2:
-        middle = [part for part in parts if part[0] + part[1] < 10 or part[2] + part[3] < 10]
+        middle = [part for part in parts if any(first + number < 10 for first, number in part)]
         assert not accepted([part for part in parts if part is not middle[0]])
+
+
+def test_parts_of_different_numbers_of_dimensions_tile_nothing() -> None:
+    with pytest.raises(ValueError, match="'w': its parts have different numbers of dimensions"):
+        check_tiling("w", [((0, 1), (0, 2)), ((1, 1), (0, 2), (0, 1))])
 
 
 def test_rows_of_a_file_follow_each_other() -> None:

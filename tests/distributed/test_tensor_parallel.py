@@ -72,9 +72,7 @@ def _build(world: distributed.World, cfg: FinetuneConfig, config: models.Decoder
             value = whole.initial_value(name, 0)
             value = value + torch.linspace(-0.1, 0.1, len(value)) if name.endswith("bias") else value
             for piece in distributed.local_pieces(parameter, fused.get(name, ())):
-                size = piece.values.shape
-                region = (slice(piece.row, piece.row + size[0]), slice(piece.column, piece.column + size[-1]))
-                piece.values.copy_(value[region[: value.dim()]])
+                piece.values.copy_(value[piece.region])
     return model
 
 

@@ -384,6 +384,24 @@ def write_state(root: Path) -> Path:
     return folder
 
 
+def cut_in_a_third_dimension(folder: Path) -> None:
+    """`w` as a stack of matrices, each rank with a part of all of them: a manifest of version 4."""
+    first, second = "model-00000.safetensors", "model-00001.safetensors"
+    save_tensors(folder / first, {"w": torch.zeros(2, 3, 2)})
+    save_tensors(folder / second, {"w": torch.zeros(2, 3, 1), "b": torch.ones(4)})
+    part = {"start": 0, "rows": 2, "column": 0, "columns": 3, "at": 0}
+
+    def edit(content: dict[str, Any]) -> None:
+        content["version"] = 4
+        content["files"] |= {file: describe_file(folder / file) for file in (first, second)}
+        content["shards"]["w"] = [
+            {"file": first, **part, "beyond": [[0, 2]]},
+            {"file": second, **part, "beyond": [[2, 1]]},
+        ]
+
+    reseal(folder, edit)
+
+
 def read_state(folder: Path) -> None:
     """What a run reads of a checkpoint before it builds anything."""
     manifest = checkpoint.verify(folder)
@@ -425,6 +443,15 @@ def _pop(*keys: Any) -> Callable[[Path], object]:
         del inner[keys[-1]]
 
     return lambda folder: reseal(folder, edit)
+
+
+def _box(to: Any) -> Callable[[Path], object]:
+    """A stack of matrices, the second rank's part of which has another `beyond`."""
+    return _after(cut_in_a_third_dimension, _set("shards", "w", 1, "beyond", to=to))
+
+
+def _after(*damages: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: [damage(folder) for damage in damages]
 
 
 def _named(name: str) -> Callable[[Path], object]:
@@ -542,6 +569,42 @@ STATES: dict[str, Callable[[Path], object]] = {
     "in no file": _set("shards", "w", 0, "file", to="x.safetensors"),
     "in state.json": _set("shards", "w", 0, "file", to="state.json"),
     "file number": _set("shards", "w", 0, "file", to=3),
+    "boxes in version 3": _set("shards", "w", 0, "beyond", to=[[0, 1]]),
+    "boxes of a matrix": _after(
+        _set("version", to=4),
+        _set("shards", "w", 0, "beyond", to=[[0, 1]]),
+        _set("shards", "w", 1, "beyond", to=[[0, 1]]),
+    ),
+    "boxes called version 3": _after(cut_in_a_third_dimension, _set("version", to=3)),
+    "version float": _set("version", to=3.0),
+    "version bool": _set("version", to=True),
+    "box gone": _after(cut_in_a_third_dimension, _pop("shards", "w", 1, "beyond")),
+    "boxes gone": _after(
+        cut_in_a_third_dimension, _pop("shards", "w", 0, "beyond"), _pop("shards", "w", 1, "beyond")
+    ),
+    "box null": _box(None),
+    "box text": _box("[[2, 1]]"),
+    "box map": _box({"0": [2, 1]}),
+    "box empty": _box([]),
+    "box flat": _box([2, 1]),
+    "box of three": _box([[2, 1, 0]]),
+    "box of texts": _box([["2", "1"]]),
+    "box of floats": _box([[2.0, 1]]),
+    "box of bools": _box([[2, True]]),
+    "box negative": _box([[-1, 1]]),
+    "box without elements": _box([[2, 0]]),
+    "box huge": _box([[2, 2**60]]),
+    "box overlaps": _box([[1, 1]]),
+    "box leaves a gap": _box([[3, 1]]),
+    "box longer": _box([[2, 2]]),
+    "box of more dimensions": _box([[2, 1], [0, 1]]),
+    "box of 60 dimensions": _box([[2, 1], *([[0, 1]] * 59)]),
+    "stack of other dtype": _after(
+        cut_in_a_third_dimension, _tensors({"w": torch.zeros(2, 3, 2, dtype=torch.bfloat16)})
+    ),
+    "stack longer in its file": _after(cut_in_a_third_dimension, _tensors({"w": torch.zeros(2, 3, 3)})),
+    "stack of more dimensions": _after(cut_in_a_third_dimension, _tensors({"w": torch.zeros(2, 3, 2, 1)})),
+    "matrix of a stack": _tensors({"w": torch.zeros(3, 3, 2)}),
     "tensor of other shape": _tensors({"w": torch.zeros(2, 3)}),
     "tensor of other dtype": _tensors({"w": torch.zeros(3, 3, dtype=torch.int32)}),
     "tensor of half": _tensors({"w": torch.zeros(3, 3).half()}),
@@ -629,6 +692,8 @@ class Inputs:
         self.root, self.model = root, model
         self.tokenizer = data.load_tokenizer(model)
         self.state = write_state(root / "valid")
+        self.stack = write_state(root / "valid-stack")
+        cut_in_a_third_dimension(self.stack)
         self.config = (
             BASE + "optimizer: {lr: 1.0e-4}\nprecision: {kind: int8_rowcol, skip: [lm_head]}\nseed: 3\n"
         )
@@ -656,8 +721,8 @@ class Inputs:
         damage(folder)
         return is_one_line(lambda: read_model(folder))
 
-    def refuses_state(self, damage: Callable[[Path], object]) -> bool:
-        folder = self.copy_of(self.state)
+    def refuses_state(self, damage: Callable[[Path], object], state: Path | None = None) -> bool:
+        folder = self.copy_of(state or self.state)
         damage(folder)
         if not folder.exists():
             (folder,) = folder.parent.iterdir()
@@ -681,18 +746,19 @@ class Inputs:
         weights = (self.model / "model.safetensors").read_bytes()
         header = mutate_bytes(weights[:2000], choose)
         self.refuses_model(_write("model.safetensors", header + weights[2000:]))
-        file = choose.choice(sorted(self.state.iterdir()))
+        state = choose.choice((self.state, self.stack))
+        file = choose.choice(sorted(state.iterdir()))
         damaged = mutate_bytes(file.read_bytes(), choose)
-        refused = self.refuses_state(_write(file.name, damaged))
+        refused = self.refuses_state(_write(file.name, damaged), state)
         assert refused or damaged == file.read_bytes(), f"{file.name}: {damaged!r:.2000}"
-        content = json.loads((self.state / "manifest.json").read_text())
+        content = json.loads((state / "manifest.json").read_text())
         del content["digest"]
         changed = mutate_json(content, choose)
         try:
             json.dumps(changed, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             return
-        self.refuses_state(lambda folder: write_sealed(folder / "manifest.json", changed))
+        self.refuses_state(lambda folder: write_sealed(folder / "manifest.json", changed), state)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lptune import data, distributed
-from lptune.checkpoint.stored import fused_rows_of, model_tensors, optimizer_tensors
+from lptune.checkpoint.stored import parameters_of, state_of
 from lptune.linear import dequantized
 from lptune.ranks import preemption
 
@@ -111,9 +111,9 @@ def loaded(
     if step == 0:
         return
     distributed.reshard(model)
-    fused, whole = distributed.fused_rows(model), dict[str, Tensor]()
-    for name, tensor in (model_tensors(model) | optimizer_tensors(model, optimizer)).items():
-        full = distributed.full_tensor(dequantized(tensor), fused_rows_of(fused, name))
-        whole[name] = full.detach().cpu().contiguous().clone()
+    whole = dict[str, Tensor]()
+    for each in parameters_of(model) + state_of(model, optimizer):
+        full = distributed.full_tensor(dequantized(each.tensor), each.fused_rows)
+        whole[each.name] = full.detach().cpu().contiguous().clone()
     if world.is_main:
         save_file(whole, folder / f"loaded-{step}.safetensors")

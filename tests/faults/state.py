@@ -21,8 +21,9 @@ from lptune import checkpoint, distributed
 from lptune.checkpoint import save
 from lptune.checkpoint.manifest import Manifest
 from lptune.config import CheckpointConfig
+from lptune.training import ListsMoments
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ListsMoments.MOMENTS
 FACTS = {"fingerprint": {"seed": 0}, "started_on": "2026-01-01"}
 # 5 and 1 rows: uneven over two ranks, and a rank without any.
 _SHAPES = {"large": (96, 128), "uneven": (5, 33), "vector": (40,), "single": (1, 7)}
@@ -42,7 +43,7 @@ def _values(step: int, number: int, shape: tuple[int, ...]) -> Tensor:
     return torch.rand(shape, generator=generator)
 
 
-class Scripted(torch.optim.Optimizer):
+class Scripted(ListsMoments, torch.optim.Optimizer):
     """Its steps write `expected` of the next step into parameters and moments."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,8 +66,8 @@ class Scripted(torch.optim.Optimizer):
 
 
 def _fill(tensor: Tensor, whole: Tensor) -> None:
-    for values_here, row, *_ in distributed.local_pieces(tensor):
-        values_here.copy_(whole[row : row + values_here.shape[0]])
+    for piece in distributed.local_pieces(tensor):
+        piece.values.copy_(whole[piece.region])
 
 
 class State:
@@ -108,9 +109,8 @@ class State:
         for name, parameter in self.model.named_parameters():
             tensors = {name: parameter} | {f"{m}/{name}": self.optimizer.state[parameter][m] for m in MOMENTS}
             for key, tensor in tensors.items():
-                for values_here, row, *_ in distributed.local_pieces(tensor):
-                    part = values[key][row : row + values_here.shape[0]]
-                    _assert_equal(values_here, part, f"{manifest.folder}: {key}")
+                for piece in distributed.local_pieces(tensor):
+                    _assert_equal(piece.values, values[key][piece.region], f"{manifest.folder}: {key}")
 
     def writer(self, folder: Path, world: distributed.World, **keys: Any) -> checkpoint.CheckpointWriter:
         """A CheckpointWriter of this state. keys: of CheckpointConfig."""
@@ -150,16 +150,23 @@ def stored_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _assembled(name: str, parts: list[dict[str, Any]], files: dict[str, dict[str, Tensor]]) -> Tensor:
     first = files[parts[0]["file"]][name]
-    if first.dim() == 0:
+    dim = first.dim()
+    if dim == 0:
         return first
     rows = max(part["start"] + part["rows"] for part in parts)
     columns = max(part["column"] + part["columns"] for part in parts)
-    whole = torch.full((rows, columns) if first.dim() == 2 else (rows,), torch.nan, dtype=first.dtype)
+    further = list(first.shape[2:])
+    for place in range(len(parts[0].get("beyond", ()))):
+        further[place] = max(sum(part["beyond"][place]) for part in parts)
+    unfilled = torch.nan if first.is_floating_point() else 99
+    whole = torch.full((rows, columns, *further)[:dim], unfilled, dtype=first.dtype)
     for part in parts:
         values = files[part["file"]][name][part["at"] : part["at"] + part["rows"]]
         target = whole[part["start"] : part["start"] + part["rows"]]
-        if first.dim() == 2:
+        if dim > 1:
             target = target[:, part["column"] : part["column"] + part["columns"]]
+        for place, (begin, number) in enumerate(part.get("beyond", ()), start=2):
+            target = target.narrow(place, begin, number)
         target.copy_(values)
     return whole
 

@@ -24,6 +24,7 @@ def test_what_the_cases_damage_is_valid(inputs: Inputs) -> None:
     assert not inputs.refuses_data("r.jsonl", inputs.rows)
     assert not inputs.refuses_model(lambda folder: None)
     assert not inputs.refuses_state(lambda folder: None)
+    assert not inputs.refuses_state(lambda folder: None, inputs.stack)
 
 
 def test_there_are_sixty_configs_sixty_data_files_and_eighty_checkpoints() -> None:

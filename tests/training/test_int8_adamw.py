@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lptune import linear, numerics, training
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight
-from lptune.training import int8_adamw
+from lptune.training import AdamW, int8_adamw
 
 # Gradients are set here, not computed: no GEMM runs that could be verified.
 INT8 = PrecisionConfig(kind="int8_weight_only", skip=(), verify=False)
@@ -107,7 +107,7 @@ def test_moments_and_plain_parameters_are_those_of_torchs_adamw_bitwise() -> Non
     layer, cfg = _layer(), OptimizerConfig(lr=1e-3, weight_decay=0.1)
     twin, gradient = _twin(layer), torch.randn(32, 64)
     ours, theirs = _step(layer, gradient, cfg), _step(twin, gradient, cfg)
-    assert type(theirs) is torch.optim.AdamW
+    assert type(theirs) is AdamW
     assert torch.equal(layer.bias, twin.bias)
     for name, parameter in layer.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq", "step"):

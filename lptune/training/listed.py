@@ -1,0 +1,69 @@
+"""How an optimizer lists its state for a checkpoint.
+
+A checkpoint knows no optimizer. `CheckpointWriter` asks it for what is to be saved, and `load_state` for what
+is to be filled (`ListsState` in checkpoint/stored.py):
+
+    stored(names)                        the live tensors, by their names in the checkpoint
+    restored(names, saved, num_updates)  makes the state anew, and lists it to be filled
+
+`ListsMoments` has both for the usual case: tensors of each parameter under fixed keys, and a count of
+updates, which needs no tensor in a file. An optimizer derives from it and says which keys:
+
+    class Momentum(ListsMoments, torch.optim.SGD):
+        MOMENTS, COUNT = ("momentum_buffer",), None
+
+State of another dtype or shape than its parameter overrides `new_moment`. It has to be sharded as its
+parameter is (distributed.zeros_by_rows makes such a tensor), since a plain one is taken for the same on every
+rank. An optimizer that keeps anything else writes the two methods itself.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lptune.linear import is_stored_in_place, plain_rows
+
+
+class ListsMoments:
+    """For an optimizer that keeps `MOMENTS` of every parameter, and counts its updates."""
+
+    MOMENTS: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    """Keys of the tensors in `state[parameter]`; in a checkpoint `KEY/NAME`."""
+    COUNT: ClassVar[str | None] = "step"
+    """Key of the number of updates in `state[parameter]`, 0-dimensional and float32; None: there is none."""
+
+    state: Any
+    """As every optimizer of torch has it."""
+
+    def stored(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+        """The moments of the parameters that have any."""
+        return {
+            f"{moment}/{name}": self.state[parameter][moment]
+            for parameter, name in names.items()
+            if parameter in self.state
+            for moment in self.MOMENTS
+        }
+
+    def restored(
+        self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
+    ) -> dict[str, Tensor]:
+        """New moments of the parameters that had any."""
+        for parameter, name in names.items():
+            # A parameter that was never updated (a frozen one) has no state.
+            if any(f"{moment}/{name}" in saved for moment in self.MOMENTS):
+                state = {moment: self.new_moment(parameter, moment) for moment in self.MOMENTS}
+                if self.COUNT is not None:
+                    count = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
+                    state = {self.COUNT: count, **state}
+                self.state[parameter] = state
+        return self.stored(names)
+
+    def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        """Storage to be filled: of the parameter's shape, dtype and sharding."""
+        # Every element will be read, or loading fails: filling it first would be a second pass over new
+        # memory.
+        if is_stored_in_place(parameter):
+            return torch.empty_like(plain_rows(parameter.detach()))
+        return torch.zeros_like(parameter)
