@@ -1,7 +1,8 @@
 """Saving: a checkpoint appears whole or not at all, and training hardly waits for it.
 
     step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …a pair per rank, or more
-                    replicated-00000.safetensors, where a precision keeps state: amax histories
+                    replicated-00000.safetensors, sharded-00000.safetensors  what `save` was given beside
+                    these: amax histories, averages of weights
                     state.json  manifest.json
 
 The position in the data is the step (the order of rows is a function of seed and epoch), and all random
@@ -195,10 +196,12 @@ class CheckpointWriter:
 
     def _contents(self, tensors: Mapping[str, Tensor]) -> dict[str, list["_Part"]]:
         """Name of file -> what this rank writes into it."""
+        beside = further(tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
             "optimizer": state_of(self._model, self._optimizer),
-            "replicated": further(tensors),
+            "replicated": [each for each in beside if not each.is_sharded],
+            "sharded": [each for each in beside if each.is_sharded],
         }
         check_names(stored for group in groups.values() for stored in group)
         files: dict[str, list[_Part]] = {}

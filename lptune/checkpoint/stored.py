@@ -48,9 +48,14 @@ class Stored:
         """This rank's part in one tensor."""
         return on_this_rank(self.tensor).detach()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks may hold different parts; otherwise all of them hold the same."""
+        return isinstance(self.tensor, DTensor)
+
     def is_written_by(self, world: World) -> bool:
         """Whether this rank is the first of those that hold this part."""
-        return is_first_holder(self.tensor) if isinstance(self.tensor, DTensor) else world.is_main
+        return is_first_holder(self.tensor) if self.is_sharded else world.is_main
 
 
 @runtime_checkable

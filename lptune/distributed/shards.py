@@ -149,7 +149,7 @@ def _num_row_parts(tensor: DTensor, fused_rows: Sequence[int]) -> int:
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
-    return getattr(placement, "dim", None) == dim  # Shard, or FSDP's strided one
+    return getattr(placement, "dim", None) == dim
 
 
 def _box(tensor: DTensor) -> list[tuple[int, int]]:
@@ -161,7 +161,9 @@ def _box(tensor: DTensor) -> list[tuple[int, int]]:
         placement = tensor.placements[axis]
         if placement.is_replicate():
             continue
-        dim: int = placement.dim  # type: ignore[attr-defined]  # Shard, or FSDP's strided one
+        dim: int | None = getattr(placement, "dim", None)  # of Shard, or FSDP's strided one
+        if dim is None:
+            raise ValueError(f"a tensor placed as {placement!r}: no rank holds a part of its values")
         first, number = bounds[dim]
         chunk = -(-number // mesh.size(axis))
         start = min(chunk * mesh.get_local_rank(axis), number)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lptune import checkpoint, distributed, training
-from lptune.config import CheckpointConfig, UserError
+from lptune.checkpoint.stored import Stored
+from lptune.config import CheckpointConfig, ParallelConfig, UserError
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from tests.faults.state import stored_tensors
 from tests.ranks import Ranks
@@ -322,6 +323,8 @@ def _averages(rank: int, num_ranks: int, folder: str) -> None:
                 path = writer.save(1, {"fingerprint": {}}, averages | seen)
                 for average in averages.values():
                     average.zero_()  # it was copied
+            kinds = {file.name.partition("-")[0] for file in path.glob("*.safetensors")}
+            assert kinds == {"model", "replicated", *(["sharded"] if num_ranks > 1 else [])}
         wanted = {name: p.detach() * 2 for name, p in model.named_parameters()}
         seen["num_rows"] += 1
         checkpoint.load_state(checkpoint.verify(path), model, optimizer, averages | seen)
@@ -347,8 +350,35 @@ def _by_rows(rank: int, num_ranks: int) -> None:
         ]
         with pytest.raises(ValueError, match="not each is by rows"):
             zeros_by_rows(distribute_tensor(whole, world.mesh, [Shard(1)]), (), torch.bfloat16)
+        unsummed = Stored("sum", DTensor.from_local(whole, world.mesh, [Partial()]))
+        with pytest.raises(ValueError, match=r"'sum' cannot be stored: a tensor placed as Partial"):
+            unsummed.pieces()
 
 
 def test_state_for_each_row_is_sharded_as_the_rows(ranks: Ranks) -> None:
     ranks.run(_by_rows, 2)
     assert whole_piece(torch.zeros(2, 3)).region == (slice(0, 2), slice(0, 3))
+
+
+def _beside_fused(rank: int, num_ranks: int) -> None:
+    """State of a layer that stacks matrices of 4 and 2 rows, each cut over two ranks."""
+    fused = (4, 2)
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        mesh = world.tensor_mesh
+
+        def starts(tensor: Tensor, placement: Placement) -> list[tuple[int, ...]]:
+            cut = distribute_tensor(tensor, mesh, [placement])
+            return [piece.start for piece in Stored("state", cut, fused).pieces()]
+
+        by_rows = [(2 * rank,), (4 + rank,)]
+        assert starts(torch.zeros(6), Shard(0)) == by_rows
+        assert starts(torch.zeros(6, 3, 5), Shard(0)) == [(*start, 0, 0) for start in by_rows]
+        # What that axis does not cut by rows is in the checkpoint's order.
+        assert starts(torch.zeros(6, 4), Replicate()) == [(0, 0)]
+        assert starts(torch.zeros(6, 4), Shard(1)) == [(0, 2 * rank)]
+        with pytest.raises(ValueError, match=r"'state' cannot be stored: a tensor of 3 rows, cut over"):
+            starts(torch.zeros(3), Shard(0))
+
+
+def test_state_beside_a_fused_parameter_is_stored_in_the_order_of_its_rows(ranks: Ranks) -> None:
+    ranks.run(_beside_fused, 2)
