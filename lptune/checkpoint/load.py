@@ -37,8 +37,8 @@ def load_state(
 ) -> None:
     """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own part.
 
-    optimizer: see `stored.ListsState`. tensors: what `CheckpointWriter.save` was given, filled in place as far
-    as the checkpoint has them; a run that used another precision has others there, or none.
+    optimizer: see `stored.ListsState`. tensors: those that `CheckpointWriter.save` was given, filled in place
+    as far as the checkpoint has them; a run that used another precision has others there, or none.
 
     Raises UserError where the checkpoint lacks what is listed, has it in another shape or dtype, or holds the
     state of another optimizer.

@@ -25,7 +25,7 @@ class AdamW(ListsMoments, torch.optim.AdamW):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See torch.optim.AdamW."""
+        """Takes the arguments of torch.optim.AdamW."""
         super().__init__(*args, **options)
         if any(group["amsgrad"] for group in self.param_groups):
             raise ValueError("amsgrad=True keeps a third moment, which AdamW does not list; leave it out")
