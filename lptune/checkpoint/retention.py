@@ -1,14 +1,19 @@
 """Retention: which checkpoints stay. The newest always does, whatever the keys say.
 
 A checkpoint that goes is renamed first: a kill in the middle of a removal must not leave half a `step-…`.
+Files in it that lptune did not write stay, in a folder `old-step-…`.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lptune.checkpoint.files import read_json, remove_folder
+from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
 from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_of
 from lptune.config import CheckpointConfig, UserError
+from lptune.distributed import print_line
+
+_OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")
 
 
 def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig) -> set[int]:
@@ -33,7 +38,19 @@ def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
     check_sizes(checkpoints[newest])
     losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
-        remove_folder(checkpoints[step])
+        _remove(checkpoints[step])
+
+
+def _remove(checkpoint: Path) -> None:
+    foreign = sorted(path.name for path in checkpoint.iterdir() if not _OURS.fullmatch(path.name))
+    if not foreign or checkpoint.is_symlink():
+        remove_folder(checkpoint)
+        return
+    aside = set_aside(checkpoint)
+    for path in aside.iterdir():
+        if path.name not in foreign:
+            remove_leftover(path)
+    print_line(f"set aside: {checkpoint} -> {aside.name}: {', '.join(foreign)[:200]} is not of a checkpoint")
 
 
 def _eval_loss(checkpoint: Path) -> float | None:

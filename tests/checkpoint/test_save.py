@@ -385,3 +385,22 @@ def test_the_best_and_the_even_checkpoints_stay(tmp_path: Path, world: distribut
         run.save(step, eval_loss=eval_loss)
     run.writer.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in (2, 4, 7)]
+
+
+def test_of_a_checkpoint_that_goes_the_files_of_others_stay(
+    tmp_path: Path, world: distributed.World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    run = Run(tmp_path / "checkpoints", world, keep_last=1)
+    run.train()
+    run.save(1, wait=True)
+    old = run.folder / "step-00000001"
+    (old / "notes.txt").write_text("mine")
+    (old / "plots").mkdir()
+    (old / "plots" / "loss.json").write_text("{}")
+    run.save(2, wait=True)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["old-step-00000001-1", "step-00000002"]
+    aside = run.folder / "old-step-00000001-1"
+    kept = {path.relative_to(aside).as_posix() for path in aside.rglob("*")}
+    assert kept == {"notes.txt", "plots", "plots/loss.json"}
+    assert "-> old-step-00000001-1: notes.txt, plots is not of a checkpoint" in capsys.readouterr().out
