@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import ast
+import errno
 import os
 import re
 import subprocess
@@ -120,6 +121,43 @@ def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> 
     with pytest.raises(UserError) as caught:
         find(name)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", ["recipe", "config", "recipe or config"])
+def test_what_is_no_file_is_named_as_what_it_is(command: Command, kind: str) -> None:
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")
+    Path("circle").symlink_to("circle")
+    Path("nothing").symlink_to("nowhere")
+    give = f"give the name or the path of a {kind}"
+    for name, reason in {
+        "pipe": f"is a pipe; {give}",
+        "to_pipe": f"is a pipe; {give}",
+        "/dev/zero": f"is a device or socket; {give}",
+        "circle": "cannot be read: Too many levels of symbolic links",
+        "nothing": f"no such {kind}; `lptune ls` shows what there is",
+    }.items():
+        arguments = {
+            "recipe": ["run", name, "--config", "quickstart"],
+            "config": ["run", "full_finetune", "--config", name],
+            "recipe or config": ["cat", name],
+        }[kind]
+        assert command(*arguments) == (2, "", f"error: {name}: {reason}\n")
+
+
+def test_a_recipe_or_config_that_may_not_be_looked_at_is_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if self.name == "a.yaml":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return before(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(UserError, match=r"^closed/a\.yaml: cannot be read: Permission denied$"):
+        catalog.find_config("closed/a.yaml")
 
 
 def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:
