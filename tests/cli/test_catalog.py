@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.cli import catalog
+from lptune.cli import catalog, recipe
 from lptune.config import UserError
 from tests.cli.conftest import Command, Lptune, clean_environment
 
@@ -44,7 +44,7 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(command: Command) 
         for arguments in (["cat", name], ["run", name, "--config", "quickstart"]):
             code, stdout, stderr = command(*arguments)
             assert (code, stdout, stderr.count("\n")) == (2, "", 1), arguments
-            assert stderr.startswith(f"error: {name}: is no"), stderr
+            assert stderr.startswith(f"error: {name}: is not "), stderr
 
 
 def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
@@ -121,6 +121,18 @@ def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> 
     with pytest.raises(UserError) as caught:
         find(name)
     assert str(caught.value).startswith(message)
+
+
+def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
+    with open("huge.py", "wb") as file:
+        file.truncate(recipe.MAX_CHARS + 1)
+    too_long = f"it is longer than {recipe.MAX_CHARS:,} characters, so it is something else\n"
+    for arguments, reason in (
+        (["cat", "huge.py"], "is not text"),
+        (["run", "huge.py", "--config", "quickstart"], "is not a Python file"),
+        (["validate", "huge.py", "--config", "quickstart"], "is not a Python file"),
+    ):
+        assert command(*arguments) == (2, "", f"error: huge.py: {reason}: {too_long}"), arguments
 
 
 @pytest.mark.parametrize("kind", ["recipe", "config", "recipe or config"])
