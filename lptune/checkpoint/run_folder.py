@@ -36,6 +36,7 @@ from lptune.config import (
     lock_file,
     named,
     open_regular,
+    remedy,
     to_yaml,
 )
 from lptune.distributed import World
@@ -171,7 +172,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"output_dir: {self.path} cannot be made ({error.strerror}); choose another folder"
+                f"output_dir: {self.path} cannot be made ({error.strerror}); "
+                f"{remedy(error, 'choose another folder')}"
             ) from None
 
     def _is_own(self, resumed: Manifest) -> bool:
@@ -334,8 +336,7 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
         file = Path(os.fsdecode(name))
         if not file.absolute().is_relative_to(run.path.absolute()):
             raise
-        raise UserError(
-            f"output_dir: {run.path}: {file}: {error.strerror}; make room there or mend it, and run again"
-        ) from None
+        todo = remedy(error, "make room there or mend it")
+        raise UserError(f"output_dir: {run.path}: {file}: {error.strerror}; {todo}, and run again") from None
     finally:
         run.unlock()

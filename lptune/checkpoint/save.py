@@ -65,7 +65,7 @@ from lptune.checkpoint.stored import (
     parameters_of,
     state_of,
 )
-from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError
+from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy
 from lptune.distributed import SideGroup, World, reshard
 from lptune.distributed.collectives import size_text
 from lptune.linear import dequantized
@@ -278,8 +278,8 @@ class CheckpointWriter:
             newest = next((path.name for path in list_checkpoints(self._folder)), None)
             there = f"{newest} is intact" if newest else "there is no earlier one"
             return (
-                f"{where}checkpoint of step {job.step} {failed}: {why(error)}; {there}; make room in "
-                f"{self._folder} or mend it, and run again"
+                f"{where}checkpoint of step {job.step} {failed}: {why(error)}; {there}; "
+                f"{remedy(error, f'make room in {self._folder} or mend it')}, and run again"
             )
 
         return self._group.together((*WRITE_ERRORS, UserError), line_of)

@@ -20,6 +20,9 @@ if import_path.is_program():
         preemption.listen()
     from lptune.config import printable  # slow to import, so after the signals
 
+    # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
+    _works = _is_run or not {"export", "download", "new-checkpoint", "cp", "verify", "validate"}.isdisjoint(
+        _command
+    )
     # A recipe may print colours. Other commands print text, some of it from files of other people.
-    _works = _is_run or _command in (["export"], ["download"], ["new-checkpoint"], ["cp"])
     streams.guard(ends_command=not _works, escape=str if _is_run else printable)

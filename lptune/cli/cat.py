@@ -2,8 +2,8 @@
 
 import click
 
-from lptune.cli import catalog
-from lptune.config import UserError
+from lptune.cli import catalog, recipe
+from lptune.config import UserError, read_text
 
 
 @click.command()
@@ -12,7 +12,7 @@ def cat(name: str) -> None:
     """Print the recipe or config NAME."""
     path = catalog.find_any(name)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, recipe.MAX_CHARS)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: is not text: {error}") from None
     click.echo(text, nl=False)

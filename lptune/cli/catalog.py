@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 
 import lptune
-from lptune.config import UserError, check_path, closest
+from lptune.config import UserError, check_path, closest, kind_of
 
 _PACKAGE = Path(lptune.__file__).parent
 
@@ -69,10 +69,14 @@ def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:
         other == "recipe" and (name in recipes() or path.suffix == ".py")
     ):
         raise UserError(f"{name}: is a {other}; give the name or the path of a {kind}")
-    if path.is_file():
+    try:
+        found = kind_of(path, follow=True)
+    except OSError as error:  # a folder above it cannot be searched, or a circle of links
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+    if found == "a file":
         return path
-    if path.is_dir():
-        raise UserError(f"{name}: is a folder; give the name or the path of a {kind}")
+    if found:
+        raise UserError(f"{name}: is {found}; give the name or the path of a {kind}")
     # The hint for a path is the name that it probably means: `recipes/full_finetun.py` -> full_finetune.
     hint = closest(name, known) or closest(name.removesuffix(suffix).split("configs/")[-1], known)
     hint = hint or closest(path.stem, known) or "; `lptune ls` shows what there is"

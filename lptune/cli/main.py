@@ -12,10 +12,12 @@ Commands import torch inside their function, so that `--help` and `validate` ans
 """
 
 import errno
+import functools
+import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import click
@@ -47,8 +49,28 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
+    """`body` behind a check that the current directory exists.
+
+    Without one no relative path can be made absolute, and MKL ends the process at the first matrix product.
+    """
+
+    @functools.wraps(body)
+    def checked(*arguments: object, **options: object) -> object:
+        try:
+            os.getcwd()
+        except OSError:
+            raise UserError("the current directory was removed; go to one that is there") from None
+        return body(*arguments, **options)
+
+    return checked
+
+
 for command in (run, ls, cat, cp, validate, plan, download, new_checkpoint, export, verify):
     cli.add_command(command)
+    if command not in (ls, cat, cp):  # these need no current directory
+        assert command.callback is not None
+        command.callback = _in_a_folder(command.callback)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -16,7 +16,7 @@ import click
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
-from lptune.config import UserError, closest
+from lptune.config import MEBI, UserError, closest, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +44,7 @@ CHAT_TEMPLATE = """\
 """
 
 _SHARD_BYTES = 4 << 30
+_MAX_TEXT_CHARS = 1024 * MEBI  # a tokenizer needs far less; the text is held in memory
 
 
 @click.command(name="new-checkpoint")
@@ -141,8 +142,8 @@ def _lines(text: Path | None) -> Iterator[str]:
             yield f"assistant\n{row['response']}"
         return
     try:
-        yield from text.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        yield from read_text(text, _MAX_TEXT_CHARS).splitlines()
+    except (OSError, ValueError) as error:
         raise UserError(f"--text {text}: cannot be read as UTF-8 text: {error}") from None
 
 

@@ -18,7 +18,9 @@ from typing import Any
 
 import lptune.config
 from lptune.cli import import_path
-from lptune.config import UserError
+from lptune.config import MEBI, UserError, read_text
+
+MAX_CHARS = 4 * MEBI  # far above any recipe or config
 
 
 def config_class(path: Path) -> type[Any]:
@@ -68,7 +70,7 @@ def _thaw_for_triton() -> None:
 def _annotation(path: Path) -> str:
     """The first parameter's annotation of `main` as written, e.g. `config.FinetuneConfig`."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(read_text(path, MAX_CHARS))
     except SyntaxError as error:
         raise UserError(f"{path}: line {error.lineno}: not valid Python: {error.msg}") from None
     except (OSError, ValueError) as error:

@@ -40,10 +40,6 @@ def run(
     if wrong := _misplaced_config(positional, config_name):
         raise UserError(wrong)
     assert config_name is not None
-    try:
-        os.getcwd()
-    except OSError:
-        raise UserError("run: the current directory was removed; go to one that is there") from None
     counts = {"--nnodes": nnodes, "--nproc-per-node": nproc_per_node}
     for name, value in counts.items():
         _check_count(name, value)

@@ -8,6 +8,7 @@ from lptune.config.errors import (
     closest,
     no_8_bit_gemm_error,
     no_gpu_error,
+    remedy,
     too_many_ranks_error,
 )
 from lptune.config.extras import command_to_install, how_to_install
@@ -97,6 +98,7 @@ __all__ = [
     "too_many_ranks_error",
     "printable",
     "read_text",
+    "remedy",
     "source_names",
     "to_yaml",
 ]

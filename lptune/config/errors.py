@@ -5,6 +5,7 @@ prints its message and exits with its `exit_code`; a traceback always means a bu
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 from lptune.config.text import printable
@@ -59,3 +60,10 @@ def closest(word: str, choices: Iterable[str]) -> str:
     if not near and len(word) >= 3:
         near = [choice for choice in by_lower if choice.startswith(word.lower())]
     return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+
+
+def remedy(error: BaseException | None, otherwise: str) -> str:
+    """What to do about a file that could not be written: `otherwise`, unless only descriptors were short."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (`ulimit -n`)"
+    return otherwise

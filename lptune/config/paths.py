@@ -53,10 +53,13 @@ def is_within(path: Path, place: Path) -> bool:
     return False
 
 
-def kind_of(path: Path) -> str:
-    """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there."""
+def kind_of(path: Path, *, follow: bool = False) -> str:
+    """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there.
+
+    follow: what a link leads to, instead of "a link".
+    """
     try:
-        mode = path.lstat().st_mode
+        mode = path.stat(follow_symlinks=follow).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.config import UserError, lock_file
+from lptune.config import UserError, lock_file, remedy
 from lptune.data.documents import Documents, concatenated
 
 FORMAT = 1
@@ -94,10 +94,12 @@ def cached(cache: str, key: str, make: Make) -> Stored:
         folder = cache_folder(cache)
         return _found_or_made(folder, key, make)
     except _UnusableError as problem:
-        reason = f"{folder} cannot be used ({problem})"
+        reason, cause = f"{folder} cannot be used ({problem})", problem.__cause__
     if cache != "auto":
-        raise UserError(f"data.cache: {reason}; make room, name another folder, or set data.cache=none")
-    note = f"nothing is cached: {reason}; set data.cache to a folder that can be written, or to none"
+        todo = remedy(cause, "make room, name another folder")
+        raise UserError(f"data.cache: {reason}; {todo}, or set data.cache=none")
+    todo = remedy(cause, "set data.cache to a folder that can be written, or to none")
+    note = f"nothing is cached: {reason}; {todo}"
     return in_memory(make)._replace(notes=[note])
 
 
@@ -132,7 +134,7 @@ def _own_files() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _UnusableError(error.strerror or str(error)) from None
+        raise _UnusableError(error.strerror or str(error)) from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,8 @@ from lptune.config import (
 )
 from lptune.ranks import preemption
 from lptune.trials import check_trials
+
+_HINT_S = 15.0  # as the launcher's, which waits for other machines
 
 
 class Boundary(NamedTuple):
@@ -186,13 +189,8 @@ def session(
         here = torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        try:
+        with _meeting(rank, size):
             dist.init_process_group(backend)
-        except ValueError as error:  # a variable is missing, or not a number
-            raise UserError(
-                f"RANK={rank} in the environment, but {str(error).rpartition('rendezvous: ')[2]}; unset what "
-                "is left of a launcher, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            ) from None
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -243,6 +241,40 @@ def deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         inductor.deterministic = before[1]
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _meeting(rank: int, size: int) -> Iterator[None]:
+    """Prints a line if the block, in which this rank meets the others, takes longer than `_HINT_S` seconds.
+
+    Where the environment only has leftovers of a launcher, nobody comes, and torch waits for half an hour in
+    silence. Raises UserError where the ranks cannot meet, unless a launcher of lptune finds the cause.
+    """
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    has_launcher = ranks.LAUNCHER in os.environ
+    todo = "" if has_launcher else "; if no launcher started it, unset RANK and WORLD_SIZE"
+
+    def say() -> None:
+        line = f"rank {rank} of {size} is waiting for the other ranks at {where}{todo}"
+        print(printable(line), file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_HINT_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except ValueError as error:  # a variable is missing, or not a number
+        raise UserError(
+            f"RANK={rank} in the environment, but {str(error).rpartition('rendezvous: ')[2]}; unset what "
+            "is left of a launcher, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        ) from None
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if has_launcher:
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"rank {rank} of {size} cannot meet the others at {where}: {reason}{todo}") from None
+    finally:
+        timer.cancel()
 
 
 def _device_type(device: str) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from lptune import checkpoint, distributed, training
 from lptune.checkpoint.files import read_bytes, sha256, write_text
 from lptune.checkpoint.manifest import Manifest
-from lptune.checkpoint.run_folder import open_run_folder
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -347,6 +347,25 @@ def test_an_error_of_a_disk_elsewhere_is_not_blamed_on_the_runs_folder(
         line = re.escape(f"output_dir: {tmp_path}: {tmp_path / 'a'}: No space left on device; make room")
         with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), inside)
+
+
+def test_a_lack_of_descriptors_is_no_lack_of_room(
+    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path / "a"))
+    line = re.escape(
+        f"{tmp_path / 'a'}: Too many open files; raise the limit of open files (`ulimit -n`), and run"
+    )
+    with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
+        raise error
+
+    def mkdir(*_: object, **__: object) -> None:
+        raise error
+
+    run = RunFolder(tmp_path / "new", world)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(UserError, match=r"cannot be made \(Too many open files\); raise the limit"):
+        run._make()
 
 
 def test_metrics_that_find_no_room_name_their_file(tmp_path: Path) -> None:

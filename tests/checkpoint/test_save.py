@@ -235,18 +235,27 @@ def test_a_device_that_goes_on_at_once_does_not_overtake_its_copy(tmp_path: Path
             assert _equal(run.saved(step), values)
 
 
+@pytest.mark.parametrize(
+    ("code", "todo"), [(errno.ENOSPC, "make room in"), (errno.EMFILE, "raise the limit of open files")]
+)
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
-    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch, background: bool
+    tmp_path: Path,
+    world: distributed.World,
+    monkeypatch: pytest.MonkeyPatch,
+    background: bool,
+    code: int,
+    todo: str,
 ) -> None:
     run = Run(tmp_path, world, async_save=background, keep_last=1)
     run.train()
     run.save(1, wait=True)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    full = OSError(code, os.strerror(code))
     with monkeypatch.context() as patch:
         patch.setattr(saving, "save_tensors", lambda *_: (_ for _ in ()).throw(full))
         line = (
-            r"^checkpoint of step 2 could not be written: .*No space left on device; step-00000001 is intact"
+            rf"^checkpoint of step 2 could not be written: .*{os.strerror(code)}; step-00000001 is intact; "
+            rf"{todo} .*, and run again$"
         )
         if background:
             run.save(2)

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import ast
+import errno
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.cli import catalog
+from lptune.cli import catalog, recipe
 from lptune.config import UserError
 from tests.cli.conftest import Command, Lptune, clean_environment
 
@@ -43,7 +44,7 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(command: Command) 
         for arguments in (["cat", name], ["run", name, "--config", "quickstart"]):
             code, stdout, stderr = command(*arguments)
             assert (code, stdout, stderr.count("\n")) == (2, "", 1), arguments
-            assert stderr.startswith(f"error: {name}: is no"), stderr
+            assert stderr.startswith(f"error: {name}: is not "), stderr
 
 
 def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
@@ -120,6 +121,55 @@ def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> 
     with pytest.raises(UserError) as caught:
         find(name)
     assert str(caught.value).startswith(message)
+
+
+def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
+    with open("huge.py", "wb") as file:
+        file.truncate(recipe.MAX_CHARS + 1)
+    too_long = f"it is longer than {recipe.MAX_CHARS:,} characters, so it is something else\n"
+    for arguments, reason in (
+        (["cat", "huge.py"], "is not text"),
+        (["run", "huge.py", "--config", "quickstart"], "is not a Python file"),
+        (["validate", "huge.py", "--config", "quickstart"], "is not a Python file"),
+    ):
+        assert command(*arguments) == (2, "", f"error: huge.py: {reason}: {too_long}"), arguments
+
+
+@pytest.mark.parametrize("kind", ["recipe", "config", "recipe or config"])
+def test_what_is_no_file_is_named_as_what_it_is(command: Command, kind: str) -> None:
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")
+    Path("circle").symlink_to("circle")
+    Path("nothing").symlink_to("nowhere")
+    give = f"give the name or the path of a {kind}"
+    for name, reason in {
+        "pipe": f"is a pipe; {give}",
+        "to_pipe": f"is a pipe; {give}",
+        "/dev/zero": f"is a device or socket; {give}",
+        "circle": "cannot be read: Too many levels of symbolic links",
+        "nothing": f"no such {kind}; `lptune ls` shows what there is",
+    }.items():
+        arguments = {
+            "recipe": ["run", name, "--config", "quickstart"],
+            "config": ["run", "full_finetune", "--config", name],
+            "recipe or config": ["cat", name],
+        }[kind]
+        assert command(*arguments) == (2, "", f"error: {name}: {reason}\n")
+
+
+def test_a_recipe_or_config_that_may_not_be_looked_at_is_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Path.stat
+
+    def stat(self: Path, **options: bool) -> os.stat_result:
+        if self.name == "a.yaml":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return before(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(UserError, match=r"^closed/a\.yaml: cannot be read: Permission denied$"):
+        catalog.find_config("closed/a.yaml")
 
 
 def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:

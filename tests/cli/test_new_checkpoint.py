@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,23 @@ def test_dtype_and_text_are_taken_from_the_options(command: Command) -> None:
     assert {tensor.dtype for tensor in load_file("new/model.safetensors").values()} == {torch.bfloat16}
     assert json.loads(Path("new/config.json").read_text())["dtype"] == "bfloat16"
     assert len(AutoTokenizer.from_pretrained("new")("abcabc zzzzzz").input_ids) == 3
+
+
+def test_a_text_that_has_no_end_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo("pipe")
+    Path("to_zeros").symlink_to("/dev/zero")
+    refused = "error: --text {}: cannot be read as UTF-8 text: {}\n"
+    for name in ("pipe", "to_zeros"):
+        done = command("new-checkpoint", "llama3_2/tiny", "new", "--text", name)
+        assert done == (2, "", refused.format(name, "it is not a regular file"))
+    monkeypatch.setattr(new_checkpoint, "_MAX_TEXT_CHARS", 10)
+    Path("text").write_text("a" * 11)
+    code, _, stderr = command("new-checkpoint", "llama3_2/tiny", "new", "--text", "text")
+    assert (code, stderr) == (
+        2,
+        refused.format("text", "it is longer than 10 characters, so it is something else"),
+    )
+    assert not Path("new").exists()
 
 
 def test_a_large_checkpoint_is_written_in_shards_with_an_index(

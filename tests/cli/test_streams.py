@@ -131,7 +131,7 @@ def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal
     [
         ("no reader", 141, ""),
         ("full", 2, "error: stdout: cannot be written: No space left on device\n"),
-        ("closed", 0, ""),
+        ("closed", 2, "error: stdout: cannot be written: Bad file descriptor\n"),
     ],
 )
 def test_a_command_that_cannot_print_ends_with_at_most_one_line(
@@ -139,6 +139,16 @@ def test_a_command_that_cannot_print_ends_with_at_most_one_line(
 ) -> None:
     done = _with_output(where, "ls", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (code, stderr)
+
+
+@pytest.mark.parametrize("where", ["no reader", "full", "closed"])
+def test_a_check_answers_by_its_exit_code_though_it_cannot_print(where: str, tmp_path: Path) -> None:
+    (tmp_path / "good.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n", encoding="utf-8")
+    note = "" if where == "closed" else "; lptune goes on without it\n"
+    good = _with_output(where, "validate", "good.yaml", cwd=tmp_path)
+    assert (good.returncode, good.stderr.endswith(note), good.stderr.count("\n")) == (0, True, bool(note))
+    bad = _with_output(where, "validate", "good.yaml", "sed=1", cwd=tmp_path)
+    assert (bad.returncode, "unknown key 'sed'" in bad.stderr) == (2, True)
 
 
 def test_a_command_that_works_does_so_though_it_cannot_print(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import stat
@@ -386,22 +387,30 @@ def test_without_a_home_folder_auto_works_in_memory(run: Callable, monkeypatch: 
         cached("~/data", "k" * 32, lambda _: {})
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+LIMIT = re.escape("raise the limit of open files (`ulimit -n`)")
+
+
+@pytest.mark.parametrize(
+    ("code", "todo"),
+    [(code, "make room") for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)]
+    + [(errno.EMFILE, f"{LIMIT}, or set data.cache=none")],
+)
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_full_disk_is_one_line_or_a_note_where_nobody_chose_the_folder(
-    run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int
+    run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int, todo: str
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     fresh = run(cache="none")
     monkeypatch.setattr(*((os, "fsync", full) if call == "fsync" else (Path, "rename", full)))
-    with pytest.raises(UserError, match=rf"data.cache: .* \({os.strerror(code)}\); make room"):
+    with pytest.raises(UserError, match=rf"data.cache: .* \({os.strerror(code)}\); {todo}"):
         run()
     assert not entries(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     prepared = run(cache="auto")
-    assert any(f"cannot be used ({os.strerror(code)}); set data.cache" in line for line in prepared.report)
+    note = rf"cannot be used \({os.strerror(code)}\); {LIMIT if code == errno.EMFILE else 'set data.cache'}"
+    assert any(re.search(note, line) for line in prepared.report)
     assert prepared.train.digest == fresh.train.digest
     assert not entries(tmp_path / "xdg/lptune/data")
 

@@ -1,18 +1,24 @@
 """The mesh that a run's ranks form, what a rank draws, and which signals ask it to stop."""
 
 import dataclasses
+import importlib
 import os
 import random
 import signal
+import socket
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from lptune import distributed
+from lptune import distributed, ranks
 from lptune.config import ParallelConfig, UserError, mesh_axes
 from lptune.distributed import World
+
+session = importlib.import_module("lptune.distributed.session")  # the package's `session` is the function
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,63 @@ def test_what_a_launcher_left_and_is_no_process_group_is_one_line(
         distributed.session("cpu"),
     ):
         pass
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("launcher", [None, "1"])
+def test_a_rank_that_waits_for_others_says_so_and_names_the_variables(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str | None
+) -> None:
+    port = _free_port()
+    left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(ranks.LAUNCHER, raising=False)
+    if launcher:
+        monkeypatch.setenv(ranks.LAUNCHER, launcher)
+    monkeypatch.setattr(session, "_HINT_S", 0.1)
+    init = dist.init_process_group
+    brief = timedelta(seconds=2)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: init(backend, timeout=brief))
+    with pytest.raises(dist.DistError if launcher else UserError), distributed.session("cpu"):
+        pass
+    todo = "" if launcher else "; if no launcher started it, unset RANK and WORLD_SIZE"
+    line = f"rank 0 of 2 is waiting for the other ranks at 127.0.0.1:{port}{todo}\n"
+    assert capfd.readouterr().err.count(line) == 1
+
+
+def test_a_port_that_another_program_uses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in left.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(ranks.LAUNCHER, raising=False)
+        line = (
+            rf"^rank 0 of 2 cannot meet the others at 127.0.0.1:{port}: .*address already in use; if no "
+            "launcher started it, unset RANK and WORLD_SIZE$"
+        )
+        with pytest.raises(UserError, match=line), distributed.session("cpu"):
+            pass
+
+
+def test_a_rank_whose_peers_come_in_time_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "_HINT_S", 1.0)
+    with distributed.session("cpu"):
+        time.sleep(1.5)
+    assert "waiting" not in capfd.readouterr().err
 
 
 def test_ranks_that_do_not_divide_are_one_line() -> None:
