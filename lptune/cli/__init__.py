@@ -8,10 +8,10 @@ import sys
 from lptune.cli import import_path
 
 if import_path.is_program():
-    from lptune.cli import interrupts  # first: Python's own reaction to Ctrl-C is a traceback
+    import_path.leave_out_current_folder()  # before any other import
+    from lptune.cli import interrupts  # then this: Python's own reaction to Ctrl-C is a traceback
 
     interrupts.listen()
-    import_path.leave_out_current_folder()
     from lptune.ranks import preemption, streams  # not above: they import more standard modules
 
     _command = sys.argv[1:2]

@@ -2,7 +2,7 @@
 
 They come from the installation, from PYTHONPATH, and last from the folder of the recipe (`add`). They never
 come from the current directory: `python -m` puts it first, and a `random.py` beside the data would replace
-Python's. With `python -m lptune`, Python imports the package and `pkgutil` before the code here runs;
+Python's. With `python -m lptune`, Python imports the package and what `-m` needs before this code runs;
 `lptune` and `python -P -m lptune` do not have that gap.
 """
 

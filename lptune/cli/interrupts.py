@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in all commands but `run`, which saves first (lptune/ranks/preemption.py).
+"""Ctrl-C, SIGTERM and SIGHUP in all commands but `run`, which saves first (lptune/ranks/preemption.py).
 
 Python's own reaction, a KeyboardInterrupt, prints a traceback while modules are imported, and is lost if a
 module catches every exception. So the process ends at once, with code 128 + n. An exception is raised only
@@ -14,8 +14,8 @@ _received = 0
 
 
 def listen() -> None:
-    """Handles both signals from now on. A signal that is ignored (in a background job) stays ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Handles the three signals from now on. A signal that is ignored (in a background job) stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _react)
 

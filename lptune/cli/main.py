@@ -4,7 +4,7 @@
     2    the user's input is wrong (UserError, click's usage errors): one line on stderr, no traceback
     3    training diverged (DivergedError): one line
     1    a bug of ours: the traceback
-    130  Ctrl-C, of any command but `run`; 143 SIGTERM (lptune/cli/interrupts.py)
+    130  Ctrl-C, of any command but `run`; 143 SIGTERM, 129 SIGHUP (lptune/cli/interrupts.py)
     141  the output pipe of a command that only prints was closed (`lptune ls | head -1`)
 
 The exit code of a recipe (143: stopped by a signal) arrives as SystemExit and is passed on.

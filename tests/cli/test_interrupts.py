@@ -20,7 +20,7 @@ raise AttributeError("half imported")
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_while_modules_are_imported_ends_a_command_without_a_word(
     lptune: Lptune, tmp_path: Path, name: str, code: int
 ) -> None:
@@ -30,7 +30,7 @@ def test_a_signal_while_modules_are_imported_ends_a_command_without_a_word(
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_a_folder_is_written_leaves_nothing_of_it(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, swallowed: bool
 ) -> None:
