@@ -24,6 +24,7 @@ Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,12 +102,24 @@ def vocab_parallel_cross_entropy(
 
     logits_tv: float32, for the words of this rank from `first_word` on, at least one. Ranks exchange three
     numbers per token: the largest logit, the sum of exponentials, and the logit of the label. Returns a
-    float32 scalar, equal on all ranks.
+    float32 scalar, equal on all ranks. Backward exchanges nothing.
     """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits_tv, labels_t, group, first_word, ignore_index
+    num_words = logits_tv.shape[1]
+    here_t = (labels_t >= first_word) & (labels_t < first_word + num_words)
+    mine_t1 = torch.where(here_t, labels_t - first_word, 0)[:, None]
+    largest_t = all_reduce(logits_tv.detach().amax(dim=1), "max", group)
+    logits_tv = logits_tv - largest_t[:, None]
+    picked_t1 = torch.where(here_t[:, None], logits_tv.gather(1, mine_t1), 0.0)
+    sums_t2 = sum_tokens(torch.cat([logits_tv.exp().sum(dim=1, keepdim=True), picked_t1], dim=1), group)
+    log_p_t1 = sums_t2[:, 1:] - sums_t2[:, :1].log()
+    counted_t = labels_t != ignore_index
+    # nll_loss adds in the order of F.cross_entropy; a label of 0 picks the only column.
+    return F.nll_loss(
+        torch.where(counted_t[:, None], log_p_t1, 0.0),
+        torch.where(counted_t, 0, ignore_index),
+        ignore_index=ignore_index,
+        reduction="sum",
     )
-    return loss
 
 
 def all_reduce(x: Tensor, operation: str, group: Group) -> Tensor:
@@ -183,7 +196,7 @@ class _GatherWords(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, group: Group, vocab_size: int) -> Tensor:
         ctx.num_words = logits.shape[-1]
         ctx.first = -(-vocab_size // group.size) * group.rank
-        padded = torch.nn.functional.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
+        padded = F.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
         gathered = _all_gather(padded, logits.dim() - 1, group)
         return gathered if gathered.shape[-1] == vocab_size else gathered[..., :vocab_size].contiguous()
 
@@ -217,30 +230,3 @@ class _GatherTokensLow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_BSK: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         return _reduce_scatter(g_BSK, _TOKENS, ctx.group), None, None
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits_tv: Tensor, labels_t: Tensor, group: Group, first_word: int, ignore_index: int
-    ) -> Tensor:
-        num_words = logits_tv.shape[1]
-        here_t = (labels_t >= first_word) & (labels_t < first_word + num_words)
-        mine_t1 = torch.where(here_t, labels_t - first_word, 0)[:, None]
-        label_t = logits_tv.gather(1, mine_t1)[:, 0]
-        largest_t = all_reduce(logits_tv.amax(dim=1), "max", group)
-        partial_2t = torch.stack(
-            [(logits_tv - largest_t[:, None]).exp().sum(dim=1), torch.where(here_t, label_t, 0.0)]
-        )
-        total_t, label_t = all_reduce(partial_2t, "sum", group)
-        log_total_t = total_t.log() + largest_t
-        counted_t = labels_t != ignore_index
-        ctx.save_for_backward(logits_tv, log_total_t, here_t & counted_t, counted_t, mine_t1)
-        return torch.where(counted_t, log_total_t - label_t, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits_tv, log_total_t, here_t, counted_t, mine_t1 = ctx.saved_tensors
-        gradient_tv = (logits_tv - log_total_t[:, None]).exp() * counted_t[:, None]
-        gradient_tv = gradient_tv.scatter_add(1, mine_t1, -here_t[:, None].to(gradient_tv.dtype))
-        return gradient_tv * g, None, None, None, None
