@@ -42,6 +42,7 @@ from lptune.distributed.styles import (
     RowParallel,
     VocabParallelEmbedding,
     VocabParallelHead,
+    WordParallelHead,
 )
 from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
 from lptune.distributed.verify import planned_gathers, verify_collectives
@@ -61,6 +62,7 @@ __all__ = [
     "SideGroup",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "WordParallelHead",
     "World",
     "accumulate",
     "axis_names",

@@ -24,13 +24,13 @@ Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / 
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.config import UserError
 from lptune.kernels import quantize_by_amax, quantize_rows
 from lptune.linear import LinearSpec, QuantizedTokens, pack_rows, unpack_rows
+from lptune.models import Words
 from lptune.numerics import FORMATS
 
 _TOKENS = 1  # the dim of tokens in (B, S, K)
@@ -95,31 +95,31 @@ def gather_tokens_low(x_BsK: Tensor, spec: LinearSpec, group: Group) -> Quantize
     return QuantizedTokens(*_GatherTokensLow.apply(x_BsK, spec, group))  # type: ignore[no-untyped-call]
 
 
-def vocab_parallel_cross_entropy(
-    logits_tv: Tensor, labels_t: Tensor, group: Group, first_word: int, ignore_index: int
-) -> Tensor:
-    """F.cross_entropy(logits_tV, labels_t, reduction="sum") with logits that are cut over ranks.
+def first_word(vocab_size: int, group: Group) -> int:
+    """The first word of this rank's part of a vocabulary, whose rows are cut as a DTensor's are."""
+    return -(-vocab_size // group.size) * group.rank
 
-    logits_tv: float32, for the words of this rank from `first_word` on, at least one. Ranks exchange three
-    numbers per token: the largest logit, the sum of exponentials, and the logit of the label. Returns a
-    float32 scalar, equal on all ranks. Backward exchanges nothing.
-    """
-    num_words = logits_tv.shape[1]
-    here_t = (labels_t >= first_word) & (labels_t < first_word + num_words)
-    mine_t1 = torch.where(here_t, labels_t - first_word, 0)[:, None]
-    largest_t = all_reduce(logits_tv.detach().amax(dim=1), "max", group)
-    logits_tv = logits_tv - largest_t[:, None]
-    picked_t1 = torch.where(here_t[:, None], logits_tv.gather(1, mine_t1), 0.0)
-    sums_t2 = sum_tokens(torch.cat([logits_tv.exp().sum(dim=1, keepdim=True), picked_t1], dim=1), group)
-    log_p_t1 = sums_t2[:, 1:] - sums_t2[:, :1].log()
-    counted_t = labels_t != ignore_index
-    # nll_loss adds in the order of F.cross_entropy; a label of 0 picks the only column.
-    return F.nll_loss(
-        torch.where(counted_t[:, None], log_p_t1, 0.0),
-        torch.where(counted_t, 0, ignore_index),
-        ignore_index=ignore_index,
-        reduction="sum",
-    )
+
+class RankWords(Words):
+    """The words whose logits a head has on this rank; the other ranks of `group` have the other words."""
+
+    is_all = False
+
+    def __init__(self, vocab_size: int, group: Group) -> None:
+        super().__init__(vocab_size)
+        self.first = first_word(vocab_size, group)
+        self.width = -(-vocab_size // group.size)
+        self._group = group
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Of no defined order with NaN, which the sums bring to all ranks."""
+        return all_reduce(x, "max", self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return sum_tokens(x, self._group)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        return gather_words(logits, self._group, self.vocab_size)
 
 
 def all_reduce(x: Tensor, operation: str, group: Group) -> Tensor:
@@ -196,7 +196,7 @@ class _GatherWords(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, group: Group, vocab_size: int) -> Tensor:
         ctx.num_words = logits.shape[-1]
         ctx.first = -(-vocab_size // group.size) * group.rank
-        padded = F.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
+        padded = torch.nn.functional.pad(logits, (0, -(-vocab_size // group.size) - ctx.num_words))
         gathered = _all_gather(padded, logits.dim() - 1, group)
         return gathered if gathered.shape[-1] == vocab_size else gathered[..., :vocab_size].contiguous()
 

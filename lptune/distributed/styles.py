@@ -30,7 +30,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lptune.config import UserError
 from lptune.distributed.activations import (
     Group,
+    RankWords,
     copy_tokens,
+    first_word,
     gather_tokens,
     gather_tokens_low,
     gather_words,
@@ -67,7 +69,6 @@ class ColumnParallel(_Style):
         self.fused_rows = tuple(fused_rows)
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         _check_linear(module)
         uneven = any(rows % group.size for rows in self.fused_rows)
         if self.fused_rows and (uneven or sum(self.fused_rows) != module.out_features):
@@ -95,7 +96,6 @@ class RowParallel(_Style):
         self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         _check_linear(module)
         _cut(module, "weight", mesh, Shard(1))
         _cut(module, "bias", mesh, Replicate())
@@ -115,7 +115,6 @@ class GatheredInput(_Style):
         self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         columns = [each for each in module.modules() if _is_column(each)]
         if not columns:
             raise UserError(
@@ -145,7 +144,6 @@ class GatheredOutput(_Style):
         self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         module.token_gather = "high" if self.sequence else "none"
         module.__class__ = _gathered_output(module.__class__, self.sequence, group)
 
@@ -157,7 +155,6 @@ class Replicated(_Style):
         self.partial = partial
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         cls: Any = module.__class__
         if not issubclass(cls, (RMSNorm, nn.LayerNorm, nn.RMSNorm)):
             raise UserError(
@@ -173,7 +170,6 @@ class FeatureParallelNorm(_Style):
     """An RMSNorm over features that a column-parallel layer has cut: ranks add up their squares."""
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         _cut(module, "weight", mesh, Shard(0))
         module.__class__ = _feature_parallel(group)
 
@@ -185,7 +181,6 @@ class VocabParallelEmbedding(_Style):
         self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
             raise UserError(
                 "parallel.tensor: an embedding with padding_idx, max_norm or scale_grad_by_freq cannot be cut"
@@ -198,6 +193,16 @@ class VocabParallelEmbedding(_Style):
         module.__class__ = _vocab_parallel(first_word(module.num_embeddings, group), self.sequence, group)
 
 
+class WordParallelHead(ColumnParallel):
+    """A head cut by words: all tokens in, the logits of this rank's words out; its `words` say which they are
+    (lptune/models/words.py). For a Decoder, whose objectives take such logits.
+    """
+
+    def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
+        super().apply(module, mesh, group)
+        module.words = RankWords(module.out_features, group)
+
+
 class VocabParallelHead(ColumnParallel):
     """A head whose tokens are gathered before it and whose logits after: for a loss that wants them whole."""
 
@@ -206,10 +211,9 @@ class VocabParallelHead(ColumnParallel):
         self.sequence = sequence
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """See the class."""
         super().apply(module, mesh, group)
         module.token_gather = "high" if self.sequence else "none"
-        logits: Any = gathered_logits(module.__class__, group, module.out_features)
+        logits: Any = _gathered_logits(module.__class__, group, module.out_features)
         module.__class__ = _gathered_input(logits, self.sequence, group, None)
 
 
@@ -269,12 +273,9 @@ def _gathered_output(cls: Any, sequence: bool, group: Group) -> type[nn.Module]:
 
 
 @functools.cache
-def gathered_logits(cls: Any, group: Group, vocab_size: int) -> type[nn.Module]:
-    """`cls`, whose forward returns a rank's logits (or a loss, a number), returning those of all words."""
-
+def _gathered_logits(cls: Any, group: Group, vocab_size: int) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = cls.forward(self, *args, **kwargs)
-        return gather_words(out, group, vocab_size) if out.dim() else out  # a loss is a number
+        return gather_words(cls.forward(self, *args, **kwargs), group, vocab_size)
 
     return _subclass(cls, forward)
 
@@ -320,11 +321,6 @@ def _vocab_parallel(first_word: int, sequence: bool, group: Group) -> type[nn.Mo
         return scatter_tokens(mine, group) if sequence else sum_tokens(mine, group)
 
     return _subclass(nn.Embedding, forward)
-
-
-def first_word(vocab_size: int, group: Group) -> int:
-    """Of this rank."""
-    return -(-vocab_size // group.size) * group.rank
 
 
 def _is_column(module: nn.Module) -> bool:

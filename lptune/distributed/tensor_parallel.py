@@ -9,7 +9,6 @@ How one module is cut stands in styles.py. A model of your own takes a plan like
 (docs/distributed.md).
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lptune.config import UserError
-from lptune.distributed.activations import Group, vocab_parallel_cross_entropy
 from lptune.distributed.session import World
 from lptune.distributed.styles import (
     ColumnParallel,
@@ -29,11 +27,9 @@ from lptune.distributed.styles import (
     Replicated,
     RowParallel,
     VocabParallelEmbedding,
-    first_word,
-    gathered_logits,
+    WordParallelHead,
 )
 from lptune.models import Decoder, DecoderConfig
-from lptune.models.loss import IGNORE_INDEX
 
 
 def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelStyle]:
@@ -64,7 +60,7 @@ def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelSty
     plan["model.norm"] = Replicated(partial=sequence)
     plan["model.embed_tokens"] = VocabParallelEmbedding(sequence)
     plan["model"] = GatheredOutput(sequence)
-    plan["lm_head"] = ColumnParallel()
+    plan["lm_head"] = WordParallelHead()
     return plan
 
 
@@ -86,16 +82,7 @@ def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
                 f"parallel.tensor: {num_ranks} ranks do not divide {name}={size}; "
                 f"smaller numbers that do: {', '.join(fitting)}"
             )
-    group = Group.of(mesh)
     cut(model, mesh, decoder_plan(config, sequence))
-    model.words_here = -(-config.vocab_size // num_ranks)
-    model.cross_entropy = functools.partial(
-        vocab_parallel_cross_entropy,
-        group=group,
-        first_word=first_word(config.vocab_size, group),
-        ignore_index=IGNORE_INDEX,
-    )
-    model.__class__ = gathered_logits(type(model), group, config.vocab_size)  # type: ignore[assignment, arg-type]
 
 
 def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:

@@ -3,6 +3,7 @@
     config = read_config(folder)          # DecoderConfig; UserError for what cannot be followed exactly
     model = build_on_meta(config)         # Decoder, parameters named as in the checkpoint
     loss_sum = model(tokens_BS, Documents(...), labels_BS)
+    log_p_BS = model(tokens_BS, Documents(...), labels_BS, loss=log_probabilities)
 
 Knows nothing of precision and sharding. What needs torch is imported when it is first asked for, so that
 reading configs and presets does not load it.
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
     from lptune.models.documents import Documents
     from lptune.models.flops import attention_flops
-    from lptune.models.loss import IGNORE_INDEX, chunked_cross_entropy
+    from lptune.models.loss import (
+        IGNORE_INDEX,
+        Divergence,
+        Objective,
+        TopKDivergence,
+        log_probabilities,
+        summed_cross_entropy,
+    )
+    from lptune.models.words import Words
 
 __all__ = [
     "FAMILIES",
@@ -29,17 +38,22 @@ __all__ = [
     "Block",
     "Decoder",
     "DecoderConfig",
+    "Divergence",
     "Documents",
     "LayerConfig",
+    "Objective",
     "RMSNorm",
     "RopeConfig",
+    "TopKDivergence",
+    "Words",
     "activate_attention",
     "attention_flops",
     "build_on_meta",
-    "chunked_cross_entropy",
     "config_from_dict",
+    "log_probabilities",
     "num_parameters",
     "read_config",
+    "summed_cross_entropy",
 ]
 
 _LAZY = {
@@ -52,7 +66,12 @@ _LAZY = {
     "IGNORE_INDEX": "lptune.models.loss",
     "activate_attention": "lptune.models.attention",
     "attention_flops": "lptune.models.flops",
-    "chunked_cross_entropy": "lptune.models.loss",
+    "Divergence": "lptune.models.loss",
+    "Objective": "lptune.models.loss",
+    "TopKDivergence": "lptune.models.loss",
+    "log_probabilities": "lptune.models.loss",
+    "summed_cross_entropy": "lptune.models.loss",
+    "Words": "lptune.models.words",
 }
 
 

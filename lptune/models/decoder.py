@@ -2,7 +2,8 @@
 
 Parameters have the checkpoint's own names (`model.layers.0.self_attn.q_proj.weight`), which is why the
 attribute names below are Hugging Face's. Precision and sharding come from outside: nothing here knows of
-them, and a Linear may be replaced by a subclass.
+them. A Linear may be replaced by a subclass, and a head that returns the logits of some words only says so by
+its attribute `words`, which the objective reads (words.py).
 
 Two things keep one compiled graph per kind of layer. A block takes everything that varies from its arguments
 (the hidden states, the rotation, what is visible), and what is constant for a block (its window, its scales)
@@ -12,6 +13,7 @@ Shapes: B batch, S sequence, T = B * S, H hidden, N query heads, M key heads, D 
 vocabulary.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Self
@@ -21,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
+from lptune.models.chunks import Logits, in_chunks
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility
-from lptune.models.loss import chunked_cross_entropy, summed_cross_entropy
+from lptune.models.loss import IGNORE_INDEX, Objective, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
+from lptune.models.words import words_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -199,6 +203,30 @@ class Transformer(nn.Module):
         return normed_BSH
 
 
+class ChunkLoss(nn.Module):
+    """The head and an objective, of a chunk of tokens. Without parameters: the head is an argument."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.divisor = config.logit_divisor
+        self.softcap = config.logit_softcap
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Logits from what the head returned: divided and soft-capped, where the family does so."""
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def forward(
+        self, head: nn.Module, loss: Objective, hidden_tH: Tensor, labels_t: Tensor, *targets: Tensor
+    ) -> Tensor:
+        """The objective's numbers (t,), 0 where the label is -100, or their sum; float32."""
+        logits = Logits(head(hidden_tH), self.finish, words_of(head, self.vocab_size))
+        values_t = loss.values(logits, labels_t, *targets)
+        return loss.result(torch.where(labels_t != IGNORE_INDEX, values_t, 0.0), labels_t)
+
+
 class Decoder(nn.Module):
     """A causal language model; the modules and parameters of a Hugging Face ...ForCausalLM."""
 
@@ -207,39 +235,31 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.words_here = config.vocab_size
-        """Width of what lm_head returns, less than the vocabulary where ranks share it."""
-        self.cross_entropy = summed_cross_entropy
-        """Of such logits."""
+        self.chunk_loss = ChunkLoss(config)
         self._tie()
 
     def forward(
-        self, tokens_BS: Tensor, documents: Documents | None = None, labels_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        documents: Documents | None = None,
+        labels_BS: Tensor | None = None,
+        loss: Objective = summed_cross_entropy,
     ) -> Tensor:
-        """Logits (B, S, V) in the compute dtype, or with labels the summed cross-entropy in float32.
+        """Logits (B, S, V) in the compute dtype, or with labels what `loss` makes of them (loss.py), float32.
 
-        The sum is over labels != -100. labels_BS[b, s] is the token to predict at (b, s): the data side has
-        shifted them. The loss never holds the logits of all tokens (see loss.py). `documents` None: each row
-        is one document.
+        That is a number, the sum over labels != -100, or (B, S) numbers, 0 where the label is -100.
+        labels_BS[b, s] is the token to predict at (b, s): the data side has shifted them. The logits of all
+        tokens are never held at once (chunks.py). `documents` None: each row is one document.
         """
         hidden_BSH = self.model(tokens_BS, documents)
+        words = words_of(self.lm_head, self.config.vocab_size)
         if labels_BS is None:
-            return self._logits(hidden_BSH)
-        return chunked_cross_entropy(
-            hidden_BSH.flatten(0, 1),
-            labels_BS.flatten(),
-            lambda hidden_tH: self._logits(hidden_tH, float32=True),
-            self.words_here,
-            self.cross_entropy,
-        )
-
-    def _logits(self, hidden: Tensor, float32: bool = False) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        logits = logits.float() if float32 else logits
-        if self.config.logit_divisor != 1.0:
-            logits = logits / self.config.logit_divisor
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+            return words.gather(self.chunk_loss.finish(self.lm_head(hidden_BSH)))
+        of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
+        tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
+        found = in_chunks(of_chunk, tensors, words.width)
+        # A copy: a wrapper hooks what a model returns, and an in-place operator on a view loses the hook.
+        return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
 
     def attention_backend(
         self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False

@@ -1,72 +1,222 @@
-"""Cross-entropy without the logits of the whole batch in memory.
+"""Objectives: from the logits of a chunk of tokens to a number for each token, or to their sum.
 
-With V = 128,256 words the float32 logits of 8,192 tokens are 4 GB, and their gradient as much again. So the
-tokens go through the head in chunks: each chunk's logits are made, reduced to one number and dropped;
-backward makes them again. That is one more head GEMM per step, which is small against what it saves. A batch
-that fits one chunk is not recomputed.
+    loss = model(tokens_BS, documents, labels_BS)                                # summed_cross_entropy
+    log_p_BS = model(tokens_BS, documents, labels_BS, loss=log_probabilities)
+    kl_BS = model(tokens_BS, documents, labels_BS, loss=Divergence(teacher_logits_BSV))
+    kl_BS = model(tokens_BS, documents, labels_BS, loss=TopKDivergence(teacher_log_p_BSK, words_BSK))
 
-Shapes: T tokens, H hidden, V vocabulary.
+An objective is a function of `Logits` (chunks.py), of which it asks numbers for each token, so that float32
+logits exist for a block of rows only. A head may have been cut by words (tensor parallelism), and then each
+part sees its own. Every objective here serves such a part, too, and its formula is made for it:
+
+    largest = the maximum of a token's logits x, over all parts
+    S       = sum over words of exp(x - largest), each part's summed over all parts
+    log p   = (x - largest) - log(S)
+
+Two small tensors are exchanged, the maxima and the sums, in forward. Backward exchanges nothing: what
+follows the sums is the same on every part. On the whole vocabulary the maximum and the sum over parts do
+nothing (words.py). Only the cross-entropy has another formula there, that of torch.
+
+A token with the label -100 has the value 0, and its logits have the gradient 0.
+
+Shapes: T tokens, t tokens of a chunk, k words of a token, V vocabulary, v words of a part.
 """
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from lptune.planned import planned_device_type
-from lptune.trials import tries
+from lptune.models.chunks import Logits
 
 IGNORE_INDEX = -100
 """Label of a token that no loss is on."""
 
-MAX_LOGITS_PER_CHUNK = 2**27
-"""Half a gigabyte of float32."""
+
+class Objective(Protocol):
+    """What to train on. A class of your own with these members is one."""
+
+    @property
+    def targets(self) -> tuple[Tensor, ...]:
+        """(B, S, …) what it needs of each token beside the label."""
+
+    def values(self, logits: Logits, labels_t: Tensor, *targets: Any, **_: Any) -> Tensor:
+        """(t,) float32 numbers of a chunk's tokens, differentiable in `logits`.
+
+        labels_t: int64, IGNORE_INDEX where the number will not count. targets: `targets` of these tokens.
+        """
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        """What the objective is: the numbers themselves, or their sum. 0 stands for ignored tokens."""
 
 
-def max_logits_per_chunk(device: torch.device) -> int:
-    """How many logits a chunk on `device` may have. Each chunk reads and writes the head's gradient once
-    more; LPTUNE_TRY=large_loss_chunks makes fewer of them, for more memory.
-    """
-    is_cuda = (planned_device_type() or device.type) == "cuda"
-    return 4 * MAX_LOGITS_PER_CHUNK if is_cuda and tries("large_loss_chunks") else MAX_LOGITS_PER_CHUNK
+class LogProbabilities:
+    """The log-probability of each token's label, as preference losses and perplexities need it.
 
-
-def summed_cross_entropy(logits_tV: Tensor, labels_t: Tensor) -> Tensor:
-    """Over labels other than IGNORE_INDEX. logits_tV: float32, as is the result."""
-    return F.cross_entropy(logits_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def chunked_cross_entropy(
-    hidden_TH: Tensor,
-    labels_T: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    cross_entropy: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy,
-    *,
-    max_logits: int | None = None,
-) -> Tensor:
-    """Same as F.cross_entropy(logits_of(hidden_TH).float(), labels_T, ignore_index=-100, reduction="sum").
-
-    `logits_of` maps (t, H) to logits (t, V). It is called once per chunk of at most `max_logits` / V tokens
-    (None: `max_logits_per_chunk`), and where there is more than one chunk again in backward. cross_entropy:
-    of such logits and their labels, for logits of which a rank has a part. Returns a float32 scalar.
+    Same as torch.log_softmax(logits.float(), -1).gather(-1, labels_t[:, None])[:, 0].
     """
 
-    def chunk_loss(hidden_tH: Tensor, labels_t: Tensor) -> Tensor:
-        return cross_entropy(logits_of(hidden_tH).float(), labels_t)
+    targets: tuple[Tensor, ...] = ()
 
-    num_tokens, max_logits = hidden_TH.shape[0], max_logits or max_logits_per_chunk(hidden_TH.device)
-    num_chunks = max(1, -(-num_tokens * vocab_size // max_logits))
-    if num_chunks == 1:
-        return chunk_loss(hidden_TH, labels_T)
-    chunk_tokens = -(-num_tokens // num_chunks)
-    loss = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
-    for hidden_tH, labels_t in zip(
-        torch.split(hidden_TH, chunk_tokens), torch.split(labels_T, chunk_tokens), strict=True
-    ):
-        # No randomness inside, so its state need not be saved and restored around each chunk.
-        part = checkpoint(chunk_loss, hidden_tH, labels_t, use_reentrant=False, preserve_rng_state=False)
-        loss = loss + part
-    return loss
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        if logits.words.is_all:
+            return -logits.for_each_token(_cross_entropy, labels_t)
+        return _log_probabilities(logits, labels_t[:, None])[:, 0]
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t
+
+
+class SummedCrossEntropy(LogProbabilities):
+    """Same as F.cross_entropy(logits.float(), labels_t, ignore_index=-100, reduction="sum")."""
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        # nll_loss adds in the order of F.cross_entropy; a label of 0 picks the only column.
+        return F.nll_loss(
+            values_t[:, None], labels_t.clamp(max=0), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+
+log_probabilities = LogProbabilities()
+summed_cross_entropy = SummedCrossEntropy()
+
+
+class Divergence:
+    """KL(teacher || student) over the whole vocabulary, in nats.
+
+    Same as F.kl_div(log_softmax(student), log_softmax(teacher), reduction="none", log_target=True).sum(-1).
+
+    teacher_BSX: the teacher's logits (B, S, V), of all words on every rank. They are as large as the
+    student's would be without chunks. With `logits_of` they are made chunk by chunk, too: it maps the X
+    numbers of a token, such as the teacher's last hidden states, (t, X) -> (t, v), to the logits of the words
+    that the student's head has on this rank. No gradient goes to the teacher.
+    """
+
+    def __init__(self, teacher_BSX: Tensor, logits_of: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.targets = (teacher_BSX.detach(),)
+        self._logits_of = logits_of
+
+    def values(self, logits: Logits, labels_t: Tensor, teacher_tX: Tensor) -> Tensor:
+        words = logits.words
+        if self._logits_of is None:
+            teacher_tv = teacher_tX[:, words.first : words.first + logits.width]
+        else:
+            with torch.no_grad():
+                teacher_tv = self._logits_of(teacher_tX)
+        with torch.no_grad():
+            largest_t2 = words.largest(logits.for_each_token(_largest_of_both, teacher_tv))
+        sums_t3 = words.sum(logits.for_each_token(_divergence_sums, teacher_tv, largest_t2))
+        student_t, teacher_t, difference_t = sums_t3.unbind(1)
+        return difference_t / teacher_t - teacher_t.log() + student_t.log()
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t
+
+
+class TopKDivergence:
+    """KL(teacher || student) of the k most probable words of the teacher, and of all others as one event.
+
+    With p the teacher's and q the student's probabilities, r and s what they leave to the other words,
+    r = 1 - sum of p_i and s = 1 - sum of q_i:
+
+        sum over the k words of p_i * (log p_i - log q_i)  +  r * (log r - log s)
+
+    The chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, theorem 2.5.3) says
+    what is left out: KL over all words is this plus r * KL(teacher || student, each given that the word is
+    none of the k). So it is never larger than the full divergence nor negative, it is 0 only where the
+    student agrees on the k words and hence on the rest's mass, and it ends as the full one with growing k.
+    Without the rest, or with p scaled up to sum to 1, the student is trained to overrate the k words
+    (arXiv:2503.16870).
+
+    log_p_BSk: log-probabilities of the teacher's whole softmax; a sum of p above 1 by rounding counts as 1.
+    words_BSk: int64, distinct for a token. k must be less than V.
+    """
+
+    def __init__(self, log_p_BSk: Tensor, words_BSk: Tensor) -> None:
+        self.targets = (log_p_BSk.detach(), words_BSk)
+
+    def values(self, logits: Logits, labels_t: Tensor, log_p_tk: Tensor, words_tk: Tensor) -> Tensor:
+        assert words_tk.shape[1] < logits.words.vocab_size, "all words of the vocabulary are no top k"
+        log_q_tk, log_s_t = _log_probabilities_and_rest(logits, words_tk)
+        p_tk = log_p_tk.float().exp()
+        r_t = (1.0 - p_tk.sum(1)).clamp(min=0.0)
+        entropy_t = -torch.xlogy(p_tk, p_tk).sum(1) - torch.xlogy(r_t, r_t)
+        return -(p_tk * log_q_tk).sum(1) - r_t * log_s_t - entropy_t
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t
+
+
+def _log_probabilities(logits: Logits, words_tk: Tensor) -> Tensor:
+    """(t, k) log-probabilities of the words; any number for what is no word."""
+    places = logits.words.columns(words_tk, logits.width)
+    with torch.no_grad():
+        largest_t = logits.words.largest(logits.for_each_token(_largest))
+    sums = logits.words.sum(logits.for_each_token(_sum_and_picked, largest_t, *places))
+    return sums[:, 1:] - sums[:, :1].log()
+
+
+def _log_probabilities_and_rest(logits: Logits, words_tk: Tensor) -> tuple[Tensor, Tensor]:
+    """(t, k) as `_log_probabilities`, and (t,) the log of what all other words have together.
+
+    The others are summed as such: 1 - (sum of k probabilities) would have lost them in float32 where the k
+    words have nearly all.
+    """
+    places = logits.words.columns(words_tk, logits.width)
+    with torch.no_grad():
+        largest_t2 = logits.words.largest(logits.for_each_token(_largest_and_rest, *places))
+    sums = logits.words.sum(logits.for_each_token(_sum_rest_and_picked, largest_t2, *places))
+    log_total_t1, log_rest_t1 = sums[:, :1].log(), sums[:, 1:2].log()
+    log_rest_t1 = log_rest_t1 + (largest_t2[:, 1:] - largest_t2[:, :1])
+    return sums[:, 2:] - log_total_t1, (log_rest_t1 - log_total_t1)[:, 0]
+
+
+# What is asked of a block of rows: float32 logits x_tv and further tensors of its rows.
+
+
+def _cross_entropy(x_tV: Tensor, labels_t: Tensor) -> Tensor:
+    return F.cross_entropy(x_tV, labels_t, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def _largest(x_tv: Tensor) -> Tensor:
+    return x_tv.amax(1)
+
+
+def _sum_and_picked(x_tv: Tensor, largest_t: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+    x_tv = x_tv - largest_t[:, None]
+    picked_tk = torch.where(here_tk, x_tv.gather(1, columns_tk), 0.0)
+    return torch.cat([x_tv.exp().sum(1, keepdim=True), picked_tk], 1)
+
+
+def _without(x_tv: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+    """x_tv with -inf for the words that are here."""
+    num_columns = x_tv.shape[1]
+    # Words of other parts go to one more column, which is dropped.
+    taken_tv = x_tv.new_zeros(len(x_tv), num_columns + 1, dtype=torch.bool)
+    taken_tv = taken_tv.scatter(1, torch.where(here_tk, columns_tk, num_columns), True)[:, :num_columns]
+    return x_tv.masked_fill(taken_tv, -torch.inf)
+
+
+def _largest_and_rest(x_tv: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+    return torch.stack([x_tv.amax(1), _without(x_tv, columns_tk, here_tk).amax(1)], 1)
+
+
+def _sum_rest_and_picked(x_tv: Tensor, largest_t2: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+    rest_tv = _without(x_tv, columns_tk, here_tk) - largest_t2[:, 1:]
+    sum_and_picked = _sum_and_picked(x_tv, largest_t2[:, 0], columns_tk, here_tk)
+    return torch.cat([sum_and_picked[:, :1], rest_tv.exp().sum(1, keepdim=True), sum_and_picked[:, 1:]], 1)
+
+
+def _largest_of_both(x_tv: Tensor, teacher_tv: Tensor) -> Tensor:
+    return torch.stack([x_tv.amax(1), teacher_tv.amax(1).float()], 1)
+
+
+def _divergence_sums(x_tv: Tensor, teacher_tv: Tensor, largest_t2: Tensor) -> Tensor:
+    x_tv, y_tv = x_tv - largest_t2[:, :1], teacher_tv.float() - largest_t2[:, 1:]
+    weight_tv = y_tv.exp()
+    # A word that the teacher excludes has y = -inf and adds 0, not 0 * inf.
+    difference_tv = torch.where(weight_tv > 0, y_tv - x_tv, 0.0)
+    sums = [x_tv.exp().sum(1), weight_tv.sum(1), (weight_tv * difference_tv).sum(1)]
+    return torch.stack(sums, 1)

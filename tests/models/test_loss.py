@@ -1,16 +1,154 @@
-"""The chunked loss is the ordinary one, in value and gradient, and never makes all logits."""
+"""Objectives in chunks and blocks are those of PyTorch and transformers, in two copies of a chunk's logits.
 
+Tolerances. Logits are float32 numbers and the truth is float64's of the same numbers, so what differs is
+arithmetic. With u = 2**-24, V words and logits that lie within R of their token's largest, to first order:
+
+    x - largest             off by u * R
+    exp of it               by a factor of 1 + u * (R + 2), the function itself being exact to 2 u
+    a sum of V of these     by a factor of 1 + u * (R + 2 + V), whatever the order
+    its logarithm           by u * (R + 2 + V) + u * log V
+    a log-probability       by u * (3 R + V + 2 log V + 2), its own rounding being u * (R + log V)
+
+Softmax, and with it a gradient, is off by such a factor. A divergence sums p * (log p - log q), terms of at
+most 2 R with two such factors, and is off by 2 R times as much and the two logarithms.
+"""
+
+import copy
 import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
 
-from lptune.models import chunked_cross_entropy
-from lptune.models.loss import max_logits_per_chunk
+from lptune import models
+from lptune.models import Divergence, TopKDivergence, log_probabilities, summed_cross_entropy
+from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
+from lptune.models.decoder import ChunkLoss
 from lptune.planned import planned_for
+from lptune.training.memory import MemoryLog
 from tests.models.oracle import CHECKPOINTS, random_labels, random_tokens, twins
+
+V, T, K = 41, 37, 5
+
+
+def log_p_tolerance(vocab_size: int, spread: float) -> float:
+    return 2**-24 * (3 * spread + vocab_size + 2 * math.log(vocab_size) + 2)
+
+
+def divergence_tolerance(vocab_size: int, spread: float) -> float:
+    return (2 * spread + 2) * log_p_tolerance(vocab_size, spread)
+
+
+def chunk_loss(vocab_size: int, softcap: float | None = None) -> ChunkLoss:
+    content = copy.deepcopy(models.PRESETS["llama3_2"]["tiny"]) | {"vocab_size": vocab_size}
+    module = ChunkLoss(models.config_from_dict(content, "test"))
+    module.softcap = softcap
+    return module
+
+
+def compute(
+    objective: models.Objective,
+    head: Callable[[Tensor], Tensor],
+    hidden_TH: Tensor,
+    labels_T: Tensor,
+    vocab_size: int = V,
+    *,
+    softcap: float | None = None,
+    max_logits: int | None = None,
+) -> Tensor:
+    """The objective as a Decoder computes it, its targets being (T, …)."""
+    of_chunk = functools.partial(chunk_loss(vocab_size, softcap), head, objective)
+    return in_chunks(of_chunk, [hidden_TH, labels_T, *objective.targets], vocab_size, max_logits=max_logits)
+
+
+def inputs(spread: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels of which some are -100, the teacher's logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = torch.randn(T, V, generator=generator) * spread
+    teacher_TV = torch.randn(T, V, generator=generator) * spread
+    labels_T = torch.randint(0, V, (T,), generator=generator)
+    labels_T[torch.rand(T, generator=generator) < 0.3] = -100
+    return logits_TV.requires_grad_(), labels_T, teacher_TV
+
+
+def top_k(teacher_TV: Tensor, k: int = K) -> tuple[Tensor, Tensor]:
+    log_p_Tk, words_Tk = torch.log_softmax(teacher_TV, -1).topk(k)
+    return log_p_Tk, words_Tk
+
+
+def top_k_truth(logits_TV: Tensor, log_p_Tk: Tensor, words_Tk: Tensor) -> Tensor:
+    """F.kl_div over k + 1 events, float64."""
+    log_q_TV = torch.log_softmax(logits_TV.double(), -1)
+    is_rest_TV = torch.ones_like(log_q_TV, dtype=torch.bool).scatter(1, words_Tk, False)
+    log_s_T1 = log_q_TV.masked_fill(~is_rest_TV, -torch.inf).logsumexp(1, keepdim=True)
+    p_Tk = log_p_Tk.double().exp()
+    p_Tk = torch.cat([p_Tk, (1 - p_Tk.sum(1, keepdim=True)).clamp(min=0)], 1)
+    return F.kl_div(torch.cat([log_q_TV.gather(1, words_Tk), log_s_T1], 1), p_Tk, reduction="none").sum(1)
+
+
+def objectives(teacher_TV: Tensor) -> dict[str, models.Objective]:
+    return {
+        "cross-entropy": summed_cross_entropy,
+        "log-probabilities": log_probabilities,
+        "divergence": Divergence(teacher_TV),
+        "top k": TopKDivergence(*top_k(teacher_TV)),
+    }
+
+
+OBJECTIVES = list(objectives(torch.zeros(1, V)))
+
+
+def truths(logits_TV: Tensor, labels_T: Tensor, teacher_TV: Tensor) -> dict[str, Tensor]:
+    """Numbers for each token by PyTorch in float64, differentiable; 0 where the label is -100."""
+    log_q_TV = torch.log_softmax(logits_TV.double(), -1)
+    log_p_TV = torch.log_softmax(teacher_TV.double(), -1)
+    picked_T = log_q_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
+    found = {
+        "cross-entropy": F.cross_entropy(logits_TV.double(), labels_T, reduction="none"),
+        "log-probabilities": picked_T,
+        "divergence": F.kl_div(log_q_TV, log_p_TV, reduction="none", log_target=True).sum(1),
+        "top k": top_k_truth(logits_TV, *top_k(teacher_TV)),
+    }
+    return {name: torch.where(labels_T == -100, 0.0, each) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("max_logits", [None, V * 10], ids=["at once", "in chunks"])
+def test_objectives_are_those_of_pytorch_in_float64(name: str, max_logits: int | None) -> None:
+    logits_TV, labels_T, teacher_TV = inputs()
+    objective = objectives(teacher_TV)[name]
+    found = compute(objective, nn.Identity(), logits_TV, labels_T, max_logits=max_logits)
+    truth_T = truths(logits_TV, labels_T, teacher_TV)[name]
+    both = torch.stack([logits_TV.detach(), teacher_TV])
+    spread = float((both.amax(-1) - both.amin(-1)).max())
+    exact = {"divergence": divergence_tolerance, "top k": divergence_tolerance}.get(name, log_p_tolerance)
+    tolerance = exact(V, spread)
+    assert found.dtype == torch.float32
+    weight_T = torch.linspace(0.5, 1.5, T, dtype=torch.float64)
+    if name == "cross-entropy":
+        assert abs(found.item() - truth_T.sum().item()) < T * tolerance + T * 2**-24 * truth_T.sum().item()
+        weight_T = torch.ones_like(weight_T)
+    else:
+        assert found.shape == (T,)
+        assert (found - truth_T).abs().max() < tolerance
+        assert not found[labels_T == -100].any()
+    weighted = found * weight_T.float() if found.dim() else found
+    (gradient_TV,) = torch.autograd.grad(weighted.sum(), logits_TV)
+    (truth_TV,) = torch.autograd.grad(truth_T @ weight_T, logits_TV)
+    # p and q of at most 1, each off by a factor; times a weight of at most 1.5
+    assert (gradient_TV - truth_TV).abs().max() < 1.5 * 2 * log_p_tolerance(V, spread)
+    assert not gradient_TV[labels_T == -100].any()
+
+
+def test_the_sum_is_the_loss_of_transformers() -> None:
+    logits_TV, labels_T, _ = inputs()
+    expected = fixed_cross_entropy(logits_TV, labels_T, num_items_in_batch=1)
+    assert torch.equal(compute(summed_cross_entropy, nn.Identity(), logits_TV, labels_T), expected)
 
 
 @pytest.mark.parametrize("max_logits", [1, 40 * 7, 40 * 13, 40 * 37, 10**9])
@@ -20,15 +158,13 @@ def test_chunked_loss_equals_cross_entropy_in_value_and_gradients(max_logits: in
     hidden_TH = torch.randn(37, 16, requires_grad=True)
     labels_T = torch.randint(0, 40, (37,)).masked_fill(torch.rand(37) < 0.3, -100)
     chunk_sizes = []
-
-    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
-        chunk_sizes.append(hidden.shape[0])
-        return head(hidden)
+    head.register_forward_hook(lambda module, args, out: chunk_sizes.append(out.shape[0]))
 
     inputs = [hidden_TH, head.weight, head.bias]
     expected = F.cross_entropy(head(hidden_TH), labels_T, ignore_index=-100, reduction="sum")
     expected_grads = torch.autograd.grad(expected, inputs)
-    loss = chunked_cross_entropy(hidden_TH, labels_T, logits_of, 40, max_logits=max_logits)
+    chunk_sizes.clear()
+    loss = compute(summed_cross_entropy, head, hidden_TH, labels_T, 40, max_logits=max_logits)
     assert sum(chunk_sizes) == 37
     assert max(chunk_sizes) <= max(1, max_logits // 40)
     # float32 sums of 37 terms in another order
@@ -42,38 +178,172 @@ def test_larger_chunks_can_be_tried_on_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     assert max_logits_per_chunk(cpu) == max_logits_per_chunk(cuda) == 2**27
     monkeypatch.setenv("LPTUNE_TRY", "large_loss_chunks")
     assert (max_logits_per_chunk(cpu), max_logits_per_chunk(cuda)) == (2**27, 2**29)
-    monkeypatch.setattr("lptune.models.loss.MAX_LOGITS_PER_CHUNK", 40 * 3)
-    calls: list[int] = []
-
-    def logits_of(hidden_tH: torch.Tensor) -> torch.Tensor:
-        calls.append(hidden_tH.shape[0])
-        return hidden_tH.repeat(1, 10)
-
-    hidden_TH, labels_T = torch.randn(24, 4), torch.arange(24)
-    expected = F.cross_entropy(hidden_TH.repeat(1, 10), labels_T, reduction="sum")
+    monkeypatch.setattr("lptune.models.chunks.MAX_LOGITS_PER_CHUNK", 40 * 3)
+    rows_T = torch.arange(24.0)
     for device_type, sizes in (("cpu", [3] * 8), ("cuda", [12, 12])):
-        calls.clear()
+        calls: list[int] = []
         with planned_for(device_type):
-            loss = chunked_cross_entropy(hidden_TH, labels_T, logits_of, 40)
+            found = in_chunks(lambda x_t, calls=calls: calls.append(len(x_t)) or x_t + 1, [rows_T], 40)
         assert calls == sizes
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert torch.equal(found, rows_T + 1)
 
 
-def test_labels_of_minus_100_alone_give_zero_loss_and_zero_gradients() -> None:
-    hidden_TH = torch.randn(8, 16, requires_grad=True)
-    labels_T = torch.full((8,), -100)
-    loss = chunked_cross_entropy(hidden_TH, labels_T, nn.Linear(16, 40), 40, max_logits=80)
-    assert loss == 0
-    assert not torch.autograd.grad(loss, hidden_TH)[0].any()
-
-
-def test_loss_is_float32_from_bf16_hidden_states() -> None:
-    head = nn.Linear(16, 40, dtype=torch.bfloat16)
-    hidden_TH = torch.randn(8, 16, dtype=torch.bfloat16)
-    loss = chunked_cross_entropy(hidden_TH, torch.arange(8), head, 40)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_cross_entropy_has_the_bits_of_torch_in_value_and_gradients(
+    dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lptune.models.chunks.MIN_LOGITS_PER_BLOCK", 1)  # 13 blocks of three rows
+    torch.manual_seed(0)
+    head = nn.Linear(16, V, dtype=dtype)
+    hidden_TH = torch.randn(T, 16, dtype=dtype, requires_grad=True)
+    labels_T = inputs()[1]
+    logits_TV = head(hidden_TH).float()
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    expected = F.cross_entropy(logits_TV, labels_T, ignore_index=-100, reduction="sum")
+    loss = compute(summed_cross_entropy, head, hidden_TH, labels_T, softcap=softcap)
     assert loss.dtype is torch.float32
-    expected = F.cross_entropy(head(hidden_TH).float(), torch.arange(8), reduction="sum")
     assert torch.equal(loss, expected)
+    for grad, expected_grad in zip(
+        *(torch.autograd.grad(each * 0.37, [hidden_TH, head.weight]) for each in (loss, expected)),
+        strict=True,
+    ):
+        assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_blocks_of_rows_do_not_change_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_TV, labels_T, teacher_TV = inputs()
+    objective = objectives(teacher_TV)[name]
+    found = []
+    for min_logits in (1, 10 * V, 2**20):
+        monkeypatch.setattr("lptune.models.chunks.MIN_LOGITS_PER_BLOCK", min_logits)
+        result = compute(objective, nn.Identity(), logits_TV, labels_T, softcap=20.0)
+        found.append((result, torch.autograd.grad(result.sum(), logits_TV)[0]))
+    for result, gradient_TV in found[1:]:
+        assert torch.equal(result, found[0][0])
+        assert torch.equal(gradient_TV, found[0][1])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("num_tokens", [0, 8], ids=["no token", "labels of -100 alone"])
+def test_nothing_to_predict_is_zero_with_zero_gradients(name: str, num_tokens: int) -> None:
+    head = nn.Linear(16, V)
+    hidden_TH = torch.randn(num_tokens, 16, requires_grad=True)
+    objective = objectives(torch.randn(num_tokens, V))[name]
+    labels_T = torch.full((num_tokens,), -100)
+    found = compute(objective, head, hidden_TH, labels_T, max_logits=2 * V)
+    assert found.shape == (() if name == "cross-entropy" else (num_tokens,))
+    assert not found.any()
+    for gradient in torch.autograd.grad(found.sum(), [hidden_TH, head.weight]):
+        assert not gradient.any()
+
+
+def test_a_teacher_can_be_its_hidden_states_and_a_head_in_chunks() -> None:
+    logits_TV, labels_T, _ = inputs()
+    teacher_head, teacher_TH = nn.Linear(8, V), torch.randn(T, 8)
+    sizes = []
+    teacher_head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    chunked = Divergence(teacher_TH, teacher_head)
+    found = compute(chunked, nn.Identity(), logits_TV, labels_T, max_logits=10 * V)
+    found.sum().backward()
+    assert max(sizes) <= 10
+    assert teacher_head.weight.grad is None
+    whole = Divergence(teacher_head(teacher_TH))
+    expected = compute(whole, nn.Identity(), logits_TV, labels_T)
+    torch.testing.assert_close(found, expected, rtol=0, atol=divergence_tolerance(V, 30.0))
+
+
+def test_a_word_that_the_teacher_excludes_adds_nothing() -> None:
+    logits_TV, labels_T, teacher_TV = inputs()
+    excluded_TV = teacher_TV.masked_fill(torch.arange(V) < 4, -torch.inf)
+    found = compute(Divergence(excluded_TV), nn.Identity(), logits_TV, labels_T)
+    target_TV = torch.softmax(excluded_TV.double(), -1)
+    truth_T = F.kl_div(torch.log_softmax(logits_TV.double(), -1), target_TV, reduction="none").sum(1)
+    truth_T = truth_T.masked_fill(labels_T == -100, 0.0)
+    assert (found - truth_T).abs().max() < divergence_tolerance(V, 25.0)
+    assert torch.autograd.grad(found.sum(), logits_TV)[0].isfinite().all()
+
+
+def test_the_divergence_of_the_top_k_misses_what_the_chain_rule_says() -> None:
+    logits_TV, _, teacher_TV = inputs()
+    labels_T = torch.zeros(T, dtype=torch.int64)
+    full_T = truths(logits_TV, labels_T, teacher_TV)["divergence"].detach()
+    last_T = torch.zeros(T)
+    for k in (1, 5, 20, V - 1):
+        log_p_Tk, words_Tk = top_k(teacher_TV, k)
+        found_T = compute(TopKDivergence(log_p_Tk, words_Tk), nn.Identity(), logits_TV, labels_T).detach()
+        is_rest_TV = torch.ones(T, V, dtype=torch.bool).scatter(1, words_Tk, False)
+        log_q_TV, log_p_TV = (
+            torch.log_softmax(each.detach().double().masked_fill(~is_rest_TV, -torch.inf), -1)
+            for each in (logits_TV, teacher_TV)
+        )
+        missed_T = torch.where(is_rest_TV, log_p_TV.exp() * (log_p_TV - log_q_TV), 0.0).sum(1)
+        r_T = (torch.softmax(teacher_TV.double(), -1) * is_rest_TV).sum(1)
+        # 1 - sum of p is off by u for each of k words and for the result, times the log of a probability.
+        tolerance = divergence_tolerance(V, 25.0) + (k + 2) * 2**-24 * 25.0
+        assert (full_T - (found_T + r_T * missed_T)).abs().max() < tolerance
+        assert (found_T > last_T - tolerance).all()  # grows with k
+        last_T = found_T
+
+
+def test_the_top_k_of_a_sure_student_has_a_rest_that_is_not_rounded_away() -> None:
+    logits_TV = torch.zeros(2, V)
+    logits_TV[:, :K] = torch.tensor([40.0, 200.0])[:, None]  # the rest has e**-38 and e**-198 of the mass
+    logits_TV.requires_grad_()
+    log_p_Tk = torch.full((2, K), math.log(0.9 / K))
+    words_Tk = torch.arange(K).expand(2, K)
+    labels_T = torch.zeros(2, dtype=torch.int64)
+    found_T = compute(TopKDivergence(log_p_Tk, words_Tk), nn.Identity(), logits_TV, labels_T)
+    truth_T = top_k_truth(logits_TV, log_p_Tk, words_Tk)
+    assert (found_T - truth_T).abs().max() < divergence_tolerance(V, 200.0)
+    (gradient_TV,) = torch.autograd.grad(found_T.sum(), logits_TV)
+    (truth_TV,) = torch.autograd.grad(truth_T.sum(), logits_TV)
+    assert (gradient_TV - truth_TV).abs().max() < 2 * log_p_tolerance(V, 200.0)
+    # Each of the other words is to gain 0.1 / 36, which 1 - (sum of q) would not have said.
+    torch.testing.assert_close(gradient_TV[:, K:], torch.full((2, V - K), -0.1 / (V - K)), rtol=1e-4, atol=0)
+
+
+def test_a_top_k_whose_probabilities_add_up_to_more_than_one_has_no_rest() -> None:
+    log_p_Tk = torch.tensor([[0.7, 0.3 + 2**-22]]).log()
+    logits_TV = torch.randn(1, V, requires_grad=True)
+    one = torch.zeros(1, dtype=torch.int64)
+    found = compute(TopKDivergence(log_p_Tk, torch.tensor([[3, 1]])), nn.Identity(), logits_TV, one)
+    p, log_q = log_p_Tk.exp().double(), torch.log_softmax(logits_TV.double(), -1)[:, [3, 1]]
+    assert abs(found.item() - (p * (p.log() - log_q)).sum().item()) < divergence_tolerance(V, 10.0)
+    assert torch.autograd.grad(found.sum(), logits_TV)[0].isfinite().all()
+
+
+class _SquaredNormalizer:
+    """log(Z)**2, an objective of no class of the library."""
+
+    targets: tuple[Tensor, ...] = ()
+
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        return logits.for_each_token(lambda x_tV: x_tV.logsumexp(1).square())
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t.sum()
+
+
+def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_token() -> None:
+    ours, _ = twins(CHECKPOINTS["gemma2-tiny"])
+    tokens_BS = random_tokens(2, 24)
+    labels_BS = random_labels(tokens_BS)
+    logits_BSV = ours(tokens_BS)
+    teacher_BSV = torch.randn_like(logits_BSV)
+    flat = truths(*(each.flatten(0, 1) for each in (logits_BSV, labels_BS, teacher_BSV)))
+    for name, objective in objectives(teacher_BSV).items():
+        found = ours(tokens_BS, None, labels_BS, loss=objective)
+        truth = flat[name].sum() if name == "cross-entropy" else flat[name].view(2, 24)
+        torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        ours(tokens_BS, None, labels_BS), ours(tokens_BS, None, labels_BS, summed_cross_entropy)
+    )
+    found = ours(tokens_BS, None, labels_BS, loss=_SquaredNormalizer())
+    expected = logits_BSV.logsumexp(-1).square()[labels_BS != -100].sum()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["llama3_2-tiny", "gemma2-tiny", "granite3-tiny"])
@@ -88,11 +358,47 @@ def test_decoder_loss_in_chunks_equals_decoder_loss_at_once(
 
     calls = []
     ours.lm_head.register_forward_hook(lambda module, args, out: calls.append(out.shape))
-    in_tens = functools.partial(chunked_cross_entropy, max_logits=256 * 10)
-    monkeypatch.setattr("lptune.models.decoder.chunked_cross_entropy", in_tens)
-    in_chunks = ours(tokens_BS, None, labels_BS)
+    monkeypatch.setattr("lptune.models.chunks.MAX_LOGITS_PER_CHUNK", 256 * 10)
+    in_tens = ours(tokens_BS, None, labels_BS)
     assert len(calls) == 5  # 48 tokens, at most 10 at a time, through the head module itself
-    torch.testing.assert_close(in_chunks, at_once, rtol=1e-6, atol=0)
-    grads_in_chunks = torch.autograd.grad(in_chunks, list(ours.parameters()))
+    torch.testing.assert_close(in_tens, at_once, rtol=1e-6, atol=0)
+    grads_in_chunks = torch.autograd.grad(in_tens, list(ours.parameters()))
     for grad, expected in zip(grads_in_chunks, grads_at_once, strict=True):
         assert (grad - expected).norm() <= 1e-5 * expected.norm()
+
+
+NUM_TEMPORARIES = {"cross-entropy": 4, "log-probabilities": 4, "divergence": 8.25, "top k": 6.25}
+"""Float32 tensors of a block that exist at once: soft-capped logits, log-probabilities, gradients of these;
+masks count a quarter.
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_chunk_holds_two_copies_of_its_logits_and_a_block_of_temporaries(
+    num_chunks: int, name: str, dtype: torch.dtype
+) -> None:
+    vocab_size, chunk_tokens, hidden_size, block_rows = 128_256, 32, 4, 9  # 2**20 / 128,256 rounded up
+    head = nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype)
+    num_tokens = num_chunks * chunk_tokens
+    hidden_TH = torch.randn(num_tokens, hidden_size, dtype=dtype, requires_grad=True)
+    labels_T = torch.randint(0, vocab_size, (num_tokens,))
+    teacher_TH = torch.randn(num_tokens, hidden_size, dtype=dtype)
+    chosen: dict[str, Any] = objectives(torch.zeros(num_tokens, V))
+    chosen["divergence"] = Divergence(teacher_TH, head)
+    objective = chosen[name]
+    with MemoryLog() as log:
+        max_logits = chunk_tokens * vocab_size
+        compute(
+            objective, head, hidden_TH, labels_T, vocab_size, softcap=30.0, max_logits=max_logits
+        ).sum().backward()
+    peak = max(found.total() for found in log.peaks().values())
+    copy_bytes = chunk_tokens * vocab_size * dtype.itemsize
+    gradient_bytes = (
+        num_chunks * vocab_size * hidden_size * dtype.itemsize
+    )  # of the head, which has no optimizer
+    block_bytes = block_rows * vocab_size * 4
+    num_copies = 3 if name == "divergence" else 2  # the teacher's logits
+    assert peak > copy_bytes + gradient_bytes
+    assert peak < num_copies * copy_bytes + gradient_bytes + NUM_TEMPORARIES[name] * block_bytes + 2**18

@@ -1,0 +1,177 @@
+"""Objectives of a head that is cut by words are those of a whole head, in value and gradient.
+
+Tolerances are those of tests/models/test_loss.py, derived there for sums in any order, against float64.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lptune import distributed, models
+from lptune.config import ParallelConfig
+from lptune.distributed.activations import Group, RankWords
+from lptune.models import TopKDivergence
+from lptune.models.chunks import in_chunks
+from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
+from tests.models import test_loss as one_rank
+from tests.ranks import Ranks
+
+V, T = one_rank.V, one_rank.T
+NUM_RANKS = 2
+
+
+class _PartOfTheLogits(nn.Module):
+    """A head that returns the logits of this rank's words."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.words = RankWords(V, group)
+
+    def forward(self, logits_TV: Tensor) -> Tensor:
+        return logits_TV[:, self.words.first : self.words.first + self.words.width]
+
+
+class _AllReduces(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
+def _cases(num_tokens: int = T) -> dict[str, models.Objective]:
+    _, _, teacher_TV = one_rank.inputs()
+    teacher_TV = teacher_TV[:num_tokens]
+    # With so many words each rank can have all of its own among the top k.
+    many = TopKDivergence(*one_rank.top_k(teacher_TV, V - 3))
+    return one_rank.objectives(teacher_TV) | {"top all but three": many}
+
+
+def _objectives_of_parts(rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """Values, the whole gradients, and the numbers of all-reduces in forward and backward of each case."""
+    results = dict[str, Tensor]()
+    with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
+        assert world.tensor_mesh is not None
+        head = _PartOfTheLogits(Group.of(world.tensor_mesh))
+        for num_tokens, max_logits in ((T, None), (T, 5 * V), (0, None)):
+            for name, objective in _cases(num_tokens).items():
+                logits_TV, labels_T, _ = one_rank.inputs()
+                leaf_TV = logits_TV.detach()[:num_tokens].requires_grad_()
+                of_chunk = functools.partial(one_rank.chunk_loss(V), head, objective)
+                tensors = [leaf_TV, labels_T[:num_tokens], *objective.targets]
+                with _AllReduces() as forward:
+                    found = in_chunks(of_chunk, tensors, V, max_logits=max_logits)
+                with _AllReduces() as backward:
+                    (gradient_TV,) = torch.autograd.grad(found.sum(), leaf_TV)
+                # The gradient of another rank's words is zero here.
+                torch.distributed.all_reduce(gradient_TV)
+                key = f"{name}, {num_tokens} tokens, {max_logits}"
+                results[key], results[f"{key}: gradient"] = found.detach(), gradient_TV
+                results[f"{key}: all-reduces"] = torch.tensor([forward.count, backward.count])
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    with Ranks(NUM_RANKS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def of_parts(ranks: Ranks) -> list[dict[str, Tensor]]:
+    return ranks.run(_objectives_of_parts, NUM_RANKS)
+
+
+def test_objectives_of_parts_are_those_of_the_whole_in_value_and_gradient(
+    of_parts: list[dict[str, Tensor]],
+) -> None:
+    logits_TV, labels_T, teacher_TV = one_rank.inputs()
+    truths = one_rank.truths(logits_TV, labels_T, teacher_TV)
+    many_T = one_rank.top_k_truth(logits_TV, *one_rank.top_k(teacher_TV, V - 3))
+    truths["top all but three"] = many_T.masked_fill(labels_T == -100, 0.0)
+    both = torch.stack([logits_TV.detach(), teacher_TV])
+    spread = float((both.amax(-1) - both.amin(-1)).max())
+    log_p = one_rank.log_p_tolerance(V, spread)
+    for results in of_parts:
+        for name, truth_T in truths.items():
+            for max_logits in (None, 5 * V):
+                key = f"{name}, {T} tokens, {max_logits}"
+                found, truth = results[key], truth_T.detach()
+                # 1 - (sum of p) is off by u for each of up to V words, times the log of a probability.
+                tolerance = (
+                    log_p
+                    if "log" in name
+                    else one_rank.divergence_tolerance(V, spread)
+                    + (V * 2**-24 * spread if "top" in name else 0.0)
+                )
+                if name == "cross-entropy":
+                    truth = truth.sum()
+                    tolerance = T * log_p + T * 2**-24 * float(truth)
+                assert (found - truth).abs().max() < tolerance, key
+                (truth_TV,) = torch.autograd.grad(truth_T.sum(), logits_TV, retain_graph=True)
+                gradient_TV = results[f"{key}: gradient"]
+                assert (gradient_TV - truth_TV).abs().max() < 2 * log_p + V * 2**-24, key
+                assert not gradient_TV[labels_T == -100].any(), key
+
+
+def test_every_rank_has_the_same_bits(of_parts: list[dict[str, Tensor]]) -> None:
+    first, *others = of_parts
+    for results in others:
+        for key, value in first.items():
+            assert torch.equal(results[key], value), key
+
+
+def test_no_token_is_zero_with_a_gradient_of_no_row(of_parts: list[dict[str, Tensor]]) -> None:
+    for name in _cases():
+        found = of_parts[0][f"{name}, 0 tokens, None"]
+        assert found.shape == (() if name == "cross-entropy" else (0,))
+        assert not found.any()
+        assert of_parts[0][f"{name}, 0 tokens, None: gradient"].shape == (0, V)
+
+
+def test_a_chunk_takes_two_all_reduces_in_forward_and_backward_alone_takes_none(
+    of_parts: list[dict[str, Tensor]],
+) -> None:
+    for name in _cases():
+        assert of_parts[0][f"{name}, {T} tokens, None: all-reduces"].tolist() == [2, 0], name
+        # 8 chunks of five tokens; backward computes their forward again.
+        assert of_parts[0][f"{name}, {T} tokens, {5 * V}: all-reduces"].tolist() == [16, 16], name
+
+
+def _decoder_objectives(rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """Every objective of a whole decoder with a soft cap, and the gradient of its first norm."""
+    cfg = _config(tensor=num_ranks)
+    results = dict[str, Tensor]()
+    with distributed.session("cpu", cfg.parallel) as world:
+        model = _build(world, cfg, _decoder_config("gemma2", vocab_size=131))
+        generator = torch.Generator().manual_seed(0)
+        tokens_BS = torch.randint(0, 131, (2, 17), generator=generator)
+        teacher_BSV = torch.randn(2, 16, 131, generator=generator) * 3
+        labels_BS = tokens_BS[:, 1:].clone()
+        labels_BS[0, :3] = -100
+        for name, objective in one_rank.objectives(teacher_BSV).items():
+            distributed.sync_gradients(model, True)
+            found = model(tokens_BS[:, :-1], None, labels_BS, loss=objective)
+            found.sum().backward()
+            weight = model.model.layers[0].input_layernorm.weight
+            results[name] = found.detach()
+            results[f"{name}: gradient"] = distributed.full_tensor(weight.grad)
+            model.zero_grad(set_to_none=True)
+    return results
+
+
+def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks) -> None:
+    cut = ranks.run(_decoder_objectives, NUM_RANKS)
+    expected = _decoder_objectives(0, 1)
+    for results in cut:
+        for key, value in expected.items():
+            # Sums of up to 256 float32 terms in another order, as in test_tensor_parallel.py.
+            assert (results[key] - value).norm() <= 1e-5 * value.norm(), key
