@@ -6,7 +6,8 @@ A cell trains a tiny decoder for three steps through `parallelize` (or, for `who
 without FSDP under autocast) and checks, on every converted layer,
 
 - counts: each of the three steps ran the planned 8-bit GEMMs and no other, recomputed as the mode says;
-- graphs: one for all blocks of the model, and none compiled after the first step;
+- graphs: one for all blocks of the model and one for its head and loss, and none compiled after the first
+  step;
 - bits: the first step's output, grad_input and grad_weight equal those of the layer called eagerly on the
   same x and g. The GEMMs are exact or ordered alike, so equal bits mean equal quantized operands, the weight
   among them;
@@ -57,7 +58,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("tied head", "frozen layer", "bias"),
 }
 # FSDP's hooks cut a model into embedding, block (one graph for all), norm and head.
-_GRAPHS = {"none": 0, "block": 1, "model": 4, "whole": 1}
+_GRAPHS = {"none": 0, "block": 2, "model": 4, "whole": 1}
 NUM_STEPS, BATCH, SEQ_LEN = 3, 2, 32
 
 

@@ -4,7 +4,7 @@
     2. activation checkpointing, so that the compiled code includes the recomputation and the compiler can
        plan it;
     3. compilation of the forward of each block, so that FSDP's hooks stay outside the graph and one graph
-       serves all blocks of a kind;
+       serves all blocks of a kind; and of a Decoder's head with the objective of a chunk;
     4. wrapping the weights that the precision plan gathers in 8 bits;
     5. `fully_shard`, block by block and then the root (embeddings, final norm, head).
 
@@ -33,6 +33,8 @@ from lptune.linear import LowPrecision, gather_in_8_bits
 from lptune.models import Decoder, activate_attention
 
 BatchT = TypeVar("BatchT")
+
+_MAX_CHUNK_GRAPHS = 64
 
 
 class Settings(Protocol):
@@ -103,6 +105,8 @@ def parallelize(
     # FSDP's hooks on the blocks break a graph of the whole model.
     whole_graph = cfg.compile == "block"
     compile_forward(each if whole_graph else [model], cfg.compile, fullgraph=whole_graph)
+    if whole_graph and isinstance(model, Decoder):
+        compile_chunk_loss(model.chunk_loss)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
     mp_policy = MixedPrecisionPolicy(
@@ -204,6 +208,21 @@ def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool)
     for module in modules:
         # Static shapes: all rows have one length, and a dynamic graph would be slower.
         module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
+
+
+def compile_chunk_loss(module: nn.Module) -> None:
+    """Compiles the head and the objective of a chunk, in place.
+
+    There is a graph for each objective and number of tokens (the last chunk has fewer), for training and for
+    evaluation: more than torch's limit of 8 graphs for a function, at which it would raise.
+    """
+    forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
+
+    def with_room_for_graphs(*args: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MAX_CHUNK_GRAPHS):
+            return forward(*args)
+
+    module.forward = with_room_for_graphs
 
 
 @functools.cache

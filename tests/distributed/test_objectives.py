@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, models
 from lptune.config import ParallelConfig
 from lptune.distributed.activations import Group, RankWords
+from lptune.distributed.parallelize import compile_chunk_loss
 from lptune.models import TopKDivergence
 from lptune.models.chunks import in_chunks
 from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
@@ -146,18 +147,25 @@ def test_a_chunk_takes_two_all_reduces_in_forward_and_backward_alone_takes_none(
         assert of_parts[0][f"{name}, {T} tokens, {5 * V}: all-reduces"].tolist() == [16, 16], name
 
 
-def _decoder_objectives(rank: int, num_ranks: int) -> dict[str, Tensor]:
-    """Every objective of a whole decoder with a soft cap, and the gradient of its first norm."""
+def _decoder_objectives(rank: int, num_ranks: int, compiled: bool = False) -> dict[str, Tensor]:
+    """Every objective of a whole decoder with a soft cap, and the gradient of its first norm.
+
+    compiled: the head and two of the objectives are, the blocks are not.
+    """
     cfg = _config(tensor=num_ranks)
     results = dict[str, Tensor]()
     with distributed.session("cpu", cfg.parallel) as world:
         model = _build(world, cfg, _decoder_config("gemma2", vocab_size=131))
+        if compiled:
+            compile_chunk_loss(model.chunk_loss)
         generator = torch.Generator().manual_seed(0)
         tokens_BS = torch.randint(0, 131, (2, 17), generator=generator)
         teacher_BSV = torch.randn(2, 16, 131, generator=generator) * 3
         labels_BS = tokens_BS[:, 1:].clone()
         labels_BS[0, :3] = -100
         for name, objective in one_rank.objectives(teacher_BSV).items():
+            if compiled and name not in ("cross-entropy", "top k"):
+                continue
             distributed.sync_gradients(model, True)
             found = model(tokens_BS[:, :-1], None, labels_BS, loss=objective)
             found.sum().backward()
@@ -168,10 +176,13 @@ def _decoder_objectives(rank: int, num_ranks: int) -> dict[str, Tensor]:
     return results
 
 
-def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks) -> None:
-    cut = ranks.run(_decoder_objectives, NUM_RANKS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks, compiled: bool) -> None:
+    cut = ranks.run(_decoder_objectives, NUM_RANKS, compiled)
     expected = _decoder_objectives(0, 1)
     for results in cut:
-        for key, value in expected.items():
+        assert len(results) == (4 if compiled else 8)
+        for key in results:
+            value = expected[key]
             # Sums of up to 256 float32 terms in another order, as in test_tensor_parallel.py.
             assert (results[key] - value).norm() <= 1e-5 * value.norm(), key

@@ -135,7 +135,7 @@ def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outp
 
 
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
-def test_one_compiled_graph_serves_all_blocks_and_steps(kind: str) -> None:
+def test_one_compiled_graph_serves_all_blocks_and_steps_and_one_the_head_and_the_loss(kind: str) -> None:
     import torch._dynamo
 
     torch._dynamo.reset()
@@ -144,7 +144,7 @@ def test_one_compiled_graph_serves_all_blocks_and_steps(kind: str) -> None:
         precision = PrecisionConfig(kind=kind)
         compiled = _gradients(world, _config(compile="block", precision=precision), tied=False)
         eager = _gradients(world, _config(precision=precision), tied=False)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     # Fused float32 arithmetic differs by ulps, which flips the rounding of a few int8 values.
     assert float(compiled["loss"]) == pytest.approx(float(eager["loss"]), rel=1e-4)
 
