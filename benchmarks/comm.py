@@ -45,11 +45,12 @@ def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_rank
 
 def reduced_bytes(shape: Sequence[int], spec: linear.LinearSpec) -> int:
     """What a step's all-reduce holds for a weight of `shape`: float32 amaxes."""
-    if spec.weight_scales == "row":
+    kind = linear.kind_of(spec)
+    if kind.row_scales:
         return 0
-    if spec.scaling == "delayed":
+    if kind.has_history:
         return 4 * len(OPERANDS)
-    block = spec.weight_block
+    block = kind.weight_block
     return 4 if block is None else 4 * -(-shape[0] // block) * -(-shape[1] // block)
 
 

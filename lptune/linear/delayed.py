@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import OPERANDS, WEIGHT, LayerAmaxes, set_layer_amaxes
+from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
 from lptune.linear.weight_amax import max_over_ranks, set_amax_source
 
@@ -51,7 +52,7 @@ class DelayedScaling:
         which a loop multiplies its loss since FSDP averages gradients, the number of data ranks; the history
         is kept without it, so that a run may go on with another number.
         """
-        self._layers = [layer for layer in plan.converted if layer.spec and layer.spec.scaling == "delayed"]
+        self._layers = [each for each in plan.converted if each.spec and kind_of(each.spec).has_history]
         self._all_reduce_max = all_reduce_max or _max_over_process_group
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)

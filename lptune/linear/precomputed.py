@@ -30,11 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
+from lptune.linear.kind import kind_of
 from lptune.linear.master_weight import MasterWeight, is_master
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes
-
-_SCALINGS = ("tensorwise", "blockwise")
 
 
 class PrecomputedScales:
@@ -47,9 +46,10 @@ class PrecomputedScales:
         self._weights: dict[int, _Weight] = {}
         self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # number: of this rank's rows, of all
         for name, module in model.named_modules():
-            if not isinstance(module, LowPrecisionLinear) or module.spec.scaling not in _SCALINGS:
+            if not isinstance(module, LowPrecisionLinear) or not is_master(module.weight):
                 continue
-            if not is_master(module.weight):
+            kind = kind_of(module.spec)
+            if kind.row_scales or kind.has_history:  # no rank waits for another one's amaxes
                 continue
             if not isinstance(module.weight, DTensor):
                 raise UserError(

@@ -19,7 +19,7 @@ Shapes: N out_features of the whole weight, M this rank's rows of them, K in_fea
 a weight with one scale has 1 x 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from lptune.kernels import quantize_by_amax
+from lptune.linear.row_tensor import Quantized
 
 
 class AmaxSource(Protocol):
@@ -110,6 +113,17 @@ def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
         if shard.block is not None and shard.rows_MK.numel():
             _measure_blocks(shard, shard.block, amax_BC)
     return amaxes
+
+
+def quantize_by_agreement(shard: Shard, fmt: str, agree: Callable[[Tensor], Tensor]) -> Quantized:
+    """The 8-bit rows of a shard whose rows are in compute dtype, by the scales of the whole weight.
+
+    agree: the amaxes (B, C) of this shard -> those of the whole weight, on all ranks alike.
+    """
+    (mine_BC,) = shard_amaxes([shard])
+    return Quantized(
+        *quantize_by_amax(shard.rows_MK, agree(mine_BC), fmt, block=shard.block, first_row=shard.first_row)
+    )
 
 
 def _grid(shard: Shard) -> tuple[int, int]:
