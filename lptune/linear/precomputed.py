@@ -30,10 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
+from lptune.kernels import LIVE
 from lptune.linear.kind import kind_of
 from lptune.linear.master_weight import MasterWeight, is_master
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes
+from lptune.linear.weight_amax import max_over_ranks, shard_amaxes
 
 
 class PrecomputedScales:
@@ -56,7 +57,7 @@ class PrecomputedScales:
                     f"make linear.LowPrecision after fully_shard: {name or 'model'} is not sharded"
                 )
             self._weights[module.number] = _Weight(name, module)
-            set_amax_source(module.number, self)
+            LIVE[module.number].amax_source = self
         if self._weights:
             for optimizer in optimizers:
                 # Before, so that a step that fails half way has announced its changes; after, for what a step
