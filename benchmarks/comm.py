@@ -20,7 +20,7 @@ from lptune import linear, models
 from lptune.checkpoint.files import write_json
 from lptune.config import PrecisionConfig
 from lptune.kernels import OPERANDS
-from lptune.linear.master_weight import gather_bytes
+from lptune.linear.weights.master_weight import gather_bytes
 
 PRESETS = ["llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen3/0.6b", "gemma2/2b"]
 

@@ -26,7 +26,7 @@ from lptune.distributed.collectives import Collectives, record_collectives
 from lptune.distributed.parallelize import reshard
 from lptune.kernels import NUMBER, gathered_bytes
 from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError, kind_of
-from lptune.linear.master_weight import planned_bytes
+from lptune.linear.weights.master_weight import planned_bytes
 
 FSDP_AXIS = "fsdp"
 

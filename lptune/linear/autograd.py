@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lptune.kernels import cast
 from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.row_tensor import RowTensor
+from lptune.linear.weights.row_tensor import RowTensor
 
 
 class QuantizedTokens(NamedTuple):

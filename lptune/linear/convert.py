@@ -20,7 +20,7 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.verify import verify_first_update
+from lptune.linear.steps.verify import verify_first_update
 from lptune.planned import planned
 
 

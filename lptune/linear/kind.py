@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lptune.config import KindKeys, PrecisionConfig
 from lptune.linear.noise import Operands
-from lptune.linear.row_tensor import HEADER_BYTES, Quantized
-from lptune.linear.weight_amax import Shard
+from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
+from lptune.linear.weights.weight_amax import Shard
 
 Agree = Callable[[Tensor], Tensor]
 """Amaxes that this rank measured -> those of all ranks, of the same shape. A collective, or less."""

@@ -14,8 +14,8 @@ from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows, renumber
-from lptune.linear.weight_amax import weight_changed
+from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
+from lptune.linear.weights.weight_amax import weight_changed
 
 
 def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
 from lptune.linear import GatheredWeight, MasterWeight
-from lptune.linear.row_tensor import HEADER_BYTES, Quantized
+from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from tests.ranks import run_ranks
 
 SIZES = (32, 144, 32, 16)
@@ -430,7 +430,8 @@ def test_precomputed_scales_come_after_fully_shard() -> None:
 def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from lptune.linear import module, verify
+    from lptune.linear import module
+    from lptune.linear.steps import verify
 
     def step(model: nn.Sequential, plan: linear.Plan) -> None:
         scaling = linear.DelayedScaling(plan, torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lptune import linear, numerics
 from lptune.config import PrecisionConfig
 from lptune.kernels import LIVE
-from lptune.linear.delayed import HISTORY
+from lptune.linear.steps.delayed import HISTORY
 
 CPU = torch.device("cpu")
 DELAYED = PrecisionConfig(kind="float8_delayed", emulate=True)

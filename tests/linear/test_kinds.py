@@ -14,8 +14,8 @@ from lptune.kernels import GEMMS
 from lptune.kernels.backend import BACKENDS
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.autograd import low_precision_linear
-from lptune.linear.row_tensor import Quantized
-from lptune.linear.weight_amax import Shard, shard_amaxes
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard, shard_amaxes
 
 LIBRARY = Path(linear.__file__).parents[1]
 FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))

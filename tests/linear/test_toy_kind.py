@@ -20,8 +20,8 @@ from lptune.kernels import GRAD_INPUT, OUTPUT, quantize_rows, scaled_mm
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.kind import Agree
 from lptune.linear.noise import Operand, Operands, exact, known, rounded
-from lptune.linear.row_tensor import Quantized
-from lptune.linear.weight_amax import Shard
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard
 from lptune.training.dry_run import dry_run
 from tests import tiny_run
 from tests.ranks import run_ranks

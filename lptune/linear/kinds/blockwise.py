@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, k_major, transposed_copy
 from lptune.linear.kind import Kind, LinearSpec
-from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.noise import Operand, Operands, rounded
+from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedBlocks, dequantize_blocks
 
 

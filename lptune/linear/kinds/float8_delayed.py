@@ -2,7 +2,7 @@
 
 The scale is chosen by the largest amax of the last steps instead of this tensor's own, so that no reduction
 has to come before quantizing (lptune/kernels/delayed.py). LowPrecision keeps the histories
-(lptune/linear/delayed.py). Under an 8-bit gather ranks need no collective: they have the same history.
+(lptune/linear/steps/delayed.py). Under an 8-bit gather ranks need no collective: they have the same history.
 """
 
 from torch import Tensor

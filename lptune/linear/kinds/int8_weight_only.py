@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from lptune.config import KindKeys
 from lptune.kernels import GRAD_INPUT, OUTPUT, weight_only_mm
-from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.noise import Operands, exact
+from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized, row_scales
 
 
 class Int8WeightLinear(LowPrecisionLinear):

@@ -28,10 +28,10 @@ from lptune.kernels import (
     transposed_copy,
 )
 from lptune.linear.kind import Agree, Kind, LinearSpec
-from lptune.linear.master_weight import GatheredWeight
 from lptune.linear.noise import Operand, Operands, rounded
-from lptune.linear.row_tensor import Quantized
-from lptune.linear.weight_amax import Shard, quantize_by_agreement
+from lptune.linear.weights.master_weight import GatheredWeight
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard, quantize_by_agreement
 from lptune.numerics import QuantizedTensor, dequantize
 
 

@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from lptune.config import UserError
 from lptune.kernels import LIVE
 from lptune.linear.kind import kind_of
-from lptune.linear.master_weight import MasterWeight, is_master
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.weight_amax import max_over_ranks, shard_amaxes
+from lptune.linear.weights.master_weight import MasterWeight, is_master
+from lptune.linear.weights.weight_amax import max_over_ranks, shard_amaxes
 
 
 class PrecomputedScales:

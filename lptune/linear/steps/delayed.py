@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
 from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
-from lptune.linear.weight_amax import max_over_ranks
+from lptune.linear.weights.weight_amax import max_over_ranks
 
 # Steps remembered. Longer holds on to an outlier longer; torchao's former recipe had 16, TransformerEngine's
 # default is 1,024.

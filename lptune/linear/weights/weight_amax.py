@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, AmaxSource, quantize_by_amax
-from lptune.linear.row_tensor import Quantized
+from lptune.linear.weights.row_tensor import Quantized
 
 
 def weight_changed(number: int) -> None:

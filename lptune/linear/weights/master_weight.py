@@ -28,14 +28,14 @@ from torch.utils._pytree import tree_map_only
 from lptune.config import UserError
 from lptune.kernels import note_gather
 from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.row_tensor import (
+from lptune.linear.weights.row_tensor import (
     CUTTING,
     GatheredByRows,
     Quantized,
     RowTensor,
     as_sharded,
 )
-from lptune.linear.weight_amax import Shard, first_row, whole_amax
+from lptune.linear.weights.weight_amax import Shard, first_row, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
 
