@@ -20,7 +20,7 @@ from lptune import linear, models
 from lptune.checkpoint.files import write_json
 from lptune.config import PrecisionConfig
 from lptune.kernels import OPERANDS
-from lptune.linear.master_weight import gather_bytes
+from lptune.linear.weights.master_weight import gather_bytes
 
 PRESETS = ["llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen3/0.6b", "gemma2/2b"]
 
@@ -45,11 +45,12 @@ def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_rank
 
 def reduced_bytes(shape: Sequence[int], spec: linear.LinearSpec) -> int:
     """What a step's all-reduce holds for a weight of `shape`: float32 amaxes."""
-    if spec.weight_scales == "row":
+    kind = linear.kind_of(spec)
+    if kind.row_scales:
         return 0
-    if spec.scaling == "delayed":
+    if kind.has_history:
         return 4 * len(OPERANDS)
-    block = spec.weight_block
+    block = kind.weight_block
     return 4 if block is None else 4 * -(-shape[0] // block) * -(-shape[1] // block)
 
 

@@ -47,7 +47,7 @@ from lptune.config import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from lptune.kernels import NUMBER, LayerAmaxes, layer_handle, set_layer_amaxes
+from lptune.kernels import LIVE, NUMBER, LayerAmaxes, layer_handle
 from lptune.linear import module as linear_module
 from lptune.linear.autograd import low_precision_linear
 
@@ -247,10 +247,11 @@ def _alone(spec: linear.LinearSpec, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor) ->
     if not spec.multiplies_in_8_bits:
         return {"output": x_TK @ w_NK.t(), "grad_input": g_TN @ w_NK, "grad_weight": g_TN.t() @ x_TK}
     x_TK, w_NK = x_TK.clone().requires_grad_(), w_NK.clone().requires_grad_()
-    set_layer_amaxes(-2, LayerAmaxes(torch.zeros(3), torch.zeros(3), lambda: True))
-    out_TN = low_precision_linear(x_TK, w_NK, layer_handle(-2), spec)
+    number = LIVE.enter()
+    LIVE[number].amaxes = LayerAmaxes(torch.zeros(3), torch.zeros(3), lambda: True)
+    out_TN = low_precision_linear(x_TK, w_NK, layer_handle(number), spec)
     out_TN.backward(g_TN)
-    linear_module.forget_amaxes(-2)
+    LIVE.leave(number)
     assert x_TK.grad is not None
     assert w_NK.grad is not None
     return {"output": out_TN.detach(), "grad_input": x_TK.grad, "grad_weight": w_NK.grad}

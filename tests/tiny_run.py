@@ -16,7 +16,7 @@ from lptune import data, distributed, linear, models, training
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, PrecisionConfig
-from lptune.linear.int8_weight import quantized
+from lptune.linear.weights.int8_weight import quantized
 
 NUM_MICRO_BATCHES = 4
 """Of a step, over all ranks."""

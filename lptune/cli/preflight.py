@@ -47,8 +47,7 @@ def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:
     if cfg.device == "cuda" and not _may_have_gpu():
         raise no_gpu_error("this machine has no GPU")
     precision = cfg.precision
-    emulates = precision.emulate or os.environ.get("LPTUNE_KERNELS") == "reference"
-    needs_float8 = precision.kind.startswith("float8") and not emulates
+    needs_float8 = precision.needs_float8 and os.environ.get("LPTUNE_KERNELS") != "reference"
     if cfg.device == "cpu" or not _may_have_gpu():
         if needs_float8:
             raise no_8_bit_gemm_error(precision.kind, "e4m3", "cpu here")

@@ -29,7 +29,7 @@ from lptune.config.paths import (
     named,
     open_regular,
 )
-from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
+from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.schema import (
     CheckpointConfig,
@@ -49,6 +49,7 @@ from lptune.config.text import MEBI, printable, read_text
 __all__ = [
     "MEBI",
     "PRECISION_KINDS",
+    "KindKeys",
     "RUN_FILES",
     "RUN_FOLDERS",
     "SUFFIXES",

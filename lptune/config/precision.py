@@ -7,7 +7,7 @@ from lptune.config.errors import UserError
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindKeys:
     """What is legal for a kind. The first entry of grad_input and of grad_weight is what `low` means."""
 
     grad_input: tuple[str, ...]
@@ -20,30 +20,57 @@ class Kind:
     output: tuple[str, ...] = ("low", "high")
     tokens_low: str | None = None
     """The grad_weight with which an 8-bit gather of x is all that GEMMs need of x; None: there is none."""
+    stores_low: bool = False
+    """Whether weights are stored in 8 bits; gathers then bring what is stored."""
+    needs_float8: bool = False
+    """Whether a device without float8 GEMMs cannot run it, other than by `emulate`."""
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
+_NONE = "none"
 
+# Each kind's own file, lptune/linear/kinds/NAME.py, says the same of it, which is checked where torch is
+# imported; this copy is for configs, which are read without torch.
 PRECISION_KINDS = {
-    "none": Kind((), (), ()),
-    "int8_rowcol": Kind(
+    _NONE: KindKeys((), (), ()),
+    "int8_rowcol": KindKeys(
         _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True, tokens_low="folded"
     ),
-    "int8_tensorwise": Kind(
+    "int8_tensorwise": KindKeys(
         ("tensor", "high"), ("tensor", "high"), ("int8",), True, True, tokens_low="tensor"
     ),
-    "float8_tensorwise": Kind(
-        ("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), True, True, tokens_low="tensor"
+    "float8_tensorwise": KindKeys(
+        ("tensor", "high"),
+        ("tensor", "high"),
+        ("e5m2", "e4m3"),
+        True,
+        True,
+        tokens_low="tensor",
+        needs_float8=True,
     ),
-    "float8_delayed": Kind(("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True),
-    "float8_rowwise": Kind(
-        _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("e4m3",), True, True, tokens_low="folded"
+    "float8_delayed": KindKeys(
+        ("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True, needs_float8=True
     ),
-    "float8_rowwise_with_gw_hp": Kind(_ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True),
-    "float8_blockwise": Kind(("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True),
-    "mxfp8": Kind(("block", "high"), ("block", "high"), ("e4m3",)),
+    "float8_rowwise": KindKeys(
+        _ROWWISE_GRAD_INPUT,
+        ("column", "folded", "high"),
+        ("e4m3",),
+        True,
+        True,
+        tokens_low="folded",
+        needs_float8=True,
+    ),
+    "float8_rowwise_with_gw_hp": KindKeys(
+        _ROWWISE_GRAD_INPUT, ("high",), ("e4m3",), True, True, needs_float8=True
+    ),
+    "float8_blockwise": KindKeys(
+        ("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True, needs_float8=True
+    ),
+    "mxfp8": KindKeys(("block", "high"), ("block", "high"), ("e4m3",)),
     # Stored in INT8, multiplied in compute dtype: it has no 8-bit GEMM to switch off.
-    "int8_weight_only": Kind(("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",)),
+    "int8_weight_only": KindKeys(
+        ("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",), stores_low=True
+    ),
 }
 
 
@@ -90,7 +117,7 @@ class PrecisionConfig:
         one_of("precision.all_gather", self.all_gather, ("auto", "low", "high"))
         one_of("precision.tp_all_gather", self.tp_all_gather, ("auto", "low", "high"))
         kind = PRECISION_KINDS[self.kind]
-        anything = self.kind == "none"  # with kind=none a config may keep its other choices
+        anything = self.is_none  # with kind=none a config may keep its other choices
         for key, choices in (
             ("output", kind.output),
             ("grad_input", ("low", *(_all("grad_input") if anything else kind.grad_input))),
@@ -106,10 +133,10 @@ class PrecisionConfig:
                 f"precision.stochastic_rounding: not possible with precision.kind: {self.kind}; "
                 f"{', '.join(with_it)} support it"
             )
-        if self.kind == "int8_weight_only" and self.all_gather == "high":
+        if kind.stores_low and self.all_gather == "high":
             raise UserError(
-                "precision.all_gather: high is not possible with precision.kind: int8_weight_only, which "
-                "always gathers its stored INT8 values; leave it out"
+                f"precision.all_gather: high is not possible with precision.kind: {self.kind}, which "
+                "always gathers its stored 8-bit values; leave it out"
             )
         if self.all_gather == "low" and not anything:
             able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
@@ -139,6 +166,16 @@ class PrecisionConfig:
                 "runs nothing in low precision; set precision.kind=none"
             )
 
+    @property
+    def is_none(self) -> bool:
+        """Whether precision is switched off: everything runs in compute dtype."""
+        return self.kind == _NONE
+
+    @property
+    def needs_float8(self) -> bool:
+        """Whether GEMMs of float8 operands have to be there."""
+        return PRECISION_KINDS[self.kind].needs_float8 and not self.emulate
+
     def low_gemms(self) -> tuple[str, ...]:
         """The GEMMs among output, grad_input and grad_weight that run in 8 bits."""
         return tuple(
@@ -155,7 +192,7 @@ class PrecisionConfig:
     def gathers_low(self) -> bool:
         """Whether FSDP gathers a float32 weight in 8 bits: `all_gather` is low, or auto and the kind can."""
         kind = PRECISION_KINDS[self.kind]
-        able = kind.can_gather_low and self.grad_input != "column" and self.kind != "int8_weight_only"
+        able = kind.can_gather_low and self.grad_input != "column" and not kind.stores_low
         # With a high-precision output, forward would gain nothing and multiply a rounded weight.
         return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
 

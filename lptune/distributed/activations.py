@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.config import UserError
-from lptune.kernels import quantize_by_amax, quantize_rows
-from lptune.linear import LinearSpec, QuantizedTokens, pack_rows, unpack_rows
+from lptune.linear import LinearSpec, QuantizedTokens, kind_of, pack_rows, unpack_rows
 from lptune.models import Words
 from lptune.numerics import FORMATS
 
@@ -148,6 +147,12 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return reduced.view(*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
 
 
+def _largest(amax: Tensor, group: Group) -> Tensor:
+    """The elementwise maximum over ranks; inf where there is a NaN."""
+    # Backends order NaN differently; inf has one order, and gives the same scale.
+    return all_reduce(torch.where(amax.isnan(), torch.inf, amax), "max", group)
+
+
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BsK: Tensor, group: Group) -> Tensor:
@@ -212,17 +217,14 @@ class _GatherTokensLow(torch.autograd.Function):
         ctx.group = group
         batch, num_tokens, k = x_BsK.shape
         x_tK, dtype = x_BsK.reshape(-1, k), FORMATS[spec.fmt].dtype
-        if spec.scaling == "rowwise":
-            packed_tR = pack_rows(quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two), len(x_tK))
-            packed_BSR = _all_gather(packed_tR.view(batch, num_tokens, -1), _TOKENS, group)
+        kind = kind_of(spec)
+        mine = kind.quantize_tokens(spec, x_tK, lambda amax: _largest(amax, group))
+        if kind.row_scales:
+            packed_BSR = _all_gather(pack_rows(mine, len(x_tK)).view(batch, num_tokens, -1), _TOKENS, group)
             q, scale = unpack_rows(packed_BSR.flatten(0, 1), batch * num_tokens * group.size, dtype)
         else:
-            amax_11 = x_tK.abs().amax().float().view(1, 1)
-            # Backends order NaN differently; inf has one order, and gives the same scale.
-            amax_11 = all_reduce(torch.where(amax_11.isnan(), torch.inf, amax_11), "max", group)
-            mine, scale = quantize_by_amax(x_tK, amax_11, spec.fmt, power_of_two=spec.power_of_two)
-            bytes_BsK = mine.view(torch.uint8).view(batch, num_tokens, k)
-            q = _all_gather(bytes_BsK, _TOKENS, group).flatten(0, 1).view(dtype)
+            bytes_BsK = mine.q_NK.view(torch.uint8).view(batch, num_tokens, k)
+            q, scale = _all_gather(bytes_BsK, _TOKENS, group).flatten(0, 1).view(dtype), mine.scale
         ctx.mark_non_differentiable(q, scale)
         carrier_BSK = x_BsK.new_zeros(()).expand(batch, num_tokens * group.size, k)
         return carrier_BSK, q, scale

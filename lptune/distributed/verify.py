@@ -25,8 +25,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lptune.distributed.collectives import Collectives, record_collectives
 from lptune.distributed.parallelize import reshard
 from lptune.kernels import NUMBER, gathered_bytes
-from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError
-from lptune.linear.master_weight import planned_bytes
+from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError, kind_of
+from lptune.linear.weights.master_weight import planned_bytes
 
 FSDP_AXIS = "fsdp"
 
@@ -78,7 +78,7 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
 
 def _gathers_low(layer: LowPrecisionLinear) -> bool:
     """Whether the plan gathers the weight in 8 bits. The weight itself is not asked: it may be at fault."""
-    return layer.spec.scaling == "weight_only" or gathered_bytes(int(layer.handle[NUMBER])) is not None
+    return kind_of(layer.spec).keys.stores_low or gathered_bytes(int(layer.handle[NUMBER])) is not None
 
 
 def _padded_numel(parameter: DTensor) -> int:

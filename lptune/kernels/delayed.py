@@ -6,8 +6,8 @@ measures this one's for the next step (arXiv:2209.05433, section 3). What grows 
 once. Here the two are separate passes of plain torch on every device: the numerics of the recipe are there,
 its speed wants a kernel that measures while it quantizes.
 
-The measurements are kept here, by layer, written from inside the op: the same place as the counters of
-executed GEMMs (record.py), and for the same reason. Recomputation measures the same tensor twice, which a
+The measurements are written from inside the op into the layer's live state (live.py): what an opaque op does
+at run time really happened. Recomputation measures the same tensor twice, which a
 maximum does not notice. Before there is a history, a tensor's own amax is used.
 
 `linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. A layer that none of them
@@ -15,38 +15,15 @@ knows is an error, and so is a gradient outside of a step, which would enter no 
 tensorwise scaling under the name of delayed scaling. A negative number is no layer: a tensor by itself.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from lptune.kernels.live import LIVE
 from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
 WEIGHT, GRADIENT = OPERANDS.index("w"), OPERANDS.index("g")
-
-
-class LayerAmaxes(NamedTuple):
-    """Of one layer, a number for each of OPERANDS; float32, (3,), on the layer's device."""
-
-    past_3: Tensor  # largest amax of the steps remembered; 0: none
-    current_3: Tensor  # of x and g the largest amax since it was last set to 0; of w that of its last use
-    in_step: Callable[[], bool]  # whether what is measured now enters the history
-
-
-_layers: dict[int, LayerAmaxes] = {}
-
-
-def set_layer_amaxes(number: int, amaxes: LayerAmaxes) -> None:
-    """Where layer `number` reads its past and writes its present."""
-    _layers[number] = amaxes
-
-
-def forget_amaxes(number: int) -> None:
-    """When a layer is released, or gone: numbers are unique, but memory is not endless."""
-    _layers.pop(number, None)
 
 
 def quantize_delayed(
@@ -66,7 +43,8 @@ def _quantize_delayed(
 ) -> tuple[Tensor, Tensor]:
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
     number, chosen = int(layer[NUMBER]), amax
-    amaxes = _layers.get(number)
+    state = LIVE.get(number)
+    amaxes = state.amaxes if state is not None else None
     if number >= 0 and (amaxes is None or (operand == GRADIENT and not amaxes.in_step())):
         raise RuntimeError(
             "float8_delayed needs its amax histories: make low = linear.LowPrecision(model, plan, optimizer) "

@@ -4,8 +4,8 @@ On every device and with every backend, an op gives the same bits as the functio
 `lptune.numerics`; backends differ in how often they read x. An op is opaque to torch.compile, so compiled and
 eager runs quantize alike by construction.
 
-`multiplier` folds the scales of another operand in before quantization (lptune/linear/rowwise.py): rows of
-`x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded to float32.
+`multiplier` folds the scales of another operand in before quantization (lptune/linear/kinds/rowwise.py): rows
+of `x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded to float32.
 
 `transposed` stores the values column by column; the result has the same shape and other strides. Tensor cores
 want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; another layout costs 1.5x to

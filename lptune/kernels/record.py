@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lptune.kernels.live import LIVE
+
 GEMMS = ("output", "grad_input", "grad_weight")
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = range(len(GEMMS))
@@ -55,22 +57,17 @@ def record_gemms() -> Iterator[Executed]:
         _active[:] = [other for other in _active if other is not executed]
 
 
-_gathered_bytes: dict[int, int] = {}  # 0: expected, but none has come yet
-
-
 def expect_gather(number: int) -> None:
     """Registers that the weight of layer `number` should be gathered in 8 bits from now on."""
-    _gathered_bytes.setdefault(number, 0)
-
-
-def forget_gather(number: int) -> None:
-    """Forgets layer `number`. Called when the layer is released or garbage-collected."""
-    _gathered_bytes.pop(number, None)
+    if LIVE[number].gathered_bytes is None:
+        LIVE[number].gathered_bytes = 0
 
 
 def note_gather(number: int, num_bytes: int) -> None:
     """Notes that an 8-bit all-gather of `num_bytes` has brought the weight of layer `number`."""
-    _gathered_bytes[number] = num_bytes
+    state = LIVE.get(number)
+    if state is not None:
+        state.gathered_bytes = num_bytes
 
 
 def gathered_bytes(number: int) -> int | None:
@@ -79,7 +76,8 @@ def gathered_bytes(number: int) -> int | None:
     0: a gather is expected, but there was none; None: none is expected. The gather may be older than the last
     step: a weight that stays gathered after an evaluation is not gathered again.
     """
-    return _gathered_bytes.get(number)
+    state = LIVE.get(number)
+    return None if state is None else state.gathered_bytes
 
 
 def note(layer: Tensor, gemm: int) -> None:

@@ -8,29 +8,32 @@
 `int8_weight_only`, whose parameters are Int8Weights.
 """
 
+from lptune.linear import kinds
 from lptune.linear.autograd import QuantizedTokens
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
-from lptune.linear.delayed import DelayedScaling
 from lptune.linear.dtensors import check_part
-from lptune.linear.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
+from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
 from lptune.linear.low_precision import LowPrecision
-from lptune.linear.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
-from lptune.linear.precomputed import PrecomputedScales
-from lptune.linear.row_tensor import RowTensor, pack_rows, unpack_rows
-from lptune.linear.spec import LinearSpec
-from lptune.linear.stochastic import StochasticRounding
-from lptune.linear.stored import fill_stored, is_stored_in_place, stored_beside
-from lptune.linear.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.steps.delayed import DelayedScaling
+from lptune.linear.steps.precomputed import PrecomputedScales
+from lptune.linear.steps.stochastic import StochasticRounding
+from lptune.linear.steps.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
+from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
+from lptune.linear.weights.row_tensor import RowTensor, pack_rows, unpack_rows
+from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
     "PLAN_COLUMNS",
     "DelayedScaling",
     "FirstStep",
     "GatheredWeight",
+    "KINDS",
     "Int8Weight",
+    "Kind",
     "LayerPlan",
     "LinearSpec",
     "LowPrecision",
@@ -51,6 +54,8 @@ __all__ = [
     "gather_in_8_bits",
     "int8_rows",
     "is_stored_in_place",
+    "kind_of",
+    "kinds",
     "local_part",
     "pack_rows",
     "plain_rows",

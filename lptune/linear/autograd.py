@@ -1,7 +1,7 @@
 """The three GEMMs of a linear layer as one differentiable function.
 
-What they compute stands in rowwise.py, tensorwise.py and blockwise.py, by what shares a scale, and in
-weight_only.py, where the weight itself is stored in 8 bits. Here stands what they have in common:
+What they compute stands in the file of each kind (lptune/linear/kinds/). Here stands what kinds have in
+common:
 
 - the weight is cast to the compute dtype first and quantized from there, on every path: quantizing what was
   gathered in compute dtype and gathering what was quantized then give the same bits;
@@ -16,18 +16,8 @@ import torch
 from torch import Tensor
 
 from lptune.kernels import cast
-from lptune.linear import blockwise, rowwise, tensorwise, weight_only
-from lptune.linear.row_tensor import RowTensor
-from lptune.linear.spec import LinearSpec
-
-_MATHS: dict[str, Any] = {
-    "rowwise": rowwise,
-    "tensorwise": tensorwise,
-    "delayed": tensorwise,
-    "blockwise": blockwise,
-    "mx": blockwise,
-    "weight_only": weight_only,
-}
+from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.weights.row_tensor import RowTensor
 
 
 class QuantizedTokens(NamedTuple):
@@ -51,7 +41,7 @@ def low_precision_linear(
     """`x @ w.T`, differentiable, with each of its three GEMMs as `spec` says.
 
     x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it.
-    For `weight_only` an Int8Weight, as it is.
+    One that is stored or gathered in 8 bits is taken as it is.
     layer: `layer_handle` under which the executed GEMMs are counted. quantized_x: q and scale of x, where it
     was gathered so (spec.token_gather); x then only carries the gradient. Returns (T, N) in x's dtype.
     """
@@ -73,20 +63,20 @@ class _LowPrecisionLinear(torch.autograd.Function):
         q: Tensor | None,
         scale: Tensor | None,
     ) -> Tensor:
-        maths = _MATHS[spec.scaling]
-        given = {} if q is None else {"quantized_x": (q, scale)}
-        out_TN, saved = maths.forward(spec, x_TK, _compute_weight(w_NK, x_TK.dtype), layer, **given)
+        quantized_x = None if q is None or scale is None else (q, scale)
+        weight_NK = _compute_weight(w_NK, x_TK.dtype)
+        out_TN, saved = kind_of(spec).forward(spec, x_TK, weight_NK, layer, quantized_x)
         ctx.spec = spec
         ctx.save_for_backward(w_NK, layer, *saved)
-        return out_TN  # type: ignore[no-any-return]
+        return out_TN
 
     @staticmethod
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         w_NK, layer, *saved = ctx.saved_tensors
-        maths = _MATHS[ctx.spec.scaling]
+        kind = kind_of(ctx.spec)
         weight_NK = _compute_weight(w_NK, g_TN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        gx_TK, gw_NK = maths.backward(
+        gx_TK, gw_NK = kind.backward(
             ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
         )
         return gx_TK, gw_NK, None, None, None, None

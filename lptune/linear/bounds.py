@@ -15,7 +15,8 @@ form in it, whose variance is at most 2 * sum over k, l of v_k G_kl**2 v_l for e
 matrix of b's rows (equal for Gaussian noise; uniform noise varies less), and the known errors add
 4 * sum of v * (m @ b.T)**2. The bound is four such deviations away.
 
-A folded operand is looked at as it is multiplied: its noise is that of g * s, and W / s carries W's.
+Which operands a kind multiplies, and how they are rounded, stands in its file in lptune/linear/kinds/. A
+folded operand is looked at as it is multiplied: its noise is that of g * s, and W / s carries W's.
 
 A result much better than predicted says as clearly as one much worse that the layer did not compute what its
 spec says; `least` is four deviations below, without what the compute dtype adds.
@@ -35,23 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lptune.linear.spec import LinearSpec
-from lptune.numerics import (
-    FORMATS,
-    MX_BLOCK,
-    Noise,
-    dequantize,
-    dequantize_blocks,
-    expand_blocks,
-    quantization_step,
-    quantize_blocks,
-    quantize_columns,
-    quantize_rows,
-    rounding_noise,
-)
-
-_BLOCK = 128
-_ROW, _COLUMN, _TENSOR = "row", "column", "tensor"
+from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.noise import Operand, Operands, dequantized, exact
 
 
 class Predicted(NamedTuple):
@@ -74,8 +60,6 @@ def predicted_errors(
     matrices of the contraction for each of the three.
     """
     w_NK = w_NK.to(x_TK.dtype)
-    if spec is not None and not spec.multiplies_in_8_bits:
-        spec = None
     operands = (
         ("output", _output(spec, x_TK, w_NK)),
         ("grad_input", _grad_input(spec, g_TN, w_NK)),
@@ -84,32 +68,7 @@ def predicted_errors(
     return {gemm: _predict(a, b, x_TK.dtype) for gemm, (a, b) in operands}
 
 
-class _Operand(NamedTuple):
-    """An operand of a GEMM and what was done to it, all float64, as it is multiplied."""
-
-    value: Tensor
-    mean: Tensor
-    """Known errors."""
-    variance: Tensor
-    """Of unknown ones."""
-
-    def t(self) -> "_Operand":
-        return _Operand(self.value.t(), self.mean.t(), self.variance.t())
-
-    def plus(self, other: Noise) -> "_Operand":
-        """With the errors of another rounding added."""
-        return _Operand(self.value, self.mean + other.mean, self.variance + other.variance)
-
-    def times(self, factor: Tensor) -> "_Operand":
-        return _Operand(self.value * factor, self.mean * factor, self.variance * factor.square())
-
-
-def _exact(value: Tensor) -> _Operand:
-    value64 = value.to(torch.float64)
-    return _Operand(value64, torch.zeros_like(value64), torch.zeros_like(value64))
-
-
-def _predict(a_MK: _Operand, b_KN: _Operand, dtype: torch.dtype) -> Predicted:
+def _predict(a_MK: Operand, b_KN: Operand, dtype: torch.dtype) -> Predicted:
     known_MN = a_MK.mean @ (b_KN.value + b_KN.mean) + a_MK.value @ b_KN.mean
     from_a, spread_a = _from_noise(b_KN.t(), a_MK.t(), known_MN.t())
     from_b, spread_b = _from_noise(a_MK, b_KN, known_MN)
@@ -130,7 +89,7 @@ def _predict(a_MK: _Operand, b_KN: _Operand, dtype: torch.dtype) -> Predicted:
     )
 
 
-def _from_noise(a_MK: _Operand, b_KN: _Operand, known_MN: Tensor) -> tuple[float, float]:
+def _from_noise(a_MK: Operand, b_KN: Operand, known_MN: Tensor) -> tuple[float, float]:
     """Mean of ‖a @ noise of b‖² and variance of ‖known + a @ noise of b‖²."""
     rows, which_K = torch.unique(torch.cat([b_KN.value, b_KN.variance], 1), dim=0, return_inverse=True)
     a_MU = torch.zeros(a_MK.value.shape[0], rows.shape[0], dtype=torch.float64, device=rows.device)
@@ -147,109 +106,29 @@ def _rounding(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
-def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> tuple[_Operand, _Operand]:
+def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> Operands:
     if spec is None or (spec.output == "high" and not spec.high_uses_8_bit_weight):
-        return _exact(x_TK), _exact(w_NK.t())
+        return exact(x_TK), exact(w_NK.t())
     if spec.output == "high":
-        return _exact(x_TK), _weight(spec, w_NK).plus(_cast(spec, w_NK)).t()
-    how = {"mx": _ROW, "blockwise": _ROW, "rowwise": _ROW}.get(spec.scaling, _TENSOR)
-    return _quantized(spec, x_TK, how, spec.fmt), _weight(spec, w_NK).t()
+        return exact(x_TK), _dequantized_weight(spec, w_NK).t()
+    return kind_of(spec).noisy_output(spec, x_TK, w_NK)
 
 
-def _grad_input(spec: LinearSpec | None, g_TN: Tensor, w_NK: Tensor) -> tuple[_Operand, _Operand]:
-    if spec is None:
-        return _exact(g_TN), _exact(w_NK)
-    if spec.grad_input == "high" and not spec.high_uses_8_bit_weight:
-        return _exact(g_TN), _exact(w_NK)
+def _grad_input(spec: LinearSpec | None, g_TN: Tensor, w_NK: Tensor) -> Operands:
+    if spec is None or (spec.grad_input == "high" and not spec.high_uses_8_bit_weight):
+        return exact(g_TN), exact(w_NK)
     if spec.grad_input == "high":
-        # The dequantized weight of `output`, rounded to the compute dtype.
-        return _exact(g_TN), _weight(spec, w_NK).plus(_cast(spec, w_NK))
-    if spec.grad_input == "folded":
-        s_N1 = quantize_rows(w_NK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
-        folded = _gradient(spec, g_TN.to(torch.float32) * s_N1.t(), _ROW)
-        return folded, _weight(spec, w_NK).times(_inverse(s_N1))
-    if spec.grad_input == "requantized":
-        return _gradient(spec, g_TN, _ROW), _requantized(spec, w_NK)
-    how = {"column": (_ROW, _COLUMN), "tensor": (_TENSOR, _TENSOR), "block": (_ROW, _COLUMN)}[spec.grad_input]
-    w = _weight(spec, w_NK) if spec.scaling == "blockwise" else _quantized(spec, w_NK, how[1], spec.fmt)
-    return _gradient(spec, g_TN, how[0]), w
+        return exact(g_TN), _dequantized_weight(spec, w_NK)
+    return kind_of(spec).noisy_grad_input(spec, g_TN, w_NK)
 
 
-def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> tuple[_Operand, _Operand]:
+def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> Operands:
     if spec is None or spec.grad_weight == "high":
-        return _exact(g_TN.t()), _exact(x_TK)
-    if spec.grad_weight == "folded":
-        s_T1 = quantize_rows(x_TK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
-        folded = _gradient(spec, g_TN.to(torch.float32) * s_T1, _COLUMN)
-        return folded.t(), _quantized(spec, x_TK, _ROW, spec.fmt).times(_inverse(s_T1))
-    how = _TENSOR if spec.grad_weight == "tensor" else _COLUMN
-    return _gradient(spec, g_TN, how).t(), _quantized(spec, x_TK, how, spec.fmt)
+        return exact(g_TN.t()), exact(x_TK)
+    return kind_of(spec).noisy_grad_weight(spec, g_TN, x_TK)
 
 
-def _weight(spec: LinearSpec, w_NK: Tensor) -> _Operand:
-    """W as `output` quantizes it."""
-    noise = rounding_noise(w_NK, _weight_block(spec, w_NK), FORMATS[spec.fmt], power_of_two=spec.power_of_two)
-    return _exact(w_NK).plus(noise)
-
-
-def _weight_block(spec: LinearSpec, w_NK: Tensor) -> tuple[int, int]:
-    if spec.scaling == "blockwise":
-        return _BLOCK, _BLOCK
-    return _block(spec, w_NK, _ROW if spec.scaling in ("rowwise", "mx") else _TENSOR)
-
-
-def _gradient(spec: LinearSpec, g_TN: Tensor, how: str) -> _Operand:
-    return _quantized(spec, g_TN, how, spec.grad_fmt, stochastic=spec.stochastic)
-
-
-def _quantized(spec: LinearSpec, tensor_MK: Tensor, how: str, fmt: str, stochastic: bool = False) -> _Operand:
-    """One scale per row, column or tensor, or per block along a row or column where the kind has blocks."""
-    block = _block(spec, tensor_MK, how)
-    noise = rounding_noise(
-        tensor_MK, block, FORMATS[fmt], power_of_two=spec.power_of_two, stochastic=stochastic
-    )
-    return _exact(tensor_MK).plus(noise)
-
-
-def _block(spec: LinearSpec, tensor_MK: Tensor, how: str) -> tuple[int, int]:
-    m, k = tensor_MK.shape
-    along = {"mx": MX_BLOCK, "blockwise": _BLOCK}.get(spec.scaling)
-    return {_ROW: (1, along or k), _COLUMN: (along or m, 1), _TENSOR: (m, k)}[how]
-
-
-def _inverse(scale_M1: Tensor) -> Tensor:
-    """1 / scale, 0 where a row is zero: what a row is multiplied with when its scale is folded away."""
-    return torch.where(scale_M1 > 0, 1 / scale_M1.to(torch.float64), 0.0)
-
-
-def _requantized(spec: LinearSpec, w_NK: Tensor) -> _Operand:
-    """W quantized by row, dequantized and quantized by column.
-
-    The first rounding is noise. The second is a known error: it starts from 8-bit values and scales, and
-    where scales of rows and columns are alike, or both powers of two, it rounds much less than a step.
-    """
-    fmt, w = FORMATS[spec.fmt], _weight(spec, w_NK)
-    rows = dequantize(quantize_rows(w_NK, fmt, power_of_two=spec.power_of_two), w_NK.dtype)
-    again = quantize_columns(rows, fmt, power_of_two=spec.power_of_two)
-    twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
-    error = twice - rows.to(torch.float64)
-    # Known, and yet no more than the format allows: a quantizer that is off must not widen its own bound.
-    step = quantization_step(rows, _block(spec, rows, _COLUMN), fmt, power_of_two=spec.power_of_two)
-    assert (error.abs() <= step / 2 * (1 + 1e-5)).all(), "the second rounding is off by more than half a step"
-    return w.plus(_cast(spec, w_NK)).plus(_known(error))
-
-
-def _cast(spec: LinearSpec, w_NK: Tensor) -> Noise:
-    """What rounding the dequantized W to its dtype adds. No noise but a known error: the 8-bit values and the
-    scales are those of this very W. In bfloat16 there is none where scales are powers of two.
-    """
-    block = _weight_block(spec, w_NK)
-    quantized = quantize_blocks(w_NK, block, FORMATS[spec.fmt], power_of_two=spec.power_of_two)
-    q_NK, scale_NK = quantized.q_MK, expand_blocks(quantized.scale, block, (w_NK.shape[0], w_NK.shape[1]))
-    exact = q_NK.to(torch.float64) * scale_NK.to(torch.float64)
-    return _known(dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - exact)
-
-
-def _known(mean: Tensor) -> Noise:
-    """An error that is known element by element."""
-    return Noise(mean, torch.zeros_like(mean))
+def _dequantized_weight(spec: LinearSpec, w_NK: Tensor) -> Operand:
+    """By which a GEMM in compute dtype multiplies where `output` is in 8 bits."""
+    block = kind_of(spec).weight_scale_block(*w_NK.shape)
+    return dequantized(w_NK, block, spec.fmt, power_of_two=spec.power_of_two)

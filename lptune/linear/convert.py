@@ -17,10 +17,10 @@ from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.instance_forward import has_own_forward, redirect
+from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.spec import LinearSpec
-from lptune.linear.verify import verify_first_update
+from lptune.linear.steps.verify import verify_first_update
 from lptune.planned import planned
 
 
@@ -57,11 +57,11 @@ def convert(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
-    if precision.kind != "none" and any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not precision.is_none and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UserError("convert() comes before fully_shard; this model is sharded already")
-    if precision.kind == "none":
+    if precision.is_none:
         plans = [LayerPlan(name, m.in_features, m.out_features, None) for name, m in linears.items()]
-        return Plan("none", tuple(plans))
+        return Plan(precision.kind, tuple(plans))
 
     requested_backend()
     patterns = [*precision.skip, *skip]
@@ -126,15 +126,15 @@ def _device(model: nn.Module) -> torch.device | None:
 
 def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
     """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
-    if not spec.multiplies_in_8_bits:
+    kind = kind_of(spec)
+    if not kind.operations:
         return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
     if device is not None and device.type == "cuda" and not spec.emulate:
-        for operation in (*spec.operations, "quantize"):  # what cannot run here is told now, not in a step
+        for operation in (*kind.operations, "quantize"):  # what cannot run here is told now, not in a step
             choose_backend(operation, device.type)
-    if device is None or spec.emulate or choose_backend(spec.operations[0], device.type) != "reference":
+    if device is None or spec.emulate or choose_backend(kind.operations[0], device.type) != "reference":
         return spec
-    if spec.scaling == "mx" or requested_backend() == "reference":
-        # MX is worth trying before the hardware for it is there; the plan says that it is emulated.
+    if kind.emulated_where_missing or requested_backend() == "reference":
         return spec._replace(emulate=True)
     raise no_8_bit_gemm_error(spec.kind, spec.fmt, _name(device))
 
@@ -168,11 +168,11 @@ def _small_layers(
             f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set "
             "precision.skip_small=false and name layers in precision.skip, or run benchmarks/crossover.py"
         )
-    shares = "tensor" if spec.scaling in ("tensorwise", "delayed") else "row"
+    one_scale = kind_of(spec).one_scale
 
     def reason(num_tokens: int, in_features: int, out_features: int) -> str | None:
         if found is None:
-            small = published_as_small(shares, in_features, out_features)
+            small = published_as_small(one_scale, in_features, out_features)
             how = f"published H100 thresholds, {spec.kind} was not measured on {device.type}"
         else:
             speedup = found.at(num_tokens, in_features, out_features)

@@ -61,13 +61,13 @@ def measurements(kind: str, device_type: str) -> Measurements | None:
     return Measurements(device["device"], tokens, inputs, outputs, device["speedup"][kind])
 
 
-def published_as_small(shares: str, in_features: int, out_features: int) -> bool:
+def published_as_small(one_scale: bool, in_features: int, out_features: int) -> bool:
     """Whether float8 training of such a layer on H100 was published to be no faster than bf16 (the filter of
     torchao's recipes, which ignores the number of tokens). For kinds and devices that nobody has measured.
 
-    shares: `tensor` where a tensor has one scale, `row` for anything finer.
+    one_scale: of a tensor; False for anything finer.
     """
-    if shares == "tensor":
+    if one_scale:
         return in_features <= 4096 and out_features <= 1024
     return out_features <= 2048 or in_features <= 1024 or (out_features <= 4096 and in_features <= 2048)
 

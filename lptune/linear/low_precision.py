@@ -26,11 +26,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lptune.linear.delayed import DelayedScaling
 from lptune.linear.plan import Plan
-from lptune.linear.precomputed import PrecomputedScales
-from lptune.linear.stochastic import StochasticRounding
-from lptune.linear.verify import FirstStep, Verified
+from lptune.linear.steps.delayed import DelayedScaling
+from lptune.linear.steps.precomputed import PrecomputedScales
+from lptune.linear.steps.stochastic import StochasticRounding
+from lptune.linear.steps.verify import FirstStep, Verified
 
 
 class Ranks(Protocol):

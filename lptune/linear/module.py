@@ -1,6 +1,5 @@
 """`nn.Linear` with a spec. Parameters, names and state dict are those of the layer it replaces."""
 
-import itertools
 import weakref
 from typing import Any, Self
 
@@ -10,16 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.config import UserError
-from lptune.kernels import NUMBER, expect_gather, forget_amaxes, forget_gather, handle_of_part, layer_handle
+from lptune.kernels import LIVE, NUMBER, expect_gather, handle_of_part, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.int8_weight import Int8Weight, dequantized, quantized, row_scales
-from lptune.linear.master_weight import is_master, make_master, master_like, plain_rows, renumber
-from lptune.linear.spec import LinearSpec
-from lptune.linear.weight_amax import forget_amax_source, weight_changed
-
-_numbers = itertools.count()
+from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
+from lptune.linear.weights.weight_amax import weight_changed
 
 
 def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
@@ -30,6 +26,10 @@ def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] if sums_gradient else None)
+
+
+class _Life:
+    """A layer and its shallow copies hold the same one: the live state of their number ends with it."""
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -51,24 +51,23 @@ class LowPrecisionLinear(nn.Linear):
         In place, so that every name, hook, tie and optimizer that knows the module or its parameters stays
         valid.
         """
-        number = next(_numbers)
         if has_own_forward(linear):
             redirect(linear)
-        linear.__class__ = Int8WeightLinear if spec.scaling == "weight_only" else LowPrecisionLinear
+        linear.__class__ = kind_of(spec).layer_class or LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
-        linear.spec, linear.handle = spec, layer_handle(number)
-        linear._take(number)
+        linear._enter()
+        linear.spec, linear.handle = spec, layer_handle(linear.number)
         linear._adopt_weight()
-        return number
+        return linear.number
 
-    def _take(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, _forget, number).atexit = False
+    def _enter(self) -> None:
+        self.number, self._life = LIVE.enter(), _Life()
+        weakref.finalize(self._life, LIVE.leave, self.number).atexit = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy (deepcopy, pickle) is another layer to the kernels: what is kept by number is not shared."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._take(next(_numbers))
+        self._enter()
         self.handle[NUMBER] = self.number
         if is_master(self.weight):
             renumber(self.weight, self.number)
@@ -90,8 +89,8 @@ class LowPrecisionLinear(nn.Linear):
         if is_master(self.weight):
             plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, plain)
-        _forget(self.number)
-        del self.spec, self.number, self.handle
+        LIVE.leave(self.number)
+        del self.spec, self.number, self.handle, self._life
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -158,55 +157,9 @@ class LowPrecisionLinear(nn.Linear):
         return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
 
 
-def _forget(number: int) -> None:
-    for forget in (forget_amaxes, forget_amax_source, forget_gather):
-        forget(number)
-
-
 def _autocast(x: Tensor) -> Tensor:
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-class Int8WeightLinear(LowPrecisionLinear):
-    """`int8_weight_only`: the parameter itself is an Int8Weight, under the same name and the same object.
-
-    The state dict holds its dequantized values, which any other layer can load, and beside them the scales
-    (`weight_scale`). They are needed for an exact continuation: the largest value of a row is 127 * s, and
-    127 * s / 127 is not s for one scale in a hundred. A state dict without scales is quantized to nearest.
-    """
-
-    _SCALE = "weight_scale"
-
-    @property
-    def weight_scale(self) -> Tensor:
-        """(N, 1) float32; tools that walk a state dict find every entry as an attribute."""
-        return row_scales(self.weight)
-
-    def _adopt_weight(self) -> None:
-        old = self.weight
-        weight = nn.Parameter(Int8Weight.from_float(old.detach()), requires_grad=old.requires_grad)
-        # The same object: an optimizer that was made before must not go on with a weight that nothing uses.
-        torch.utils.swap_tensors(old, weight)
-
-    def release(self) -> None:
-        """Undoes `adopt`: a plain parameter with the dequantized values."""
-        if isinstance(self.weight, DTensor):
-            super().release()  # says so
-        weight = nn.Parameter(dequantized(self.weight), requires_grad=self.weight.requires_grad)
-        torch.utils.swap_tensors(self.weight, weight)
-        super().release()
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = dequantized(self.weight)
-        destination[prefix + self._SCALE] = self.weight_scale
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        scale_N1, w_NK = state_dict.pop(prefix + self._SCALE, None), state_dict.get(f"{prefix}weight")
-        if w_NK is not None and w_NK.shape == self.weight.shape:
-            state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1, self.weight)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lptune.kernels import GEMMS, choose_backend
-from lptune.linear.spec import LinearSpec
+from lptune.linear.kind import LinearSpec, kind_of
 
 PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
 """Of the table of a plan."""
@@ -51,7 +51,9 @@ class Plan:
             return None
         if specs[0].emulate:
             return "emulation"
-        return " and ".join(sorted({choose_backend(each, device_type) for each in specs[0].operations}))
+        return " and ".join(
+            sorted({choose_backend(each, device_type) for each in kind_of(specs[0]).operations})
+        )
 
     @property
     def gemm_name(self) -> str:
@@ -65,7 +67,7 @@ class Plan:
         return 6.0 * sum(layer.in_features * layer.out_features for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """What precision_plan.json holds."""
+        """The plan as precision_plan.json holds it."""
         rows = []
         for layer in self.layers:
             _, output, grad_input, grad_weight, gather = layer.columns()
@@ -94,7 +96,7 @@ class Plan:
         return [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
 
     def table(self) -> str:
-        """Text table of `rows`."""
+        """The rows as a table of text, after a line that counts the layers."""
         header, rows = PLAN_COLUMNS, self.rows()
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = [
@@ -104,7 +106,7 @@ class Plan:
         lines.insert(1, "-" * len(lines[0]))
         emulated = " (emulated)" if any(layer.spec.emulate for layer in self.layers if layer.spec) else ""
         count = f"{len(self.converted)} of {len(self.layers)} linear layers converted"
-        if self.kind == "none":
+        if not self.converted:
             count = f"all {len(self.layers)} linear layers run in compute dtype"
         summary = f"precision {self.kind}{emulated}: {count}"
         return "\n".join([summary, *lines])

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
 from lptune.linear import GatheredWeight, MasterWeight
-from lptune.linear.row_tensor import HEADER_BYTES
+from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from tests.ranks import run_ranks
 
 SIZES = (32, 144, 32, 16)
@@ -261,18 +261,8 @@ def test_on_one_rank_every_way_of_multiplying_has_the_bits_of_a_high_gather(
     _assert_equal(*results)
 
 
-_QUANTIZERS = {
-    "int8_rowcol": "quantize_rows",
-    "int8_tensorwise": "quantize_by_amax",
-    "float8_delayed": "quantize_by_amax",
-    "float8_blockwise": "quantize_by_amax",
-}
-
-
-@pytest.mark.parametrize("kind", _QUANTIZERS)
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_tensorwise", "float8_delayed", "float8_blockwise"])
 def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    from lptune.linear import master_weight
-
     def results() -> dict[str, Tensor]:
         # In float32: rounding the output to bfloat16 would hide an ulp of a scale nearly always.
         with distributed.session("cpu") as world:
@@ -281,15 +271,15 @@ def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch,
             return _train(model, plan, world, torch.float32, num_steps=3)
 
     def one_ulp_off(*args: Any, **kwargs: Any) -> Any:
-        q, scale = quantize(*args, **kwargs)
+        q, scale = quantize_shard(*args, **kwargs)
         scale = scale.clone()
         scale[-1] = torch.nextafter(scale[-1], torch.tensor(torch.inf))
-        return q, scale
+        return Quantized(q, scale)
 
     expected = results()
     _assert_equal(results(), expected)
-    quantize = getattr(master_weight, _QUANTIZERS[kind])
-    monkeypatch.setattr(master_weight, _QUANTIZERS[kind], one_ulp_off)
+    quantize_shard = linear.KINDS[kind].quantize_shard
+    monkeypatch.setattr(linear.KINDS[kind], "quantize_shard", one_ulp_off)
     with pytest.raises(AssertionError):
         _assert_equal(results(), expected)
 
@@ -440,7 +430,8 @@ def test_precomputed_scales_come_after_fully_shard() -> None:
 def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from lptune.linear import module, verify
+    from lptune.linear import module
+    from lptune.linear.steps import verify
 
     def step(model: nn.Sequential, plan: linear.Plan) -> None:
         scaling = linear.DelayedScaling(plan, torch.device("cpu"))

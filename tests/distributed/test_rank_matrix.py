@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.distributed import World
-from lptune.linear.master_weight import MasterWeight
-from lptune.linear.row_tensor import Quantized
+from lptune.linear.weights.master_weight import MasterWeight
+from lptune.linear.weights.row_tensor import Quantized
 from tests import rank_cell, rank_matrix
 from tests.rank_cell import Cell, Outcome
 from tests.ranks import Ranks

@@ -32,7 +32,7 @@ def run_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         backend.choose_backend.cache_clear()
 
     if INTERPRETED:
-        monkeypatch.setattr(linear.rowwise, "k_major", lambda device: True)
+        monkeypatch.setattr(linear.kinds.rowwise, "k_major", lambda device: True)
     choose("triton")
     yield choose
     backend.choose_backend.cache_clear()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lptune import linear, numerics
 from lptune.config import PrecisionConfig
-from lptune.linear.delayed import HISTORY
+from lptune.kernels import LIVE
+from lptune.linear.steps.delayed import HISTORY
 
 CPU = torch.device("cpu")
 DELAYED = PrecisionConfig(kind="float8_delayed", emulate=True)
@@ -62,18 +63,16 @@ def test_a_copy_has_no_part_in_the_histories_of_the_original() -> None:
 
 
 def test_a_model_that_is_gone_leaves_no_histories_behind() -> None:
-    from lptune.kernels.delayed import _layers
-    from lptune.linear.weight_amax import _sources
-
     model, plan = _model(DELAYED)
     scaling = weakref.ref(linear.DelayedScaling(plan, CPU))
     (layer,) = plan.converted
-    assert layer.number in _layers
-    assert layer.number in _sources
-    del model
+    assert layer.number is not None
+    state = LIVE[layer.number]
+    assert state.amaxes is not None
+    assert state.amax_source is scaling()
+    del model, state
     gc.collect()
-    assert layer.number not in _layers
-    assert layer.number not in _sources
+    assert LIVE.get(layer.number) is None
     assert scaling() is None
 
 

@@ -141,7 +141,7 @@ def test_the_plan_says_that_the_weight_is_int8_and_the_gemms_are_not() -> None:
 def test_a_layer_that_multiplies_by_something_else_fails_the_verification(
     monkeypatch: pytest.MonkeyPatch, gemm: str
 ) -> None:
-    from lptune.linear import weight_only
+    from lptune.linear.kinds import int8_weight_only as weight_only
 
     original = weight_only._mm
 

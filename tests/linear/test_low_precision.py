@@ -8,7 +8,7 @@ from torch import nn
 
 from lptune import linear
 from lptune.config import PrecisionConfig
-from lptune.linear.delayed import HISTORY
+from lptune.linear.steps.delayed import HISTORY
 
 KINDS = ("int8_rowcol", "int8_tensorwise", "float8_delayed", "float8_rowwise", "float8_blockwise", "mxfp8")
 

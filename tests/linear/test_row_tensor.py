@@ -10,7 +10,7 @@ from torch import nn
 from lptune import linear
 from lptune.config import PrecisionConfig
 from lptune.linear import MasterWeight
-from lptune.linear.row_tensor import RowTensor
+from lptune.linear.weights.row_tensor import RowTensor
 
 
 def _weights(kind: str) -> tuple[nn.Sequential, list[RowTensor]]:

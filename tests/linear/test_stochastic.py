@@ -148,7 +148,9 @@ def test_without_a_key_it_refuses() -> None:
 
 
 def test_kinds_without_it_say_so() -> None:
-    with pytest.raises(UserError, match=r"stochastic_rounding: not for precision\.kind: mxfp8; int8_rowcol"):
+    with pytest.raises(
+        UserError, match=r"stochastic_rounding: not possible with precision\.kind: mxfp8; int8_rowcol"
+    ):
         PrecisionConfig(kind="mxfp8", stochastic_rounding=True)
 
 

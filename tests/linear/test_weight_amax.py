@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lptune import kernels, numerics
-from lptune.linear import weight_amax
-from lptune.linear.weight_amax import Shard, first_row, max_over_ranks, shard_amaxes
+from lptune.linear.weights import weight_amax
+from lptune.linear.weights.weight_amax import Shard, first_row, max_over_ranks, shard_amaxes
 
 N, K = 176, 208
 """Two blocks of 128 each way, the second ones smaller."""
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_nan_also_by_an_amax_of_the_past(bad: float) -> No
     assert bool(q.float().isnan()[1, 3])
 
 
-def test_a_gather_asks_the_source_of_its_layer_until_it_is_forgotten() -> None:
+def test_a_gather_asks_the_source_of_its_layer_while_the_layer_lives() -> None:
     class Source:
         def whole_amax(self, number: int, mine_BC: Tensor, mesh: Any) -> Tensor:
             return 2 * mine_BC
@@ -99,8 +99,10 @@ def test_a_gather_asks_the_source_of_its_layer_until_it_is_forgotten() -> None:
 
     mesh: Any = _Mesh(0, 1)
     mine = torch.ones(1, 1)
-    weight_amax.set_amax_source(-7, Source())
-    assert weight_amax.whole_amax(-7, mine, mesh).item() == 2
-    weight_amax.forget_amax_source(-7)
-    assert weight_amax.whole_amax(-7, mine, mesh).item() == 1
-    weight_amax.weight_changed(-7)
+    number = kernels.LIVE.enter()
+    assert weight_amax.whole_amax(number, mine, mesh).item() == 1
+    kernels.LIVE[number].amax_source = Source()
+    assert weight_amax.whole_amax(number, mine, mesh).item() == 2
+    kernels.LIVE.leave(number)
+    assert weight_amax.whole_amax(number, mine, mesh).item() == 1
+    weight_amax.weight_changed(number)

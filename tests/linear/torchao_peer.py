@@ -16,7 +16,7 @@ from torchao.quantization import quantize_
 from lptune import linear, numerics
 from lptune.config import PrecisionConfig
 from lptune.kernels import GEMMS
-from lptune.linear import blockwise, rowwise, tensorwise
+from lptune.linear.kinds import blockwise, rowwise, tensorwise
 from lptune.numerics import Format
 
 T, K, N = 96, 128, 80

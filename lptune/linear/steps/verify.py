@@ -32,8 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
-from lptune.linear.master_weight import is_master, num_gathering_ranks, planned_bytes
 from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
 
 
 class PrecisionNotAppliedError(RuntimeError):

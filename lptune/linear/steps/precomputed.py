@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lptune.config import UserError
-from lptune.linear.master_weight import MasterWeight, is_master
+from lptune.kernels import LIVE
+from lptune.linear.kind import kind_of
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.weight_amax import max_over_ranks, set_amax_source, shard_amaxes
-
-_SCALINGS = ("tensorwise", "blockwise")
+from lptune.linear.weights.master_weight import MasterWeight, is_master
+from lptune.linear.weights.weight_amax import max_over_ranks, shard_amaxes
 
 
 class PrecomputedScales:
@@ -47,16 +47,17 @@ class PrecomputedScales:
         self._weights: dict[int, _Weight] = {}
         self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # number: of this rank's rows, of all
         for name, module in model.named_modules():
-            if not isinstance(module, LowPrecisionLinear) or module.spec.scaling not in _SCALINGS:
+            if not isinstance(module, LowPrecisionLinear) or not is_master(module.weight):
                 continue
-            if not is_master(module.weight):
+            kind = kind_of(module.spec)
+            if kind.row_scales or kind.has_history:  # no rank waits for another one's amaxes
                 continue
             if not isinstance(module.weight, DTensor):
                 raise UserError(
                     f"make linear.LowPrecision after fully_shard: {name or 'model'} is not sharded"
                 )
             self._weights[module.number] = _Weight(name, module)
-            set_amax_source(module.number, self)
+            LIVE[module.number].amax_source = self
         if self._weights:
             for optimizer in optimizers:
                 # Before, so that a step that fails half way has announced its changes; after, for what a step

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lptune.kernels import OPERANDS, WEIGHT, LayerAmaxes, set_layer_amaxes
+from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
+from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
-from lptune.linear.weight_amax import max_over_ranks, set_amax_source
+from lptune.linear.weights.weight_amax import max_over_ranks
 
 # Steps remembered. Longer holds on to an outlier longer; torchao's former recipe had 16, TransformerEngine's
 # default is 1,024.
@@ -51,7 +52,7 @@ class DelayedScaling:
         which a loop multiplies its loss since FSDP averages gradients, the number of data ranks; the history
         is kept without it, so that a run may go on with another number.
         """
-        self._layers = [layer for layer in plan.converted if layer.spec and layer.spec.scaling == "delayed"]
+        self._layers = [each for each in plan.converted if each.spec and kind_of(each.spec).has_history]
         self._all_reduce_max = all_reduce_max or _max_over_process_group
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)
@@ -66,10 +67,12 @@ class DelayedScaling:
         self._has_past: list[bool] | None = None
         for i, layer in enumerate(self._layers):
             assert layer.number is not None
-            # Views: what the kernels write for one layer is here in one tensor for all.
-            set_layer_amaxes(layer.number, LayerAmaxes(self._past_L3[i], self._current_L3[i], self._in_step))
             self._index[layer.number] = i
-            set_amax_source(layer.number, self)
+            state = LIVE.get(layer.number)
+            if state is not None:  # the layer of a plan may be gone, and only a copy of its model be left
+                # Views: what the kernels write for one layer is here in one tensor for all.
+                state.amaxes = LayerAmaxes(self._past_L3[i], self._current_L3[i], self._in_step)
+                state.amax_source = self
 
     @contextmanager
     def step(self) -> Iterator[None]:

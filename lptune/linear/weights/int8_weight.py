@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
-from lptune.linear.master_weight import plain_rows
-from lptune.linear.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
+from lptune.linear.weights.master_weight import plain_rows
+from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten

@@ -8,9 +8,9 @@ rank can quantize its rows for an 8-bit all-gather, ranks must agree, and this i
     PrecomputedScales    one collective after each optimizer step, for all weights (precomputed.py)
     DelayedScaling       none: the amaxes of past steps are known to all ranks already (delayed.py)
 
-The last two are *sources*: a source knows layers by number and is asked at every gather, with what this rank
-has just measured on its own rows. Amaxes and not scales are exchanged, as the quantizers want the scale and
-its inverse from one amax, rounded once each.
+The last two are *sources* (kernels/live.py): a source knows layers by number and is asked at every gather,
+with what this rank has just measured on its own rows. Amaxes and not scales are exchanged, as the quantizers
+want the scale and its inverse from one amax, rounded once each.
 
 Rounding to the compute dtype keeps the order of numbers. The amax of rounded rows is therefore the rounded
 amax, bit for bit, and float32 rows need not be cast to be measured.
@@ -19,8 +19,8 @@ Shapes: N out_features of the whole weight, M this rank's rows of them, K in_fea
 a weight with one scale has 1 x 1.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,44 +28,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-
-class AmaxSource(Protocol):
-    """What knows the amaxes of some weights without a collective at each gather."""
-
-    def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
-        """By which the weight of layer `number` is quantized now, float32 (B, C), the same on all ranks of
-        `mesh`.
-
-        mine_BC: of this rank's rows alone, in compute dtype. All ranks ask at the same time.
-        """
-
-    def weight_changed(self) -> None:
-        """Weights are no longer what they were, on all ranks."""
-
-
-_sources: dict[int, AmaxSource] = {}
-
-
-def set_amax_source(number: int, source: AmaxSource) -> None:
-    """Whom gathers of layer `number` ask from now on."""
-    _sources[number] = source
-
-
-def forget_amax_source(number: int) -> None:
-    """When a layer is released, or gone."""
-    _sources.pop(number, None)
+from lptune.kernels import LIVE, AmaxSource, quantize_by_amax
+from lptune.linear.weights.row_tensor import Quantized
 
 
 def weight_changed(number: int) -> None:
     """The weight of layer `number` was written by something other than the optimizer, on all ranks."""
-    if number in _sources:
-        _sources[number].weight_changed()
+    source = _source(number)
+    if source is not None:
+        source.weight_changed()
 
 
 def whole_amax(number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
     """The amax of a whole weight, from that of this rank's rows; asks the layer's source, or all ranks."""
-    source = _sources.get(number)
+    source = _source(number)
     return max_over_ranks(mine_BC, mesh) if source is None else source.whole_amax(number, mine_BC, mesh)
+
+
+def _source(number: int) -> AmaxSource | None:
+    state = LIVE.get(number)
+    return None if state is None else state.amax_source
 
 
 def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -110,6 +92,17 @@ def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
         if shard.block is not None and shard.rows_MK.numel():
             _measure_blocks(shard, shard.block, amax_BC)
     return amaxes
+
+
+def quantize_by_agreement(shard: Shard, fmt: str, agree: Callable[[Tensor], Tensor]) -> Quantized:
+    """The 8-bit rows of a shard whose rows are in compute dtype, by the scales of the whole weight.
+
+    agree: the amaxes (B, C) of this shard -> those of the whole weight, on all ranks alike.
+    """
+    (mine_BC,) = shard_amaxes([shard])
+    return Quantized(
+        *quantize_by_amax(shard.rows_MK, agree(mine_BC), fmt, block=shard.block, first_row=shard.first_row)
+    )
 
 
 def _grid(shard: Shard) -> tuple[int, int]:

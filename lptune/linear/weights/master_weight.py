@@ -26,17 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
-from lptune.kernels import note_gather, quantize_by_amax, quantize_rows
-from lptune.linear.row_tensor import (
+from lptune.kernels import note_gather
+from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.weights.row_tensor import (
     CUTTING,
-    HEADER_BYTES,
     GatheredByRows,
     Quantized,
     RowTensor,
     as_sharded,
 )
-from lptune.linear.spec import LinearSpec
-from lptune.linear.weight_amax import Shard, first_row, shard_amaxes, whole_amax
+from lptune.linear.weights.weight_amax import Shard, first_row, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
 
@@ -113,20 +112,17 @@ class MasterWeight(GatheredByRows):
 
     def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
         """Made now, from the rows as they are, rounded to the compute dtype first."""
-        spec, rows_NK = self.spec, self.rows_NK.to(self.compute_dtype)
-        if spec.weight_scales == "row":
-            return Quantized(*quantize_rows(rows_NK, spec.fmt, power_of_two=spec.power_of_two))
-        shard = self.shard(rows_NK, mesh)
-        (mine_BC,) = shard_amaxes([shard])
-        amax_BC = whole_amax(self.number, mine_BC, mesh)
-        return Quantized(
-            *quantize_by_amax(rows_NK, amax_BC, spec.fmt, block=spec.weight_block, first_row=shard.first_row)
-        )
+        shard = self.shard(self.rows_NK.to(self.compute_dtype), mesh)
+
+        def agree(mine_BC: Tensor) -> Tensor:
+            return whole_amax(self.number, mine_BC, mesh)
+
+        return kind_of(self.spec).quantize_shard(self.spec, shard, agree)
 
     def shard(self, rows_NK: Tensor, mesh: DeviceMesh) -> Shard:
         """Where `rows_NK`, its rows in whatever dtype, are in the weight. mesh: the axis that cuts it."""
         first = first_row(self.full_rows, mesh)
-        return Shard(rows_NK, first, self.full_rows, self.spec.weight_block, self.compute_dtype)
+        return Shard(rows_NK, first, self.full_rows, kind_of(self.spec).weight_block, self.compute_dtype)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """A GatheredWeight; counted. Raises UserError where FSDP's dtype is not that of the rows."""
@@ -136,17 +132,18 @@ class MasterWeight(GatheredByRows):
                 f"mixed-precision policy has param_dtype {dtype}; they must be the same"
             )
         note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
-        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, block=self.spec.weight_block)
+        block = kind_of(self.spec).weight_block
+        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, block=block)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """That of the format."""
+        """The 8-bit dtype of the format of W."""
         return FORMATS[self.spec.fmt].dtype
 
     @property
     def header_bytes(self) -> int:
-        """See the function."""
-        return header_bytes(self.spec)
+        """Bytes that the kind puts before each row: room for its scale, or none."""
+        return kind_of(self.spec).header_bytes
 
 
 def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype: torch.dtype) -> None:
@@ -181,7 +178,7 @@ def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
     a row, and 16 more where a row has its scale; padding included.
     """
     rows = -(-shape[0] // num_ranks) * num_ranks
-    return rows * (header_bytes(spec) + shape[1])
+    return rows * (kind_of(spec).header_bytes + shape[1])
 
 
 def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
@@ -198,11 +195,6 @@ def num_gathering_ranks(weight: DTensor) -> int:
     cut = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
     axes = [names.index("fsdp")] if "fsdp" in names else cut
     return math.prod(mesh.size(axis) for axis in axes)
-
-
-def header_bytes(spec: LinearSpec) -> int:
-    """Of each row in the buffer: a scale per row has to be sent, others are known."""
-    return HEADER_BYTES if spec.weight_scales == "row" else 0
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lptune.linear.int8_weight import int8_rows, row_scales
+from lptune.linear.weights.int8_weight import int8_rows, row_scales
 
 _INT8_SCALE = "int8_scale"
 

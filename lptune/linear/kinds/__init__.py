@@ -1,0 +1,47 @@
+"""One file per `precision.kind`: the rules of its layers (lptune/linear/kind.py says which rules there are).
+
+rowwise.py, tensorwise.py and blockwise.py hold what several kinds share. A new kind is a new file here and
+its name below, its row in lptune/config/precision.py, and its documentation. Importing this package fills
+KINDS, and fails where it and the config do not have the same kinds with the same keys.
+"""
+
+from lptune.config import PRECISION_KINDS
+from lptune.linear.kind import KINDS, Kind
+from lptune.linear.kinds import (
+    float8_blockwise,
+    float8_delayed,
+    float8_rowwise,
+    float8_rowwise_with_gw_hp,
+    float8_tensorwise,
+    int8_rowcol,
+    int8_tensorwise,
+    int8_weight_only,
+    mxfp8,
+)
+
+__all__ = ["add"]
+
+
+def add(kind: Kind) -> None:
+    """Makes `kind` one of KINDS. Raises ValueError where the config has no row for it, or another one."""
+    row = PRECISION_KINDS.get(kind.name)
+    if row != kind.keys:
+        raise ValueError(f"{kind.name}: PRECISION_KINDS says {row}, and the kind's own keys are {kind.keys}")
+    KINDS[kind.name] = kind
+
+
+for _file in (
+    int8_rowcol,
+    int8_tensorwise,
+    float8_tensorwise,
+    float8_delayed,
+    float8_rowwise,
+    float8_rowwise_with_gw_hp,
+    float8_blockwise,
+    mxfp8,
+    int8_weight_only,
+):
+    add(_file.KIND)
+
+if missing := PRECISION_KINDS.keys() - KINDS.keys() - {"none"}:
+    raise ImportError(f"PRECISION_KINDS names {sorted(missing)}, and lptune/linear/kinds has no such file")

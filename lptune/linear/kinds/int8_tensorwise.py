@@ -1,0 +1,27 @@
+"""`int8_tensorwise`: INT8 with one scale per tensor.
+
+The cheapest INT8 kind to quantize, and the coarsest of all: a step is as wide for the smallest value as for
+the largest (tensorwise.py).
+"""
+
+from lptune.config import KindKeys
+from lptune.linear.kinds.tensorwise import Tensorwise
+
+
+class Int8Tensorwise(Tensorwise):
+    """One scale per tensor, INT8."""
+
+    name = "int8_tensorwise"
+    keys = KindKeys(
+        ("tensor", "high"),
+        ("tensor", "high"),
+        ("int8",),
+        can_round_stochastically=True,
+        can_gather_low=True,
+        tokens_low="tensor",
+    )
+    fmt = "int8"
+    operations = ("int8_gemm",)
+
+
+KIND = Int8Tensorwise()

@@ -1,0 +1,291 @@
+"""What kinds with one scale per row or column share: `int8_rowcol`, `float8_rowwise`,
+`float8_rowwise_with_gw_hp`.
+
+    output      = x @ W.T    contracts over K: rows of x, rows of W        one scale per row of each
+    grad_input  = g @ W      contracts over N: rows of g, columns of W
+    grad_weight = g.T @ x    contracts over T: columns of g, columns of x  one scale per column of each
+
+A scale can leave the sum only where it is constant along the contraction. W was quantized by rows for
+`output`, and in `grad_input` those scales vary along the contraction. They are pushed into the other operand
+instead:
+
+    g @ (q * s) = (g * s.T) @ q        `folded`
+
+so g * s.T is quantized by rows and multiplied by the very 8-bit weight that forward used: W is rounded once,
+not twice. That matters under an 8-bit all-gather, where the original weight is not there to be quantized by
+column. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allows x to be saved in 8 bits;
+outlier channels of x then share a scale with ordinary ones, so it is an option and `column` the default
+(docs/numerics.md).
+
+g is needed in two forms, by rows for one GEMM and by columns for the other: one op makes both.
+"""
+
+import torch
+from torch import Tensor
+
+from lptune import numerics
+from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    k_major,
+    quantize_columns,
+    quantize_columns_stochastic,
+    quantize_rows,
+    quantize_rows_and_columns,
+    quantize_rows_stochastic,
+    scaled_mm,
+    transposed_copy,
+)
+from lptune.linear.kind import Agree, Kind, LinearSpec
+from lptune.linear.noise import Operand, Operands, cast_error, known, rounded
+from lptune.linear.weights.master_weight import GatheredWeight
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard
+from lptune.numerics import (
+    FORMATS,
+    QuantizedColumns,
+    QuantizedRows,
+    dequantize,
+    quantization_step,
+)
+
+
+class Rowwise(Kind):
+    """x, W and g have a scale for each row or column. Row scales of W and x travel with their rows."""
+
+    row_scales = True
+
+    def forward(
+        self,
+        spec: LinearSpec,
+        x_TK: Tensor,
+        w_NK: Tensor,
+        layer: Tensor,
+        quantized_x: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See Kind. quantized_x: x's rows; where `output` is low and `grad_weight` folded."""
+        fmt, power_of_two = spec.fmt, spec.power_of_two
+        saved: tuple[Tensor, ...] = (x_TK,)
+        x = None if quantized_x is None else QuantizedRows(*quantized_x)
+        if x is None and (spec.output == "low" or spec.grad_weight == "folded"):
+            x = quantize_rows(x_TK, fmt, power_of_two=power_of_two)
+        if spec.grad_weight == "folded":
+            assert x is not None
+            saved = (x.q_MK, x.scale_M1)
+        if spec.output == "high":
+            return x_TK @ _high_weight(spec, w_NK, x_TK.dtype).t(), saved
+        assert x is not None
+        w = _weight_rows(spec, w_NK)
+        out_TN = scaled_mm(
+            x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
+        )
+        return out_TN, saved
+
+    def backward(
+        self,
+        spec: LinearSpec,
+        g_TN: Tensor,
+        w_NK: Tensor,
+        saved: tuple[Tensor, ...],
+        layer: Tensor,
+        needs_grad_input: bool,
+        needs_grad_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        transposed = k_major(g_TN.device)
+        w_rows = None
+        if needs_grad_input and spec.grad_input in ("folded", "requantized"):
+            transposed_w = transposed and spec.grad_input == "folded"
+            w_rows = _weight_rows(spec, w_NK, transposed_w)
+        multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
+
+        g_rows: QuantizedRows | None = None
+        g_columns: QuantizedColumns | None = None
+        wants_rows = needs_grad_input and spec.grad_input != "high"
+        wants_columns = needs_grad_weight and spec.grad_weight == "column"
+        if spec.stochastic:
+            if wants_rows:
+                g_rows = quantize_rows_stochastic(
+                    g_TN, spec.grad_fmt, layer, multiplier_1K=multiplier, power_of_two=spec.power_of_two
+                )
+            if wants_columns:
+                g_columns = quantize_columns_stochastic(
+                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two
+                )
+        elif wants_rows and wants_columns:
+            g_rows, g_columns = quantize_rows_and_columns(
+                g_TN,
+                spec.grad_fmt,
+                multiplier_1K=multiplier,
+                power_of_two=spec.power_of_two,
+                transposed=transposed,
+            )
+        elif wants_rows:
+            g_rows = quantize_rows(
+                g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two
+            )
+        elif wants_columns:
+            g_columns = quantize_columns(
+                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=transposed
+            )
+
+        gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
+        gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs_grad_weight else None
+        return gx_TK, gw_NK
+
+    def describe(self, spec: LinearSpec, gemm: str) -> str:
+        how = getattr(spec, gemm)
+        return f"{spec.formats(gemm)} {'row' if how == 'low' else how}"
+
+    def describe_gather(self, spec: LinearSpec) -> str:
+        return f"{spec.fmt} rows"
+
+    def describe_tokens(self, spec: LinearSpec) -> str:
+        return f"{spec.fmt} rows"
+
+    def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
+        """Rows are sharded whole, so no rank needs another one."""
+        return Quantized(*quantize_rows(shard.rows_MK, spec.fmt, power_of_two=spec.power_of_two))
+
+    def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
+        return Quantized(*quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two))
+
+    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
+        return 1, k
+
+    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
+        return _by_row(spec, x_TK), _by_row(spec, w_NK).t()
+
+    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
+        if spec.grad_input == "folded":
+            s_N1 = _row_scales(spec, w_NK)
+            folded_TN = g_TN.to(torch.float32) * s_N1.t()
+            return _gradient_by_row(spec, folded_TN), _by_row(spec, w_NK).times(_inverse(s_N1))
+        w = _requantized(spec, w_NK) if spec.grad_input == "requantized" else _by_column(spec, w_NK)
+        return _gradient_by_row(spec, g_TN), w
+
+    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
+        if spec.grad_weight == "folded":
+            s_T1 = _row_scales(spec, x_TK)
+            folded_TN = g_TN.to(torch.float32) * s_T1
+            return _gradient_by_column(spec, folded_TN).t(), _by_row(spec, x_TK).times(_inverse(s_T1))
+        return _gradient_by_column(spec, g_TN).t(), _by_column(spec, x_TK)
+
+
+def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a GEMM in compute dtype multiplies by."""
+    return dequantize(_weight_rows(spec, w_NK), dtype) if spec.high_uses_8_bit_weight else w_NK
+
+
+def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
+    """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
+    if not isinstance(w_NK, GatheredWeight):
+        return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
+    return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
+
+
+def _grad_input(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    g: QuantizedRows | None,
+    w_NK: Tensor,
+    w_rows: QuantizedRows | None,
+    layer: Tensor,
+) -> Tensor:
+    dtype = g_TN.dtype
+    if spec.grad_input == "high":
+        return g_TN @ _high_weight(spec, w_NK, dtype)
+    assert g is not None
+    if spec.grad_input == "folded":
+        assert w_rows is not None
+        q_NK, scale_1K = w_rows.q_MK, None
+    else:
+        # Quantized by column: the original weight, or what is left of it after rows (requantized).
+        from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
+        q_NK, scale_1K = quantize_columns(
+            from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
+        )
+    return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
+
+
+def _grad_weight(
+    spec: LinearSpec,
+    g_TN: Tensor,
+    g: QuantizedColumns | None,
+    saved: tuple[Tensor, ...],
+    layer: Tensor,
+) -> Tensor:
+    dtype, transposed = g_TN.dtype, k_major(g_TN.device)
+    if spec.grad_weight == "high":
+        return g_TN.t() @ saved[0]
+    if spec.grad_weight == "folded":
+        xq_TK, x_scale_T1 = saved
+        if spec.stochastic:
+            g = quantize_columns_stochastic(
+                g_TN, spec.grad_fmt, layer, multiplier_M1=x_scale_T1, power_of_two=spec.power_of_two
+            )
+        else:
+            g = quantize_columns(
+                g_TN,
+                spec.grad_fmt,
+                multiplier_M1=x_scale_T1,
+                power_of_two=spec.power_of_two,
+                transposed=transposed,
+            )
+        xq_TK, x_scale_1K = transposed_copy(xq_TK) if transposed else xq_TK, None
+    else:
+        xq_TK, x_scale_1K = quantize_columns(
+            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
+        )
+    assert g is not None
+    gq_TN = transposed_copy(g.q_MK) if transposed and spec.stochastic else g.q_MK
+    return scaled_mm(
+        gq_TN.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
+    )
+
+
+def _by_row(spec: LinearSpec, x_MK: Tensor) -> Operand:
+    """x or W with one scale per row."""
+    return rounded(x_MK, (1, x_MK.shape[1]), spec.fmt, power_of_two=spec.power_of_two)
+
+
+def _by_column(spec: LinearSpec, x_MK: Tensor) -> Operand:
+    """x or W with one scale per column."""
+    return rounded(x_MK, (x_MK.shape[0], 1), spec.fmt, power_of_two=spec.power_of_two)
+
+
+def _gradient_by_row(spec: LinearSpec, g_TN: Tensor) -> Operand:
+    block = (1, g_TN.shape[1])
+    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)
+
+
+def _gradient_by_column(spec: LinearSpec, g_TN: Tensor) -> Operand:
+    block = (g_TN.shape[0], 1)
+    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)
+
+
+def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
+    return numerics.quantize_rows(x_MK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
+
+
+def _inverse(scale_M1: Tensor) -> Tensor:
+    """1 / scale, 0 where a row is zero: what a row is multiplied with when its scale is folded away."""
+    return torch.where(scale_M1 > 0, 1 / scale_M1.to(torch.float64), 0.0)
+
+
+def _requantized(spec: LinearSpec, w_NK: Tensor) -> Operand:
+    """W quantized by row, dequantized and quantized by column.
+
+    The first rounding is noise. The second is a known error: it starts from 8-bit values and scales, and
+    where scales of rows and columns are alike, or both powers of two, it rounds much less than a step.
+    """
+    fmt, power_of_two = FORMATS[spec.fmt], spec.power_of_two
+    rows = dequantize(numerics.quantize_rows(w_NK, fmt, power_of_two=power_of_two), w_NK.dtype)
+    again = numerics.quantize_columns(rows, fmt, power_of_two=power_of_two)
+    twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
+    error = twice - rows.to(torch.float64)
+    # Known, and yet no more than the format allows: a quantizer that is off must not widen its own bound.
+    step = quantization_step(rows, (w_NK.shape[0], 1), fmt, power_of_two=power_of_two)
+    assert (error.abs() <= step / 2 * (1 + 1e-5)).all(), "the second rounding is off by more than half a step"
+    cast = cast_error(w_NK, (1, w_NK.shape[1]), spec.fmt, power_of_two=power_of_two)
+    return _by_row(spec, w_NK).plus(cast).plus(known(error))

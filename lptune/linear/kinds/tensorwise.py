@@ -1,0 +1,182 @@
+"""What kinds with one scale per tensor share: `int8_tensorwise`, `float8_tensorwise`, `float8_delayed`.
+
+A scale that is the same everywhere leaves every sum, so each of x, W and g is quantized once and the same
+8-bit tensor serves both GEMMs it takes part in. That is the cheapest kind, and the coarsest: one outlier
+token decides the step of all others. Float8 forgives it more than INT8 does, since its step shrinks with the
+value.
+
+g takes e5m2 in float8 by default: gradients spread over more orders of magnitude than e4m3 holds
+(arXiv:2209.05433).
+
+Where the device wants both operands of a GEMM contiguous along the contraction, g, W and x have to be stored
+the other way round for the two GEMMs of backward; g both ways, in one pass.
+"""
+
+import torch
+from torch import Tensor
+
+from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    k_major,
+    quantize_by_amax,
+    quantize_tensor,
+    quantize_tensor_both_ways,
+    quantize_tensor_stochastic,
+    scaled_mm,
+    transposed_copy,
+)
+from lptune.linear.kind import Agree, Kind, LinearSpec
+from lptune.linear.noise import Operand, Operands, rounded
+from lptune.linear.weights.master_weight import GatheredWeight
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard, quantize_by_agreement
+from lptune.numerics import QuantizedTensor, dequantize
+
+
+class Tensorwise(Kind):
+    """x, W and g have one scale each. Ranks that hold parts of one agree on its amax first."""
+
+    one_scale = True
+
+    def forward(
+        self,
+        spec: LinearSpec,
+        x_TK: Tensor,
+        w_NK: Tensor,
+        layer: Tensor,
+        quantized_x: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See Kind. quantized_x: where `output` and `grad_weight` are low."""
+        if spec.output == "high":
+            return x_TK @ self._high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
+        x = QuantizedTensor(*quantized_x) if quantized_x else self._quantize(spec, x_TK, layer, "x")
+        w = self._quantize(spec, w_NK, layer, "w")
+        out_TN = scaled_mm(
+            x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
+        )
+        # x itself and not its 8-bit copy, unless that is shared: q, k and v share one x, and each would keep
+        # a copy of its own.
+        return out_TN, quantized_x or (x_TK,)
+
+    def backward(
+        self,
+        spec: LinearSpec,
+        g_TN: Tensor,
+        w_NK: Tensor,
+        saved: tuple[Tensor, ...],
+        layer: Tensor,
+        needs_grad_input: bool,
+        needs_grad_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dtype, transposed, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
+        low_input = needs_grad_input and spec.grad_input != "high"
+        low_weight = needs_grad_weight and spec.grad_weight != "high"
+        g, g_transposed = self._gradient(spec, g_TN, layer, low_input, low_weight, transposed)
+        if needs_grad_input:
+            if g is None:
+                gx_TK = g_TN @ self._high_weight(spec, w_NK, layer, dtype)
+            else:
+                w = self._quantize(spec, w_NK, layer, "w", transposed)
+                gx_TK = scaled_mm(
+                    g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
+                )
+        if needs_grad_weight:
+            if g_transposed is None:
+                gw_NK = g_TN.t() @ saved[0]
+            else:
+                x = self._saved(spec, saved, layer, transposed)
+                g_NT, scale_11 = g_transposed.q_MK.t(), g_transposed.scale_11
+                gw_NK = scaled_mm(
+                    g_NT, x.q_MK, scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
+                )
+        return gx_TK, gw_NK
+
+    def _gradient(
+        self,
+        spec: LinearSpec,
+        g_TN: Tensor,
+        layer: Tensor,
+        for_input: bool,
+        for_weight: bool,
+        transposed: bool,
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """g as grad_input multiplies it, row by row, and as grad_weight does; None where it is not wanted."""
+        if transposed and for_input and for_weight and not self.has_history and not spec.stochastic:
+            return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
+        if transposed and for_weight and not for_input:
+            return None, self._quantize(spec, g_TN, layer, "g", transposed)
+        g = self._quantize(spec, g_TN, layer, "g") if for_input or for_weight else None
+        g_transposed = g._replace(q_MK=transposed_copy(g.q_MK)) if g and transposed and for_weight else g
+        return g if for_input else None, g_transposed if for_weight else None
+
+    def _saved(
+        self, spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, transposed: bool
+    ) -> QuantizedTensor:
+        """x as grad_weight multiplies it."""
+        if len(saved) == 1:
+            return self._quantize(spec, saved[0], layer, "x", transposed)
+        q_TK, scale_11 = saved
+        return QuantizedTensor(transposed_copy(q_TK) if transposed else q_TK, scale_11)
+
+    def _high_weight(self, spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a GEMM in compute dtype multiplies by."""
+        return (
+            dequantize(self._quantize(spec, w_NK, layer, "w"), dtype) if spec.high_uses_8_bit_weight else w_NK
+        )
+
+    def _quantize(
+        self, spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool = False
+    ) -> QuantizedTensor:
+        if isinstance(tensor, GatheredWeight):
+            return QuantizedTensor(transposed_copy(tensor.q_NK) if transposed else tensor.q_NK, tensor.scale)
+        return self.quantize(spec, tensor, layer, operand, transposed)
+
+    def quantize(
+        self, spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool
+    ) -> QuantizedTensor:
+        """x, w or g, which `operand` says, by one scale; transposed: q is stored column by column."""
+        fmt = spec.grad_fmt if operand == "g" else spec.fmt
+        if spec.stochastic and operand == "g":
+            g = quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
+            return g._replace(q_MK=transposed_copy(g.q_MK)) if transposed else g
+        return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two, transposed=transposed)
+
+    def describe(self, spec: LinearSpec, gemm: str) -> str:
+        return f"{spec.formats(gemm)} tensor"
+
+    def describe_gather(self, spec: LinearSpec) -> str:
+        return f"{spec.fmt} tensor"
+
+    def describe_tokens(self, spec: LinearSpec) -> str:
+        return f"{spec.fmt} tensor"
+
+    def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
+        return quantize_by_agreement(shard, spec.fmt, agree)
+
+    def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
+        amax_11 = agree(x_tK.abs().amax().float().view(1, 1))
+        return Quantized(*quantize_by_amax(x_tK, amax_11, spec.fmt, power_of_two=spec.power_of_two))
+
+    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
+        return n, k
+
+    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
+        return _noisy(spec, x_TK), _noisy(spec, w_NK).t()
+
+    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
+        return _noisy_gradient(spec, g_TN), _noisy(spec, w_NK)
+
+    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
+        return _noisy_gradient(spec, g_TN).t(), _noisy(spec, x_TK)
+
+
+def _noisy(spec: LinearSpec, x_MK: Tensor) -> Operand:
+    block = (x_MK.shape[0], x_MK.shape[1])
+    return rounded(x_MK, block, spec.fmt, power_of_two=spec.power_of_two)
+
+
+def _noisy_gradient(spec: LinearSpec, g_TN: Tensor) -> Operand:
+    block = (g_TN.shape[0], g_TN.shape[1])
+    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)

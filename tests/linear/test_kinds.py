@@ -1,0 +1,219 @@
+"""What every kind of precision owes the rest of the library, and that nothing else knows kinds by name."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lptune import linear
+from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
+from lptune.kernels import GEMMS
+from lptune.kernels.backend import BACKENDS
+from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
+from lptune.linear.autograd import low_precision_linear
+from lptune.linear.weights.row_tensor import Quantized
+from lptune.linear.weights.weight_amax import Shard, shard_amaxes
+
+LIBRARY = Path(linear.__file__).parents[1]
+FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))
+NAMED_IN = {
+    "config/precision.py",  # the list of names and keys
+    "config/elsewhere.py",  # what other trainers' names are here, for messages
+}
+T, K, N, NUM_RANKS = 96, 160, 176, 3
+"""Blocks of 128 end inside the shards of 59, 59 and 58 rows; 32 tokens to a rank."""
+
+
+def test_each_kind_of_the_config_has_its_file_and_each_file_its_kind() -> None:
+    defining = {file.stem for file in FILES if "\nKIND = " in file.read_text(encoding="utf-8")}
+    assert defining == set(KINDS) == set(PRECISION_KINDS) - {"none"}
+    assert list(KINDS) == list(PRECISION_KINDS)[1:]
+    for name, kind in KINDS.items():
+        assert kind.name == name
+        assert type(kind).__module__ == f"lptune.linear.kinds.{name}"
+        assert kind.keys == PRECISION_KINDS[name]
+
+
+def _modules() -> list[tuple[str, ast.Module]]:
+    return [
+        (path.relative_to(LIBRARY).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(LIBRARY.rglob("*.py"))
+    ]
+
+
+def test_no_module_but_the_config_and_its_own_file_names_a_kind() -> None:
+    found = [
+        f"{file}:{node.lineno}: {node.value}"
+        for file, module in _modules()
+        if file not in NAMED_IN and not file.startswith("linear/kinds/")
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and node.value in KINDS
+    ]
+    assert not found, "ask kind_of(spec) instead: " + "; ".join(found)
+
+
+def test_no_module_takes_a_kind_from_parts_of_its_name() -> None:
+    taken = {"startswith", "endswith", "removeprefix", "partition", "split"}
+    found = [
+        f"{file}:{node.lineno}"
+        for file, module in _modules()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+        and node.attr in taken
+        and isinstance(node.value, ast.Attribute)
+        and ast.unparse(node.value).endswith(("precision.kind", "spec.kind"))
+    ]
+    assert not found
+
+
+def test_an_unknown_kind_is_an_error_and_never_another_one() -> None:
+    spec = LinearSpec.from_config(PrecisionConfig(kind="int8_rowcol"))._replace(kind="int8_diagonal")
+    x, w = torch.ones(16, 16), torch.ones(16, 16)
+    handle = torch.tensor([-1, 0, 0, 0])
+    for ask in (
+        lambda: low_precision_linear(x, w, handle, spec),
+        lambda: spec.describe("output"),
+        lambda: spec.describe_gather(),
+        lambda: spec.described_tokens,
+        lambda: spec.multiplies_in_8_bits,
+        lambda: linear.predicted_errors(spec, x, w, x),
+    ):
+        with pytest.raises(KeyError, match="int8_diagonal"):
+            ask()
+
+
+def test_a_kind_without_its_row_of_the_config_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(KINDS["mxfp8"]), "name", "mxfp9")
+    with pytest.raises(ValueError, match="mxfp9: PRECISION_KINDS says None"):
+        kinds.add(KINDS["mxfp8"])
+    assert "mxfp9" not in KINDS
+    monkeypatch.undo()
+    monkeypatch.setitem(PRECISION_KINDS, "mxfp8", KindKeys(("block",), ("high",), ("e4m3",)))
+    with pytest.raises(ValueError, match="mxfp8: PRECISION_KINDS says KindKeys"):
+        kinds.add(KINDS["mxfp8"])
+
+
+def test_a_kind_that_lacks_a_rule_cannot_be_made() -> None:
+    class Half(Kind):
+        name = "half"
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_it_says_what_it_needs_of_a_device(kind: Kind) -> None:
+    assert set(kind.operations) <= set(BACKENDS)
+    assert kind.keys.needs_float8 == (kind.fmt != "int8" and not kind.emulated_where_missing)
+
+
+def _precision(kind: Kind, **keys: Any) -> PrecisionConfig:
+    return PrecisionConfig(kind=kind.name, emulate=kind.fmt != "int8", **keys)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_plan_says_the_formats_of_what_is_low_and_high_of_the_rest(kind: Kind) -> None:
+    spec = LinearSpec.from_config(_precision(kind))
+    for gemm in GEMMS:
+        described = spec.describe(gemm)
+        if spec.is_low(gemm):
+            assert kind.fmt in described
+            assert spec._replace(**{gemm: "high"}).describe(gemm) == "high"
+        else:
+            assert described == "high"
+    assert spec.describe_gather().startswith(kind.fmt) == kind.keys.can_gather_low
+
+
+def _operands(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(size, generator=generator).to(dtype) for size in ((T, K), (N, K), (T, N)))
+    w[150, 20] = 9.0  # the last shard has the largest element of the weight
+    x[5, 7] = 11.0
+    return x, w, g
+
+
+def _gemms(
+    kind: Kind, spec: LinearSpec, w_NK: Tensor, quantized_x: tuple[Tensor, Tensor] | None = None
+) -> list[Tensor]:
+    x, _, g = _operands()
+    handle = torch.tensor([-1, 0, 0, 0])
+    seen = x.new_zeros(()).expand_as(x) if quantized_x else x
+    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x)
+    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True)
+    assert gx is not None
+    assert gw is not None
+    return [out, gx, gw]
+
+
+GATHERED = [kind for kind in KINDS.values() if kind.keys.can_gather_low and not kind.keys.stores_low]
+
+
+@pytest.mark.parametrize("kind", GATHERED, ids=lambda kind: kind.name)
+def test_a_weight_in_shards_is_the_weight_to_the_bit(kind: Kind) -> None:
+    spec = LinearSpec.from_config(_precision(kind))
+    w_NK = _operands()[1]
+    starts = range(0, N, -(-N // NUM_RANKS))
+    shards = [
+        Shard(w_NK[start : start + starts.step], start, N, kind.weight_block, w_NK.dtype) for start in starts
+    ]
+    asked = list[Tensor]()
+
+    def agree(mine: Tensor) -> Tensor:
+        asked.append(mine)
+        return torch.stack([shard_amaxes([shard])[0] for shard in shards]).amax(0)
+
+    parts = [kind.quantize_shard(spec, shard, agree) for shard in shards]
+    assert len(asked) == (0 if kind.row_scales else NUM_RANKS)
+    scale = torch.cat([part.scale for part in parts]) if kind.row_scales else parts[0].scale
+    whole = Quantized(torch.cat([part.q_NK for part in parts]), scale)
+    gathered = GatheredWeight(*whole, dtype=w_NK.dtype, block=kind.weight_block)
+    for plain, low in zip(_gemms(kind, spec, w_NK), _gemms(kind, spec, gathered), strict=True):
+        assert torch.equal(plain, low)
+
+
+TOKENS = [kind for kind in KINDS.values() if kind.keys.tokens_low]
+
+
+@pytest.mark.parametrize("kind", TOKENS, ids=lambda kind: kind.name)
+def test_tokens_that_ranks_quantized_give_the_bits_of_all_tokens(kind: Kind) -> None:
+    assert kind.keys.tokens_low is not None
+    grad_weight = kind.keys.tokens_low if kind.keys.tokens_low != kind.keys.grad_weight[0] else "low"
+    spec = LinearSpec.from_config(_precision(kind, grad_weight=grad_weight))
+    assert spec.token_gather == "auto"
+    assert spec.described_tokens.startswith(kind.fmt)
+    x_TK, w_NK, _ = _operands()
+    asked = list[Tensor]()
+
+    def agree(mine: Tensor) -> Tensor:
+        asked.append(mine)
+        return x_TK.abs().amax().float().view(1, 1)
+
+    parts = [kind.quantize_tokens(spec, part, agree) for part in x_TK.chunk(NUM_RANKS)]
+    assert len(asked) == (0 if kind.row_scales else NUM_RANKS)
+    scale = torch.cat([part.scale for part in parts]) if kind.row_scales else parts[0].scale
+    quantized_x = torch.cat([part.q_NK for part in parts]), scale
+    for plain, low in zip(_gemms(kind, spec, w_NK), _gemms(kind, spec, w_NK, quantized_x), strict=True):
+        assert torch.equal(plain, low)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS.values() if kind not in GATHERED], ids=lambda kind: kind.name
+)
+def test_a_kind_without_a_gather_of_made_rows_says_so(kind: Kind) -> None:
+    w_NK = _operands()[1]
+    shard = Shard(w_NK, 0, N, kind.weight_block, w_NK.dtype)
+    with pytest.raises(NotImplementedError, match=f"{kind.name} has no 8-bit gather of weights"):
+        kind.quantize_shard(LinearSpec.from_config(_precision(kind)), shard, lambda amax: amax)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_layer_becomes_what_the_kind_says_and_a_plain_one_again(kind: Kind) -> None:
+    model = nn.Sequential(nn.Linear(K, N))
+    linear.convert(model, _precision(kind))
+    assert type(model[0]) is (kind.layer_class or linear.LowPrecisionLinear)
+    assert (linear.int8_rows(model[0].weight) is not None) == kind.keys.stores_low
+    linear.unconvert(model)
+    assert type(model[0]) is nn.Linear
