@@ -129,7 +129,7 @@ def cases() -> list[Case]:
         ("none", 1, 1), ("float8_delayed", 1, 1), ("int8_weight_only", 1, 1), (rowcol, 2, 1),
     ):  # fmt: skip
         whole = _case(kind, ranks=after, more=f"resumed_from_{before}")
-        first = Stage(before, (*whole.stages[0].keys, "num_steps=3", "export.enabled=false"))
+        first = Stage(before, (*whole.stages[0].keys, "num_steps=3"))
         found.append(whole._replace(stages=(first, *whole.stages)))
     return found
 
