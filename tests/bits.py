@@ -28,6 +28,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -502,7 +503,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdict = (
         f"{len(differing)} differ or fail: {', '.join(differing)}" if differing else "none differs or fails"
     )
-    print(f"{len(found)} in {time.monotonic() - started:.0f} s: {verdict}")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = f"{used.ru_utime + used.ru_stime:.0f} s of CPU time"
+    print(f"{len(found)} in {time.monotonic() - started:.0f} s, {cpu}: {verdict}")
     return int(bool(differing))
 
 
