@@ -31,7 +31,7 @@ ALLOWED = {
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|devices|ranks)")
-MAX_LINES = {"recipes": 300, "lptune": 400}
+MAX_LINES = {"recipes": 150, "lptune": 400}
 
 LIBRARY = sorted((ROOT / "lptune").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.py"))
