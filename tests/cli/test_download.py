@@ -313,9 +313,14 @@ def _asks_to_wait(status: int, method: str, **headers: str) -> Callable[[Hub, st
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long each sleep of this test was to be; none is slept."""
+    """How long each sleep of half a second or more was to be; none is slept. Shorter ones are other threads'."""
     seconds: list[float] = []
-    monkeypatch.setattr(time, "sleep", seconds.append)
+    sleep = time.sleep
+
+    def note(duration: float) -> None:
+        (seconds.append if duration >= 0.5 else sleep)(duration)
+
+    monkeypatch.setattr(time, "sleep", note)
     return seconds
 
 

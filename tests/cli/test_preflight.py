@@ -97,7 +97,7 @@ def test_every_source_of_a_list_must_be_there(tmp_path: Path, key: str) -> None:
     cfg = _config(tmp_path, "device=cpu", f"{key}={listed}")
     for name, missing in (
         ("shards/a.jsonl", "shards: is a folder without"),
-        ("b.csv", r"\*.csv: there is no"),
+        ("b.csv", r"\*.csv: no file has this name or matches"),
     ):
         with pytest.raises(UserError, match=rf"{missing}.* {key}"):
             preflight.check(cfg, 1, 1)

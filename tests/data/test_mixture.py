@@ -320,7 +320,9 @@ def test_an_error_of_a_folders_columns_names_the_files(tokenizer: Tokenizer, tmp
 def test_a_weight_that_leaves_nothing_of_a_source_is_one_line(
     sources: tuple[str, str], tokenizer: Tokenizer
 ) -> None:
-    with pytest.raises(UserError, match=r"data.source\[1\].weight: 0.01 of the 31 documents of .* is none"):
+    with pytest.raises(
+        UserError, match=r"data.source\[1\].weight: 0.01 of the 31 documents of .* selects none"
+    ):
         run([sources[0], entry(sources[1], weight=0.01)], tokenizer)
 
 

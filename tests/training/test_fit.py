@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lptune import distributed, models
+from lptune import distributed, models, training
 from lptune.checkpoint.disk import BYTES_PER_PARAMETER, disk_report
 from lptune.config import (
     CheckpointConfig,
@@ -150,7 +150,7 @@ def test_the_disk_is_that_of_all_checkpoints_at_once_and_the_export(
 
 def test_a_checkpoint_takes_what_the_plan_says_for_each_parameter(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 16))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = training.AdamW(model.parameters(), fused=True)
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
     with distributed.session("cpu") as world:
