@@ -18,7 +18,7 @@ from lptune.training import is_due
 
 
 def main(cfg: FinetuneConfig) -> None:
-    """Runs the training that `cfg` describes. Wrong input raises UserError before anything is written."""
+    """Runs the training that `cfg` describes. Wrong input raises UserError before output_dir is touched."""
     with (
         distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
         checkpoint.open_run(cfg, world) as run,
@@ -30,7 +30,7 @@ def main(cfg: FinetuneConfig) -> None:
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
-        with distributed.machine_first(world):  # the other ranks map what it has tokenized
+        with distributed.machine_first(world):  # the other ranks map what this one has tokenized
             vocab_size = base.config.vocab_size
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
@@ -39,7 +39,7 @@ def main(cfg: FinetuneConfig) -> None:
         if run.is_finished(num_steps):
             return
 
-        # --- Model: checkpointing, compilation, gathers and sharding; then real storage and weights.
+        # --- Model: cut, checkpointed, compiled, sharded; then real storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
@@ -93,7 +93,7 @@ def main(cfg: FinetuneConfig) -> None:
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
                     raise update.diverged(step, writer.wait(), run.path)
                 writer.check()
-                # A skipped step has nothing new, and its checkpoint would drive out one that may be good.
+                # A skipped step has nothing new, and would drive out a good checkpoint. At the end it is saved.
                 is_new = not update.num_skipped_in_a_row
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
                 if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps))):

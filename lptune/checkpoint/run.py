@@ -7,8 +7,8 @@
         ...                                                   build the model and its optimizer
         run.load(base, model, optimizer, low)                 weights of the checkpoint, or of the base model
         run.begin(plan, report)                               makes the folder
-        with run.saver(model, optimizer, low, update) as saver:
-            ...                                               train; saver.save(step)
+        with run.writer(model, optimizer, low, update) as writer:
+            ...                                               train; writer.save(step)
         run.export(base)
 
 A recipe decides when each of these happens. A Run never trains: none of its methods takes a batch, a loss or
@@ -54,7 +54,7 @@ class Run:
         self.step = 0
         """Of the newest checkpoint: the one that the run continues, or has saved since; 0: there is none."""
         self.started_on = date.today()
-        """The day that chat templates which write a date see, in every part of the run."""
+        """The date that chat templates print; a resumed run keeps it."""
         self.skipped: dict[str, int] = {}
         """`training.Update.counts` of the checkpoint that the run continues."""
         self._cfg, self._world = cfg, world
@@ -62,7 +62,7 @@ class Run:
         self._saved: RunState | None = None
         self._newest: Path | None = None
         self._has_saved = False
-        self._state = RunState({})
+        self._state: RunState | None = None
 
     @property
     def path(self) -> Path:
@@ -92,6 +92,7 @@ class Run:
         self, plan: Plan, num_steps: int, data_digest: str, chat_template: str | None
     ) -> None:
         """Raises UserError where the ranks, or this run and its checkpoint, differ in what must not change.
+        Keeps what checkpoints of this run will say of it.
 
         plan: the precision of the steps to come. num_steps: at which the run ends. data_digest: of the
         training rows. chat_template: the tokenizer's, as the run uses it. A collective.
@@ -102,11 +103,12 @@ class Run:
         check_fingerprint(self._saved, self._state, self._world)
 
     def is_finished(self, num_steps: int) -> bool:
-        """Whether no step is left, and no export; says so. Raises UserError where the config has changed
-        since the last step, or the export is there in another form than the config asks for.
+        """Whether nothing is left to train or to export; says so. Raises UserError where the config has
+        changed since the last step, or the export is there in another form than the config asks for.
         """
         if self._saved is None or self.step < num_steps:
             return False
+        assert self._state is not None, "check_continues comes first"
         check_unchanged(self._saved, self._state, self._world.print, type(self._cfg))
         exports = self._cfg.export.enabled
         if exports and not self.folder.is_exported(self.step, self._cfg.export):
@@ -175,7 +177,8 @@ class RunWriter:
     """Saves of a run: tensors of the model, the optimizer and low precision, and what state.json says of
     them.
 
-    As a context it waits at its end for what is being written.
+    As a context it waits at its end until the last save is published; not after an error on several ranks,
+    one of which may be gone.
     """
 
     def __init__(
@@ -201,12 +204,14 @@ class RunWriter:
         self._files.__exit__(kind, error, traceback)
 
     def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
-        """Publishes the state after `step` as checkpoints/step-N. A collective.
+        """Starts a save of the state after `step` as checkpoints/step-N. A collective.
 
         eval_loss: of this step, for checkpoint.keep_best. wait: return when it is published, and not already
         when it is being written in the background. Raises UserError as `CheckpointWriter.save` does.
         """
-        run, state = self._run, {**self._run._state.content, **self._update.counts()}
+        run = self._run
+        assert run._state is not None, "check_continues comes first: it says what checkpoints record"
+        state = {**run._state.content, **self._update.counts()}
         run._newest = self._files.save(step, state, self._low.state(), eval_loss=eval_loss, wait=wait)
         run.step, run._has_saved = step, True
 

@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -101,11 +102,12 @@ def parallelize(
         # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
         # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
-    checkpoint_activations(each, mode)
-    # FSDP's hooks on the blocks break a graph of the whole model.
-    whole_graph = cfg.compile == "block"
-    compile_forward(each if whole_graph else [model], cfg.compile, fullgraph=whole_graph)
-    if whole_graph and isinstance(model, Decoder):
+    # A Decoder draws no random numbers; of another model that is not known.
+    checkpoint_activations(each, mode, keeps_random_state=not isinstance(model, Decoder))
+    # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
+    by_block = cfg.compile == "block"
+    compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
+    if by_block and isinstance(model, Decoder):
         compile_chunk_loss(model.chunk_loss)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
@@ -180,20 +182,23 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], mode: str, *, keeps_random_state: bool = False
+) -> None:
     """Makes backward recompute the forward of `blocks`, in place. Call it before `compile_forward`.
 
-    mode: `full` recomputes all, `full but attention` all but attention, `selective` all but GEMMs and
-    attention, `none` nothing.
+    mode: `full` recomputes all, `full but attention` all but attention, `selective` all but GEMMs, attention
+    and sums over ranks, `none` nothing. keeps_random_state: recompute with the random numbers of forward, for
+    blocks with dropout.
     """
     if mode == "none":
         return
     for block in blocks:
         cls: Any = block.__class__
-        block.__class__ = _checkpointed(cls, mode)
+        block.__class__ = _checkpointed(cls, mode, keeps_random_state)
     if mode != "full":
-        # It warns "Make sure the checkpointed region does not contain in-place ops", which is the case here,
-        # and nothing that a user can act on.
+        # It warns "Make sure the checkpointed region does not contain in-place ops". There are none here, and
+        # a user cannot act on it.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
@@ -226,13 +231,13 @@ def compile_chunk_loss(module: nn.Module) -> None:
 
 
 @functools.cache
-def _checkpointed(cls: Any, mode: str) -> type[nn.Module]:
+def _checkpointed(cls: Any, mode: str, keeps_random_state: bool) -> type[nn.Module]:
     """A subclass of `cls` with a checkpointed forward. A wrapper module would change parameter names."""
 
     contexts = {"selective": _selective_contexts, "full but attention": _attention_contexts}.get(mode)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_random_state}
         if contexts is not None:
             options["context_fn"] = contexts
         return checkpoint(functools.partial(cls.forward, self), *args, **options, **kwargs)
@@ -296,9 +301,10 @@ def check_compiler(mode: str) -> None:
     """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and there is none."""
     if mode == "none":
         return
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    if not any(shutil.which(name) for name in candidates):
+    # As torch._inductor.config.cpp.cxx has it.
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(name):
         raise UserError(
-            f"compile: needs a C++ compiler, and {' or '.join(candidates)} is not on the PATH; "
-            "install one or set compile=none"
+            f"compile: needs a C++ compiler, and {name} is not on the PATH; install it, set CXX to "
+            "another, or set compile=none"
         )

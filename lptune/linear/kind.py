@@ -5,7 +5,8 @@
     LinearSpec    what one layer does: a kind's name and the choices that the kind leaves open, plain values
 
 Everything that differs between kinds is a method or an attribute of Kind. The rest of the library asks
-`kind_of(spec)` and compares no names, so a new kind is a new file and its row in lptune/config/precision.py.
+`kind_of(spec)` and compares no names, so a new kind is a new file, its row in lptune/config/precision.py and
+its name in kinds/__init__.py.
 
 Shapes: T tokens, K in_features, N out_features (of a rank's part under tensor parallelism).
 """
@@ -22,7 +23,7 @@ from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from lptune.linear.weights.weight_amax import Shard
 
 Agree = Callable[[Tensor], Tensor]
-"""Amaxes that this rank measured -> those of all ranks, of the same shape. A collective, or less."""
+"""This rank's amaxes -> the maximum over ranks, of the same shape; by an all-reduce or a lookup."""
 
 
 class LinearSpec(NamedTuple):
@@ -41,7 +42,7 @@ class LinearSpec(NamedTuple):
     emulate: bool
     stochastic: bool  # g is rounded stochastically
     gathers_low: bool  # FSDP gathers the weight in 8 bits
-    token_gather: str  # of x, where it is cut by tokens: high | auto (low if all that share x can) | low
+    token_gather: str  # how sequence parallelism gathers x: high | low | auto (low if all readers of x can)
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
@@ -72,8 +73,9 @@ class LinearSpec(NamedTuple):
 
     @property
     def high_uses_8_bit_weight(self) -> bool:
-        """Whether a GEMM that is `high` multiplies by the dequantized weight, and not by the weight itself:
-        backward then sees what forward saw, and a gathered weight is what an ungathered one is.
+        """Whether a GEMM that is `high` multiplies by the dequantized weight: where forward uses the 8-bit
+        weight, or FSDP gathers it in 8 bits. So backward uses forward's weight, and the result does not
+        depend on the gather.
         """
         return self.output == "low" or self.gathers_low
 
@@ -109,8 +111,8 @@ class Kind(ABC):
     power_of_two: ClassVar[bool] = False
     """Whether scales are powers of two."""
     operations: ClassVar[tuple[str, ...]]
-    """What kernels.choose_backend calls its 8-bit GEMMs, `output`'s first. None: it multiplies in compute
-    dtype.
+    """What kernels.choose_backend calls its 8-bit GEMMs, `output`'s first. Empty: the kind
+    multiplies in compute dtype.
     """
     emulated_where_missing: ClassVar[bool] = False
     """Whether a device without these GEMMs emulates them unasked; the plan says so. Otherwise: an error."""
@@ -129,7 +131,8 @@ class Kind(ABC):
         """(`x @ w.T` in x's dtype, what `backward` needs of x).
 
         w_NK has x's dtype; or it is a GatheredWeight, or what the kind stores. layer: the handle under which
-        kernels count what ran. quantized_x: q and scale of x, where it was gathered so; x then has no values.
+        kernels count what ran. quantized_x: q and scale of x, where it was gathered so; x is then a
+        placeholder of ones, of which only shape and dtype count.
         """
 
     @abstractmethod
@@ -156,7 +159,7 @@ class Kind(ABC):
         """Format and scales of a gathered weight."""
 
     one_scale: ClassVar[bool] = False
-    """Whether x, W and g have one scale each: the widest that scales can be."""
+    """Whether x, W and g have one scale each. `precision.skip_small` has thresholds of its own for these."""
 
     # --- How W travels in 8 bits.
 

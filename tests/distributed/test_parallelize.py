@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
@@ -147,6 +148,26 @@ def test_one_compiled_graph_serves_all_blocks_and_steps_and_one_the_head_and_the
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     # Fused float32 arithmetic differs by ulps, which flips the rounding of a few int8 values.
     assert float(compiled["loss"]) == pytest.approx(float(eager["loss"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_block_of_your_own_is_recomputed_with_the_dropout_of_its_forward(mode: str) -> None:
+    def gradient(mode: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 1, bias=False))
+        model = nn.Sequential(block)
+        settings = distributed.Execution(
+            compute_dtype="float32", compile="none", activation_checkpointing=mode
+        )
+        distributed.parallelize(model, world, settings, blocks=[block])
+        torch.manual_seed(1)
+        model(torch.randn(8, 16)).sum().backward()
+        found = block[0].weight.grad
+        assert found is not None
+        return distributed.full_tensor(found)
+
+    with distributed.session("cpu") as world:
+        assert torch.equal(gradient(mode), gradient("none"))
 
 
 def test_parameters_are_float32_dtensors_and_names_stay() -> None:

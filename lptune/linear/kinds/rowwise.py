@@ -17,7 +17,8 @@ column. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allow
 outlier channels of x then share a scale with ordinary ones, so it is an option and `column` the default
 (docs/numerics.md).
 
-g is needed in two forms, by rows for one GEMM and by columns for the other: one op makes both.
+g is needed in two forms, by rows for one GEMM and by columns for the other. With the default choices one op
+makes both.
 """
 
 import torch
@@ -65,6 +66,7 @@ class Rowwise(Kind):
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See Kind. quantized_x: x's rows; where `output` is low and `grad_weight` folded."""
+        assert quantized_x is None or (spec.output == "low" and spec.grad_weight == "folded")
         fmt, power_of_two = spec.fmt, spec.power_of_two
         saved: tuple[Tensor, ...] = (x_TK,)
         x = None if quantized_x is None else QuantizedRows(*quantized_x)
