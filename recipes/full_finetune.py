@@ -93,7 +93,7 @@ def main(cfg: FinetuneConfig) -> None:
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
                     raise update.diverged(step, writer.wait(), run.path)
                 writer.check()
-                # A skipped step has nothing new, and would drive out a good checkpoint. At the end it is saved.
+                # A skipped step has nothing new, and would drive out a good checkpoint. The last is saved.
                 is_new = not update.num_skipped_in_a_row
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
                 if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps))):

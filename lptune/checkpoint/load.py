@@ -48,7 +48,7 @@ def load_state(
     optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
     _check_all_listed(manifest, optimized, optimizer)
     files = StoredFiles(manifest)
-    others = [each for each in further(tensors) if each.name in manifest.shards]
+    others = [each for each in further(model, tensors) if each.name in manifest.shards]
     reads: list[Callable[[], None]] = []
     for each in itertools.chain(parameters_of(model), optimized, others):
         if is_stored_in_place(each.tensor):

@@ -127,6 +127,7 @@ class Run:
             load_hf(model, base.index, self._world)
         else:
             load_state(self._continues, model, optimizer, low.state())
+            low.loaded()
         return self.step
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:

@@ -196,7 +196,7 @@ class CheckpointWriter:
 
     def _contents(self, tensors: Mapping[str, Tensor]) -> dict[str, list["_Part"]]:
         """Name of file -> what this rank writes into it."""
-        beside = further(tensors)
+        beside = further(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
             "optimizer": state_of(self._model, self._optimizer),

@@ -105,9 +105,9 @@ def state_to_fill(
     return _named(model, listing(optimizer).restored(_names(model), saved, num_updates))
 
 
-def further(tensors: Mapping[str, Tensor]) -> list[Stored]:
-    """What `CheckpointWriter.save` was given."""
-    return [Stored(name, tensor) for name, tensor in tensors.items()]
+def further(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
+    """What `CheckpointWriter.save` was given. `PREFIX/NAME` is cut as the parameter NAME is."""
+    return _named(model, tensors)
 
 
 def listing(optimizer: torch.optim.Optimizer) -> ListsState:

@@ -177,7 +177,7 @@ def session(
         raise UserError(
             "parallel.cpu_offload: moves weights out of a GPU's memory, and this runs on cpu; set it to false"
         )
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = _launched_as()
     axes = mesh_axes(parallel, size)
     if device_type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -283,3 +283,18 @@ def _device_type(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise no_gpu_error("torch sees no CUDA device")
     return device
+
+
+def _launched_as() -> tuple[int, int]:
+    """(RANK, WORLD_SIZE) of the launcher; (0, 1) without RANK: what else is left of one does not count."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    numbers = []
+    for name, default in (("RANK", ""), ("WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not (text.isascii() and text.isdecimal()):
+            raise UserError(
+                f"{name}={text!r:.40} in the environment is not a number; unset it, or set it right"
+            )
+        numbers.append(int(text))
+    return numbers[0], numbers[1]

@@ -115,8 +115,12 @@ class LowPrecision:
         self._histories.undo(skipped)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs, by name: the live tensors, to be saved, or filled before the next step."""
+        """What a checkpoint needs, by name: the live tensors, to be saved, or filled. `loaded` comes then."""
         return self._histories.state()
+
+    def loaded(self) -> None:
+        """After `state` was filled: what follows, an evaluation too, scales by the histories in it."""
+        self._histories.loaded()
 
     @property
     def verified(self) -> Verified:

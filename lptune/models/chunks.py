@@ -6,10 +6,11 @@ token) and dropped; backward makes them again. That is one more head GEMM per st
 what it saves. A batch that fits one chunk is not recomputed.
 
 Of a chunk's logits there are at most two copies in the dtype of the head's output: the logits and their
-gradient. What lies between them (float32 logits, soft-capped ones, log-probabilities, and a gradient for each
-of these) exists for a block of rows only: `Logits.for_each_token` computes block by block, saves the head's
-output alone, and in backward goes through the blocks again, each forward and backward. A block has a
-sixteenth of the chunk's rows, and at least 2**20 logits, so that small chunks are one block. A compiled chunk
+gradient (one gradient for each differentiable `for_each_token`; the objectives of loss.py have one). What
+lies between them (float32 logits, soft-capped ones, log-probabilities, and a gradient for each of these)
+exists for a block of rows only: `Logits.for_each_token` computes block by block, saves the head's output
+alone, and in backward goes through the blocks again, each forward and backward. A block has a sixteenth of
+the chunk's rows, and at least 2**20 logits, so that small chunks are one block. A compiled chunk
 has no blocks: there the compiler fuses what lies between into the loops that read and write the two copies.
 
 Shapes: T tokens, t tokens of a chunk, b of a block, H hidden, V vocabulary, v words of this head (words.py).
@@ -79,8 +80,14 @@ class Logits:
     def for_each_token(self, function: Rows, *tensors: Tensor) -> Tensor:
         """`function(logits, *tensors)` with float32 logits; differentiable in the logits alone.
 
-        tensors: of a row for each token. At any time `function` sees a block of rows.
+        tensors: of a row for each token, without a gradient: ValueError for one that requires it. At any time
+        `function` sees a block of rows.
         """
+        if any(each.requires_grad for each in tensors):
+            raise ValueError(
+                "for_each_token is differentiable in the logits alone; detach the tensors beside them, or "
+                "combine the results of two calls afterwards"
+            )
         if torch.compiler.is_compiling():
             return function(self._finish(self._raw_tv.float()), *tensors)
         found: Tensor = _ByBlocks.apply(self._raw_tv, self._finish, function, *tensors)  # type: ignore[no-untyped-call]
@@ -99,6 +106,8 @@ class _ByBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("the loss has no second derivative here; call backward without create_graph")
         raw_tv, *tensors = ctx.saved_tensors
         gradient_tv = torch.empty_like(raw_tv)
         for raw_bv, gradient_bv, g_b, *rest in _blocks(raw_tv, gradient_tv, g, *tensors):

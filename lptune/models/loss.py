@@ -13,9 +13,10 @@ part sees its own. Every objective here serves such a part, too, and its formula
     S       = sum over words of exp(x - largest), each part's summed over all parts
     log p   = (x - largest) - log(S)
 
-Two small tensors are exchanged, the maxima and the sums, in forward. Backward exchanges nothing: what
-follows the sums is the same on every part. On the whole vocabulary the maximum and the sum over parts do
-nothing (words.py). Only the cross-entropy has another formula there, that of torch.
+Two small tensors are exchanged, the maxima and the sums, in forward, and again where backward recomputes a
+chunk. Gradients exchange nothing: what follows the sums is the same on every part. On the whole vocabulary
+the maximum and the sum over parts do nothing (words.py). Only the cross-entropy has another formula there,
+that of torch.
 
 A token with the label -100 has the value 0, and its logits have the gradient 0.
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.config import DivergedError
-from lptune.distributed import World
+from lptune.distributed import World, on_this_rank
 from lptune.linear import LowPrecision
 from lptune.training.int8_adamw import Int8AdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
@@ -117,7 +117,9 @@ class Update:
         # Offloaded parameters are updated on the host, which must wait for this value.
         parameters_on = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = skipped.to(torch.float32).to(parameters_on)  # type: ignore[attr-defined]
+        new = [p for p in model.parameters() if p.grad is not None and not optimizer.state.get(p)]
         optimizer.step()
+        _zero_moments(optimizer, new, skipped.to(parameters_on))
         del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
         if self._low is not None:
@@ -145,3 +147,13 @@ class Update:
             f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )
+
+
+def _zero_moments(optimizer: torch.optim.Optimizer, new: list[nn.Parameter], skipped: Tensor) -> None:
+    """Sets the state that the optimizer has just made of the parameters `new` to 0 where `skipped` is set: an
+    optimizer such as SGD makes it of unspecified values, which the skipped kernel has not replaced.
+    """
+    for parameter in new:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.dim():
+                on_this_rank(value).masked_fill_(skipped, 0)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lptune import checkpoint, distributed, training
-from lptune.checkpoint.stored import Stored
+from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig, UserError
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
+from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors
 from tests.ranks import Ranks
 from tests.saving import save
@@ -331,6 +332,22 @@ def _averages(rank: int, num_ranks: int, folder: str) -> None:
         assert seen["num_rows"] == 7
         for name, value in wanted.items():
             assert torch.equal(on_this_rank(averages[f"average/{name}"]), on_this_rank(value))
+
+
+def _fused_average(rank: int, num_ranks: int) -> None:
+    """Half of the query, key and value rows each are on each rank of the axis `tensor`."""
+    with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
+        model = nn.ModuleDict({"qkv": nn.Linear(4, 12, bias=False)})
+        assert world.tensor_mesh is not None
+        cut(model, world.tensor_mesh, {"qkv": distributed.ColumnParallel((4, 4, 4))})
+        (weight,) = parameters_of(model)
+        (average,) = further(model, {"average/qkv.weight": weight.tensor.detach().clone()})
+        boxes = [[(shard.start, shard.rows) for shard in as_shards(each)] for each in (weight, average)]
+        assert boxes[0] == boxes[1] == [(2 * rank + first, 2) for first in (0, 4, 8)]
+
+
+def test_an_average_of_a_fused_weight_is_cut_as_the_weight_is(ranks: Ranks) -> None:
+    ranks.run(_fused_average, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -55,6 +55,24 @@ def test_what_a_launcher_left_and_is_no_process_group_is_one_line(
         pass
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "abc"), ("RANK", ""), ("RANK", "²"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "-1")],
+)
+def test_a_rank_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    for key, text in ({"RANK": "0", "WORLD_SIZE": "1"} | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(UserError, match=f"^{name}='.*' in the environment is not a number"):
+        distributed.session("cpu").__enter__()
+
+
+def test_a_world_size_without_a_rank_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with distributed.session("cpu") as world:
+        assert (world.rank, world.size) == (0, 1)
+
+
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

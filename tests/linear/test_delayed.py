@@ -244,12 +244,15 @@ def test_a_run_that_goes_on_from_saved_histories_has_the_same_bits() -> None:
         with scaling.step():
             _gradients(model, *_batch(scale=3.0, seed=seed))
     saved = {name: tensor.clone() for name, tensor in scaling.state().items()}
+    evaluated = model(_batch()[0])
     with scaling.step():
         expected = _gradients(model, *_batch())
     again, plan = _model(DELAYED)
     resumed = linear.DelayedScaling(plan, CPU)
     for name, tensor in resumed.state().items():
         tensor.copy_(saved[name])
+    resumed.loaded()
+    assert torch.equal(again(_batch()[0]), evaluated)  # before the first step, too
     with resumed.step():
         actual = _gradients(again, *_batch())
     for ours, theirs in zip(actual, expected, strict=True):

@@ -29,6 +29,7 @@ from lptune import models
 from lptune.models import Divergence, TopKDivergence, log_probabilities, summed_cross_entropy
 from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
 from lptune.models.decoder import ChunkLoss
+from lptune.models.words import Words
 from lptune.planned import planned_for
 from lptune.training.memory import MemoryLog
 from tests.models.oracle import CHECKPOINTS, random_labels, random_tokens, twins
@@ -313,6 +314,17 @@ def test_a_top_k_whose_probabilities_add_up_to_more_than_one_has_no_rest() -> No
     p, log_q = log_p_Tk.exp().double(), torch.log_softmax(logits_TV.double(), -1)[:, [3, 1]]
     assert abs(found.item() - (p * (p.log() - log_q)).sum().item()) < divergence_tolerance(V, 10.0)
     assert torch.autograd.grad(found.sum(), logits_TV)[0].isfinite().all()
+
+
+def test_a_gradient_that_blocks_would_lose_is_an_error() -> None:
+    raw_tv = torch.randn(4, 8, requires_grad=True)
+    logits = Logits(raw_tv, lambda x: x, Words(8))
+    mean_t = logits.for_each_token(lambda x_tv: x_tv.mean(1))
+    with pytest.raises(ValueError, match="differentiable in the logits alone; detach"):
+        logits.for_each_token(lambda x_tv, mean_t: x_tv.sum(1) - mean_t, mean_t)
+    cubes = logits.for_each_token(lambda x_tv: (x_tv**3).sum(1)).sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(cubes, raw_tv, create_graph=True)
 
 
 class _SquaredNormalizer:

@@ -236,6 +236,21 @@ def test_an_optimizer_that_would_step_all_the_same_is_refused() -> None:
         training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
 
 
+def test_state_that_a_skipped_first_step_makes_is_zero() -> None:
+    torch.full((10, 4096), 7.0)  # what freed memory may hold
+    model = nn.Linear(4096, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with distributed.session("cpu") as world:
+        update = training.Update(model, optimizer, world, 0.0)
+        for value in (float("nan"), 1.0):
+            model.weight.grad = torch.full_like(model.weight, value)
+            assert update(torch.tensor(value), 1).skipped == (value != 1.0)
+            if value != 1.0:
+                assert not optimizer.state[model.weight]["momentum_buffer"].any()
+    assert torch.equal(model.weight, torch.full_like(model.weight, 1.0 - 0.1))
+
+
 def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line() -> None:
     with distributed.session("cpu") as world:
         loop = _Loop("none", world)

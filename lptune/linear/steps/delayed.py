@@ -116,6 +116,11 @@ class DelayedScaling:
             self._history_LH3.copy_(torch.where(skipped, self._before_LH3, self._history_LH3))
             self._look_back()
 
+    def loaded(self) -> None:
+        """After the histories were filled."""
+        if self._layers:
+            self._look_back()
+
     def _look_back(self) -> None:
         self._past_L3.copy_(self._history_LH3.amax(dim=1) * self._factor_3)
         self._has_past = None
@@ -147,7 +152,7 @@ class DelayedScaling:
     def state(self) -> dict[str, Tensor]:
         """For each layer (HISTORY, 3) float32, oldest first, columns as in kernels.OPERANDS.
 
-        The live tensors: to be saved, or filled in place before the next step.
+        The live tensors: to be saved, or filled in place before `loaded`.
         """
         return {f"amax_history/{layer.name}": self._history_LH3[i] for i, layer in enumerate(self._layers)}
 
