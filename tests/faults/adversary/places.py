@@ -167,7 +167,7 @@ def _resumed() -> Iterator[Case]:
             name=f"into {to} folder from {step}, {spelling}",
             prepare=prepare,
             # A checkpoint is known by its name, step-NNNNNNNN, of which a link has another.
-            codes=REFUSED if spelling == "through a link" else DONE,
+            codes=DONE,
             may_change=(*OWN, "work/real/*") if to == "its own" else (),
         )
 
