@@ -145,7 +145,10 @@ class Run:
     def writer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
     ) -> "RunWriter":
-        """For the saves of the steps to come. A context; a collective."""
+        """For the saves of the steps to come. A context; a collective. Raises UserError where the folder went
+        away since `begin`: it would be made anew.
+        """
+        self.folder.check_held()
         return RunWriter(self, model, optimizer, low, update)
 
     def stopped(self, by: Signals) -> SystemExit:

@@ -71,7 +71,7 @@ class RunFolder:
 
     def write_config(self, cfg: Any) -> None:
         """config.yaml: every key, so that it runs as it is whatever defaults become."""
-        self._check_held()
+        self.check_held()
         write_text(self.path / "config.yaml", to_yaml(cfg))
 
     def write_plan(self, plan: dict[str, Any]) -> None:
@@ -134,13 +134,13 @@ class RunFolder:
 
     def write_exported(self, step: int, cfg: ExportConfig) -> None:
         """Says that export/ holds the weights of `step`, as `cfg` asks."""
-        self._check_held()
+        self.check_held()
         write_json(self.path / "export.json", {"step": step, **_form(cfg)})
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
         if self._world.is_main:
-            self._check_held()
+            self.check_held()
             if self._held is None:
                 self._make()
             if self._lock is None:
@@ -188,7 +188,8 @@ class RunFolder:
             if (found := kind_of(path)) and (found != "a file" or path.stat().st_size):
                 say(f"set aside: {path} -> {set_aside(path).name}")
 
-    def _check_held(self) -> None:
+    def check_held(self) -> None:
+        """Raises UserError where the folder is no longer the one that this run began in."""
         if self._held is not None:
             self._held.check()
 
