@@ -178,7 +178,7 @@ class Kind(ABC):
         """8-bit rows of `shard`, which is in compute dtype, as `forward` makes them of the whole weight: bit
         for bit. For kinds whose keys say can_gather_low.
         """
-        raise NotImplementedError(f"{self.name} has no 8-bit gather of weights")
+        raise ValueError(f"{self.name} has no 8-bit gather of weights")
 
     @property
     def header_bytes(self) -> int:
@@ -191,11 +191,11 @@ class Kind(ABC):
         """This rank's tokens, quantized as `forward` would quantize all of them: bit for bit. For kinds
         whose keys have tokens_low. Row scales, where there are any, are those of these tokens.
         """
-        raise NotImplementedError(f"{self.name} has no 8-bit gather of tokens")
+        raise ValueError(f"{self.name} has no 8-bit gather of tokens")
 
     def describe_tokens(self, spec: LinearSpec) -> str:
         """Format and scales of gathered tokens."""
-        raise NotImplementedError(f"{self.name} has no 8-bit gather of tokens")
+        raise ValueError(f"{self.name} has no 8-bit gather of tokens")
 
     # --- Predicted noise: the operands of a low GEMM as they are multiplied (bounds.py).
 

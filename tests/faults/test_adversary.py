@@ -41,9 +41,10 @@ def test_what_an_attack_changes_is_seen(inputs: Inputs, tmp_path: Path) -> None:
     """An oracle that sees nothing would hold everything: here the attack itself does the harm."""
 
     def attack(place: object, pid: int) -> None:
-        (inputs.root / "case/work/victim/file").write_text("gone")
-        (inputs.root / "case/work/copy").write_text("s3cr3t-5b1f9e")
-        (inputs.root / "case/tmp/left").touch()
+        folder = inputs.root / "case"
+        (folder / "work" / "victim" / "file").write_text("gone")
+        (folder / "work" / "copy").write_text("s3cr3t-5b1f9e")
+        (folder / "tmp" / "left").touch()
 
     case = Case(
         subject="none",
