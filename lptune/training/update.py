@@ -116,10 +116,12 @@ class Update:
         scale_gradients(model, self._max_grad_norm, norm)
         # Offloaded parameters are updated on the host, which must wait for this value.
         parameters_on = optimizer.param_groups[0]["params"][0].device
-        optimizer.found_inf = skipped.to(torch.float32).to(parameters_on)  # type: ignore[attr-defined]
+        found_inf = skipped.to(torch.float32).to(parameters_on)
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         new = [p for p in model.parameters() if p.grad is not None and not optimizer.state.get(p)]
         optimizer.step()
-        _zero_moments(optimizer, new, skipped.to(parameters_on))
+        if new:
+            _zero_moments(optimizer, new, found_inf.bool())
         del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
         if self._low is not None:
