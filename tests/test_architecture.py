@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import banned
+from tests.helpers import banned
 
 ROOT = Path(__file__).parents[1]
 

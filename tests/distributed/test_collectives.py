@@ -23,7 +23,7 @@ from lptune.distributed.collectives import (
     size_text,
 )
 from lptune.distributed.verify import _check, _check_tokens
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SIZE = 32
 """in and out of each layer; over 4 ranks 8 rows each, so nothing is padded."""

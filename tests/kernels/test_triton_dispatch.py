@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lptune import kernels, linear, numerics
 from lptune.config import PrecisionConfig
 from lptune.kernels import GEMMS, backend, layer_handle, record_gemms, scaled_mm
-from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
+from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 assert poisoned_outputs

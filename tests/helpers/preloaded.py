@@ -1,4 +1,4 @@
-"""What the fork server (tests/fork_server.py) has done before a process is forked off it.
+"""What the fork server (tests/helpers/fork_server.py) has done before a process is forked off it.
 
 Importing this module imports torch, lptune and torch's compiler, and compiles a function of three operations:
 that finds the C++ compiler, asks what this CPU can do, and imports what is imported at first use. A process
