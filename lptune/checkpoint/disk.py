@@ -5,7 +5,7 @@ from pathlib import Path
 from lptune.checkpoint.export import plan_files
 from lptune.checkpoint.hf import read_index
 from lptune.config import RunConfig, UserError
-from lptune.distributed.collectives import size_text
+from lptune.distributed.collective_counts import size_text
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and both moments in float32."""

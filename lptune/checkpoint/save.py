@@ -67,7 +67,7 @@ from lptune.checkpoint.stored import (
 )
 from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy
 from lptune.distributed import SideGroup, World, reshard
-from lptune.distributed.collectives import size_text
+from lptune.distributed.collective_counts import size_text
 from lptune.linear import dequantized
 
 # A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.

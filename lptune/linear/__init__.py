@@ -20,7 +20,7 @@ from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.row_tensor import RowTensor, pack_rows, unpack_rows

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from lptune import models
 from lptune.config import RunConfig, UserError
-from lptune.devices import Device
-from lptune.distributed.collectives import size_text
+from lptune.distributed.collective_counts import size_text
+from lptune.hardware.devices import Device
 from lptune.training.dry_run import DryRun, dry_run
 
 HEADROOM = 0.1

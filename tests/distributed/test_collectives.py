@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from lptune import distributed, linear
 from lptune.config import PrecisionConfig
-from lptune.distributed.collectives import (
+from lptune.distributed.collective_counts import (
     Collective,
     Collectives,
     flop_text,
     record_collectives,
     size_text,
 )
-from lptune.distributed.verify import _check, _check_tokens
+from lptune.distributed.verify_gathers import _check, _check_tokens
 from tests.ranks import run_ranks
 
 SIZE = 32

@@ -5,7 +5,7 @@ SIGKILL after 30 seconds; a rank that waits in a collective, or that saves on SI
 first. torchrun does not tell other machines: their ranks hang until the timeout of the collective (10 minutes
 for NCCL, 30 for gloo). So the watch
 
-- reads the outcomes of its ranks (lptune/ranks), and sees a rank that vanished without one through its pidfd;
+- reads the outcomes of its ranks (outcome.py), and sees a rank that vanished without one through its pidfd;
 - publishes their failures in the key-value store that the launchers of torchrun share, and reads failures of
   other machines there;
 - waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
-from lptune.ranks import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch import LEAVING, Outcome, Rank, read_outcomes, read_ranks
 
 _POLL_S = 0.1
 _ASK_S = 0.5  # time between two reads of the shared store

@@ -3,17 +3,17 @@
 torchrun, called as a function, starts and watches the processes. Four things are added here.
 
 Exit codes and messages. torchrun sees exit codes only, and their time to a second. So every rank writes its
-outcome (code, time, line, traceback) into a folder of the launcher (lptune/ranks), and a thread of the
-launcher (lptune/cli/watch.py) ends all ranks on all machines after the first failure. The launcher prints the
-cause once and exits with the code of the cause.
+outcome (code, time, line, traceback) into a folder of the launcher (outcome.py), and a thread of the launcher
+(watch.py) ends all ranks on all machines after the first failure. The launcher prints the cause once and
+exits with the code of the cause.
 
-Output. Rank 0 prints to the console, the other ranks to files (lptune/ranks/log.py), unless a flag of
+Output. Rank 0 prints to the console, the other ranks to files (lptune/launch/log.py), unless a flag of
 torchrun says otherwise.
 
 Death of the launcher. A rank must not go on writing after its launcher was killed: the kernel then kills the
 rank, too (PR_SET_PDEATHSIG).
 
-Signals (lptune/ranks/preemption.py). The launcher passes the first signal on to the ranks, which save and
+Signals (lptune/launch/preemption.py). The launcher passes the first signal on to the ranks, which save and
 exit; torchrun only sees that they end. A second signal after the grace interval ends everything at once.
 """
 
@@ -33,10 +33,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from lptune import ranks
-from lptune.cli.watch import Watch
+from lptune import launch
 from lptune.config import UserError, closest
-from lptune.ranks import preemption
+from lptune.launch import preemption
+from lptune.launch.watch import Watch
 
 if TYPE_CHECKING:
     import argparse
@@ -79,22 +79,22 @@ def is_rank() -> bool:
 def as_rank(body: Callable[[], object]) -> None:
     """Runs `body` as one rank of several, writes the outcome and exits with its code."""
     _die_with_launcher()
-    if os.path.isdir(os.environ.get(ranks.OUTCOMES, "")):
-        ranks.redirect_output()
-        ranks.announce()
+    if os.path.isdir(os.environ.get(launch.OUTCOMES, "")):
+        launch.redirect_output()
+        launch.announce()
     error: BaseException | None = None
     try:
         body()
     except BaseException as raised:
         error = raised
-    outcome = ranks.outcome_of(error)
-    if error is not None and not ranks.hold(error) and not ranks.write_outcome(outcome):
+    outcome = launch.outcome_of(error)
+    if error is not None and not launch.hold(error) and not launch.write_outcome(outcome):
         _print_without_launcher(outcome)
-    ranks.write_outcome(outcome)
+    launch.write_outcome(outcome)
     sys.exit(outcome.code)
 
 
-def _print_without_launcher(outcome: ranks.Outcome) -> None:
+def _print_without_launcher(outcome: launch.Outcome) -> None:
     """Prints the error of this rank, since plain torchrun does not."""
     if outcome.traceback:
         print(f"rank {outcome.rank}:\n{outcome.traceback}", end="", file=sys.stderr, flush=True)
@@ -112,9 +112,11 @@ def _die_with_launcher() -> None:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     # The launcher may have died before that call.
-    if os.environ.get(ranks.LAUNCHER, str(os.getppid())) != str(os.getppid()):
+    if os.environ.get(launch.LAUNCHER, str(os.getppid())) != str(os.getppid()):
         with suppress(OSError):
-            line = f"error: the launcher that started this rank is gone; unset {ranks.LAUNCHER} if none did\n"
+            line = (
+                f"error: the launcher that started this rank is gone; unset {launch.LAUNCHER} if none did\n"
+            )
             os.write(2, line.encode())
         os._exit(2)
 
@@ -152,9 +154,9 @@ def torchrun(flags: Sequence[str], arguments: Sequence[str], output_dir: str | N
     args.signals_to_handle = ""  # signals are handled here, not by torchrun
     _let_ranks_find_lptune()
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
-    os.environ[ranks.OUTCOMES], os.environ[ranks.LAUNCHER] = str(folder), str(os.getpid())
+    os.environ[launch.OUTCOMES], os.environ[launch.LAUNCHER] = str(folder), str(os.getpid())
     if not _keeps_logs_itself(args):
-        os.environ[ranks.LOGS] = str(folder)
+        os.environ[launch.LOGS] = str(folder)
     args.log_dir = args.log_dir or str(folder / "torchrun")
     _silence("torch.distributed")
 
@@ -196,7 +198,7 @@ def _tidy(folder: Path, output_dir: str | None, code: int) -> None:
     to = Path(output_dir).expanduser() if output_dir else None
     kept = None
     if code != 2 or (to is not None and (to / ".lock").is_file()):  # no folder if the run's has vanished
-        kept = ranks.move_logs(folder, to / "logs" if to else None)
+        kept = launch.move_logs(folder, to / "logs" if to else None)
     if kept != folder:
         shutil.rmtree(folder, ignore_errors=True)
     else:

@@ -1,7 +1,7 @@
-"""What a rank does for its launcher: outcomes, logs, stop signals. Imports no torch."""
+"""The launcher of ranks, and what a rank does for it: outcomes, logs, stop signals. Imports no torch."""
 
-from lptune.ranks.log import LOGS, keep_log, move_logs, redirect_output
-from lptune.ranks.outcome import (
+from lptune.launch.log import LOGS, keep_log, move_logs, redirect_output
+from lptune.launch.outcome import (
     LAUNCHER,
     LEAVING,
     OUTCOMES,
