@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.launch import launcher
+from lptune.launch.flags import check, parser
 from tests.cli.conftest import Command, Lptune, clean_environment
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
@@ -402,5 +402,5 @@ def test_a_command_that_needs_no_current_directory_works_without_one(
 
 def test_looking_at_torchruns_flags_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    launcher._check(launcher._parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))
+    check(parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))
     assert list(tmp_path.iterdir()) == []
