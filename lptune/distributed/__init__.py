@@ -28,7 +28,6 @@ from lptune.distributed.shards import (
     is_first_holder,
     local_pieces,
     local_rows,
-    on_this_rank,
     whole_piece,
     zeros_by_rows,
 )
@@ -46,6 +45,7 @@ from lptune.distributed.styles import (
 )
 from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
 from lptune.distributed.verify_gathers import planned_gathers, verify_collectives
+from lptune.linear import on_this_rank
 
 __all__ = [
     "Collective",

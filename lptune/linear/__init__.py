@@ -12,7 +12,7 @@ from lptune.linear import kinds
 from lptune.linear.autograd import QuantizedTokens
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
-from lptune.linear.dtensors import check_part
+from lptune.linear.dtensors import check_part, on_this_rank
 from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
 from lptune.linear.low_precision import LowPrecision
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
@@ -57,6 +57,7 @@ __all__ = [
     "kind_of",
     "kinds",
     "local_part",
+    "on_this_rank",
     "pack_rows",
     "plain_rows",
     "predicted_errors",
