@@ -1,4 +1,6 @@
-"""Reading a text file that may come from anyone: a regular file, UTF-8, not larger than its kind can be.
+"""Text: numbers as text, text that is safe to print, and text files that may come from anyone.
+
+A file is read if it is regular, UTF-8 and not larger than its kind can be.
 
 Each kind of file has a largest size, far above any real file and far below what fills the memory. A larger
 file is refused before it is read.
