@@ -28,9 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import ParallelConfig, RunConfig, UserError
+from lptune.config import ParallelConfig, RunConfig, UserError, flop_text, size_text
 from lptune.distributed import Collectives, World
-from lptune.distributed.collective_counts import flop_text, size_text
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
