@@ -21,7 +21,7 @@ from harness import Results, device_name, device_type, median_ms, parser
 
 from lptune import kernels
 from lptune.config import UserError
-from lptune.devices import known_device
+from lptune.hardware.devices import known_device
 from lptune.kernels import choose_backend, layer_handle
 
 GPU_SHAPES = [(8192, 4096, 14336), (16384, 3072, 8192), (8192, 4096, 4096), (8192, 4096, 1024)]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
+from lptune.hardware.planned import planned
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
@@ -20,8 +21,7 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.steps.verify import verify_first_update
-from lptune.planned import planned
+from lptune.linear.steps.verify_step import verify_first_update
 
 
 def convert(
@@ -42,7 +42,7 @@ def convert(
 
     Before the first optimizer step for which a converted layer has a gradient, of any optimizer of torch, the
     layer's GEMMs and gather are held against the plan, and PrecisionNotAppliedError is raised where they
-    differ (verify.py). `precision.verify=False` switches that off.
+    differ (verify_step.py). `precision.verify=False` switches that off.
 
     precision: a kind alone (`"int8_rowcol"`) stands for PrecisionConfig(kind=…). skip: names or globs in
     addition to `precision.skip`; a pattern matches a full name or its last components (`lm_head`,

@@ -1,4 +1,6 @@
-"""A layer that torch's tensor parallelism cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+"""DTensors: this rank's part of one, and a layer that torch's tensor parallelism cut.
+
+Cut by `parallelize_module` with ColwiseParallel or RowwiseParallel.
 
 The weight is a DTensor, and so are activations. An 8-bit product needs no sharding rule of DTensor's: each
 rank multiplies its parts, by scales of these parts, and what it found is a DTensor again.
@@ -26,6 +28,32 @@ ALIGNMENT = 16
 """8-bit tensor-core GEMMs want rows of 16 bytes. The rule holds on every device, so that a plan made on one
 is the plan on another.
 """
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's rows, in a DTensor if `tensor` is one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # One column for each part that a row is cut into, if the local tensor has a number for each row.
+    parts = math.prod(
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard(1)
+    )
+    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], columns)),
+        stride=(columns, 1),
+    )
 
 
 def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:

@@ -13,7 +13,7 @@ Four parts make it up. A kind of precision that does not use one pays nothing fo
     scales      of all weights by one collective a step instead of one a gather    precomputed.py
     histories   of amaxes, by which `float8_delayed` scales                        delayed.py
     rounding    the random bits of `precision.stochastic_rounding`                 stochastic.py
-    first step  counted and compared with the plan                                 verify.py
+    first step  counted and compared with the plan                                 verify_step.py
 
 Training without scales is right and slower. Training without histories or random keys is an error of the
 kernels. A loop without `step` is still verified, but by less (`verify_first_update`).
@@ -30,7 +30,7 @@ from lptune.linear.plan import Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify import FirstStep, Verified
+from lptune.linear.steps.verify_step import FirstStep, Verified
 
 
 class Ranks(Protocol):

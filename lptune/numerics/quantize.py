@@ -103,6 +103,14 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
     return Scale(scale, torch.where((amax == 0) | not_finite, 0.0, inverse))
 
 
+def nan_as_inf(amax: Tensor) -> Tensor:
+    """`amax` with inf for each NaN: before a maximum over ranks.
+
+    NaN has no order that every backend agrees on. inf has one, and gives the same scale: NaN.
+    """
+    return torch.where(amax.isnan(), torch.inf, amax)
+
+
 def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     """float32 values already multiplied by an inverse scale -> the nearest numbers of `fmt`, ties to even.
 

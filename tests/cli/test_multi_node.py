@@ -30,7 +30,7 @@ import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 RANK = int(os.environ["RANK"])
 
@@ -224,7 +224,7 @@ import sys
 import time
 
 from lptune.config import FinetuneConfig
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 RANK = os.environ["RANK"]
 

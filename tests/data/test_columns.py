@@ -45,7 +45,9 @@ def run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         cfg = DataConfig(source=str(path), **{"seq_len": 256, **keys})
-        return prepare(cfg, tokenizer, seed=0, vocab_size=600)
+        given = cfg.chat_template
+        with_template = tokenizer if given is None else tokenizer.with_chat_template(given)
+        return prepare(cfg, with_template, seed=0, vocab_size=600)
 
     return run
 

@@ -49,6 +49,8 @@ def sources(write: Callable[..., str]) -> tuple[str, str]:
 def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, **keys: Any) -> Prepared:
     source = tuple(source) if isinstance(source, list) else source
     values = {"seq_len": 64, "cache": "none", **keys}
+    if "chat_template" in keys:
+        tokenizer = tokenizer.with_chat_template(keys["chat_template"])
     return prepare(DataConfig(source=source, **values), tokenizer, seed=seed, vocab_size=600)
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, models
 from lptune.config import ParallelConfig
-from lptune.distributed.activations import Group, RankWords
+from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.parallelize import compile_chunk_loss
 from lptune.models import TopKDivergence
 from lptune.models.chunks import in_chunks

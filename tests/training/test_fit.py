@@ -22,7 +22,7 @@ from lptune.config import (
     PrecisionConfig,
     UserError,
 )
-from lptune.devices import named_device
+from lptune.hardware.devices import named_device
 from lptune.training import fit, memory
 from lptune.training.dry_run import STAGED, dry_run
 from lptune.training.fit import remedies, verdict

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from lptune.devices import FLOAT8_CAPABILITY
+from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
 
 __all__ = ["bucket", "capability", "has_tma", "num_processors", "rounds_float8", "tuned"]

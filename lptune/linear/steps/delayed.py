@@ -30,6 +30,7 @@ from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
 from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
 from lptune.linear.weights.weight_amax import max_over_ranks
+from lptune.numerics import nan_as_inf
 
 # Steps remembered. Longer holds on to an outlier longer; torchao's former recipe had 16, TransformerEngine's
 # default is 1,024.
@@ -94,8 +95,7 @@ class DelayedScaling:
             yield
         finally:
             self._is_open = False
-        # NaN has no order that every backend agrees on; inf does.
-        amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
+        amaxes = nan_as_inf(self._current_L3)
         self._all_reduce_max(amaxes)
         # A step that is not finite must not spoil the next 16, where a loop goes on after one.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3

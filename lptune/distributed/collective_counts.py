@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from lptune.config import size_text
+
 _C10D = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -98,24 +100,6 @@ class Collectives(Counter[Collective]):
             for each, count in self.items()
             if all(getattr(each, name) == value for name, value in fields.items())
         ]
-
-
-def size_text(num_bytes: float) -> str:
-    """A number of bytes as text: `512 B`, `12.3 MB`, in powers of 1000."""
-    return _scaled(num_bytes, ("B", "kB", "MB", "GB"))
-
-
-def flop_text(num_flops: float) -> str:
-    """A number of FLOPs as text: `300 FLOP`, `12.3 MFLOP`, in powers of 1000."""
-    return _scaled(num_flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP"))
-
-
-def _scaled(number: float, units: tuple[str, ...]) -> str:
-    for unit in units:
-        if number < 1000 or unit == units[-1]:
-            break
-        number /= 1000
-    return f"{number:,.{0 if unit == units[0] else 1}f} {unit}"
 
 
 _recordings: list[tuple[Collectives, dict[str, str]]] = []

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lptune.ranks.outcome import OUTCOMES, Outcome, announce, write_outcome
+from lptune.launch.outcome import OUTCOMES, Outcome, announce, write_outcome
 
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 STOPPED = 143

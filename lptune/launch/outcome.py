@@ -18,12 +18,12 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from lptune.ranks.log import LOGS
+from lptune.launch.log import LOGS
 
 OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes; set by the launcher for its ranks
 LAUNCHER = "LPTUNE_LAUNCHER_PID"
 LEAVING = (0, 130, 143)  # done, KeyboardInterrupt, stopped by a signal: not failures
-_HOLD_S = 15.0  # the launcher needs about one second, see lptune/cli/watch.py
+_HOLD_S = 15.0  # the launcher needs about one second, see lptune/launch/watch.py
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket"
     r"|nccl communicator was aborted|ncclRemoteError|ncclSystemError",

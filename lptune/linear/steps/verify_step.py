@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
+from lptune.linear.dtensors import on_this_rank
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
 
@@ -180,8 +181,7 @@ class _FirstUpdate:
                 continue
             counts = {gemm: self._executed[number, i] for i, gemm in enumerate(GEMMS)}
             gradient = module.weight.grad if id(module.weight) in updated else None
-            if isinstance(gradient, DTensor):
-                gradient = gradient.to_local()
+            gradient = None if gradient is None else on_this_rank(gradient)
             if isinstance(gradient, FakeTensor):
                 return  # a dry run executes nothing
             ran = any(counts.values())

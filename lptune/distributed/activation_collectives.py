@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lptune.config import UserError
 from lptune.linear import LinearSpec, QuantizedTokens, kind_of, pack_rows, unpack_rows
 from lptune.models import Words
-from lptune.numerics import FORMATS
+from lptune.numerics import FORMATS, nan_as_inf
 
 _TOKENS = 1  # the dim of tokens in (B, S, K)
 
@@ -147,12 +147,6 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return reduced.view(*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :])
 
 
-def _largest(amax: Tensor, group: Group) -> Tensor:
-    """The elementwise maximum over ranks; inf where there is a NaN."""
-    # Backends order NaN differently; inf has one order, and gives the same scale.
-    return all_reduce(torch.where(amax.isnan(), torch.inf, amax), "max", group)
-
-
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BsK: Tensor, group: Group) -> Tensor:
@@ -218,7 +212,7 @@ class _GatherTokensLow(torch.autograd.Function):
         batch, num_tokens, k = x_BsK.shape
         x_tK, dtype = x_BsK.reshape(-1, k), FORMATS[spec.fmt].dtype
         kind = kind_of(spec)
-        mine = kind.quantize_tokens(spec, x_tK, lambda amax: _largest(amax, group))
+        mine = kind.quantize_tokens(spec, x_tK, lambda amax: all_reduce(nan_as_inf(amax), "max", group))
         if kind.row_scales:
             packed_BSR = _all_gather(pack_rows(mine, len(x_tK)).view(batch, num_tokens, -1), _TOKENS, group)
             q, scale = unpack_rows(packed_BSR.flatten(0, 1), batch * num_tokens * group.size, dtype)

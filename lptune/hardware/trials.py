@@ -11,7 +11,7 @@ import functools
 import os
 
 from lptune.config import UserError, closest
-from lptune.constant import constant_result
+from lptune.hardware.constant import constant_result
 
 TRIALS = {
     "cublaslt_rowwise": "float8_rowwise: backward GEMMs by cuBLASLt (Hopper, CUDA 12.9), not lptune's kernel",

@@ -5,7 +5,7 @@ SIGKILL after 30 seconds; a rank that waits in a collective, or that saves on SI
 first. torchrun does not tell other machines: their ranks hang until the timeout of the collective (10 minutes
 for NCCL, 30 for gloo). So the watch
 
-- reads the outcomes of its ranks (lptune/ranks), and sees a rank that vanished without one through its pidfd;
+- reads the outcomes of its ranks (outcome.py), and sees a rank that vanished without one through its pidfd;
 - publishes their failures in the key-value store that the launchers of torchrun share, and reads failures of
   other machines there;
 - waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
@@ -19,8 +19,6 @@ was nothing to save, they are ended, too. The watch passes signals of the launch
 """
 
 import contextlib
-import json
-import math
 import os
 import select
 import signal
@@ -30,23 +28,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 
-from lptune.ranks import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch.exchange import Exchange
+from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch.report import describe_silent, print_other, print_own
 
 _POLL_S = 0.1
-_ASK_S = 0.5  # time between two reads of the shared store
 _SETTLE_S = 1.0  # for the other ranks of this machine to report the same error, so that rank 0 can be quoted
 _VANISHED_S = 0.2  # a rank was killed: no explanation will come
 _LOST_PEER_S = 4.0  # for the machine of the lost peer to report the reason
 _SAVE_S = 30.0  # a peer exits after a save, which ends with a barrier; torchrun waits no longer than this
 _STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
-_LINGER_S = 4.0  # for other machines to read the reason: the store may end with this process
-_BEAT_S = 5.0
-_SILENCE_S = 45.0
 _HINT_S = 15.0
-_STORE_TIMEOUT_S = 10.0
 
 
 class Watch(threading.Thread):
@@ -64,7 +58,7 @@ class Watch(threading.Thread):
         self._killed: set[int] = set()
         self._published = {-1}  # a launcher's own words are published at the end
         self._elsewhere: list[Outcome] = []
-        self._exchange: _Exchange | None = None
+        self._exchange: Exchange | None = None
         self._cut_off = False
         self._over = threading.Event()
         self._signal: signal.Signals | None = None
@@ -211,7 +205,7 @@ class Watch(threading.Thread):
         if rank.num_nodes == 1 or not rank.store or (outcomes and all(done.code == 0 for done in outcomes)):
             return False
         try:
-            self._exchange = _Exchange(rank)
+            self._exchange = Exchange(rank)
         except RuntimeError:
             self._lose(rank.store, outcomes)
         return self._exchange is not None
@@ -235,7 +229,7 @@ class Watch(threading.Thread):
         outcomes = [outcome for outcome in read_outcomes(self._folder) if outcome.code != 0]
         known = {outcome.rank for outcome in outcomes} | self._killed
         silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
-        words = [_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
+        words = [describe_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
         # Time 0: a rank that ended without an outcome ended before torchrun stopped the others, which wrote
         # one.
         here = outcomes + [Outcome(-1, code, 0, socket.gethostname(), line) for code, line in words]
@@ -249,11 +243,11 @@ class Watch(threading.Thread):
         elif cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
             pass  # the ranks here have exited by themselves
         elif same:  # most errors occur on every rank: quote the first
-            _print_own(min(same, key=lambda outcome: outcome.rank))
+            print_own(min(same, key=lambda outcome: outcome.rank))
         elif cause in here:
-            _print_own(cause)
+            print_own(cause)
         else:
-            _print_other(cause)
+            print_other(cause)
         sys.stderr.flush()
         if self._exchange is not None:
             self._exchange.linger()
@@ -273,120 +267,3 @@ class Watch(threading.Thread):
             return
         self._exchange.ask_now()
         self._talk(here)
-
-
-def _silent(rank: int, exit_code: int) -> tuple[int, str]:
-    """Exit code and words for a rank that could not write an outcome."""
-    if exit_code < 0:
-        return 128 - exit_code, f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
-    return exit_code or 1, f"rank {rank} ended with exit code {exit_code} and reported no error"
-
-
-def _print_own(cause: Outcome) -> None:
-    if cause.traceback:
-        print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
-        if cause.lost_peer:
-            print(
-                f"rank {cause.rank} lost a rank that reported no error: was a machine or a launcher killed?",
-                file=sys.stderr,
-            )
-    elif cause.code not in LEAVING:
-        who = f"rank {cause.rank}: " if cause.rank > 0 else ""
-        print(f"error: {who}{cause.line or f'ended with exit code {cause.code}'}", file=sys.stderr)
-
-
-def _print_other(cause: Outcome) -> None:
-    where = f"on {cause.host}: " if cause.host else ""
-    who = f"rank {cause.rank} " if cause.rank >= 0 else ""
-    what = cause.line
-    if cause.traceback:
-        what = f"{cause.traceback.strip().splitlines()[-1]} (the traceback stands in the output there)"
-    print(f"error: {who}{where}{what or f'exit code {cause.code}'}", file=sys.stderr)
-
-
-class _Exchange:
-    """Messages between the launchers of several machines, in the store that torchrun made for them.
-
-    One of the launchers hosts the store. Every method may raise RuntimeError: the store is lost.
-    """
-
-    def __init__(self, rank: Rank) -> None:
-        import torch.distributed as dist
-
-        host, _, port = rank.store.rpartition(":")
-        self.address = rank.store
-        self._node, self._num_nodes = rank.node, rank.num_nodes
-        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(f"lptune/{rank.run_id}", store)  # type: ignore[attr-defined]
-        self._num_read = 0
-        self._ask_every_s = _ASK_S
-        self._next_ask_s = self._next_beat_s = 0.0
-        self._beats = dict.fromkeys(range(rank.num_nodes), ("", time.monotonic()))
-
-    def publish(self, outcome: Outcome) -> None:
-        """Writes `outcome` for the other launchers to read."""
-        number = self._store.add("outcomes", 1)
-        self._store.set(f"outcome/{number}", json.dumps([self._node, outcome._asdict()]))
-
-    def news(self) -> list[Outcome]:
-        """Outcomes of other launchers since the last call; reads the store at most twice a second."""
-        now_s = time.monotonic()
-        if now_s < self._next_ask_s:
-            return []
-        self._next_ask_s = now_s + self._ask_every_s
-        self._beat(now_s)
-        new = []
-        for number in range(self._num_read + 1, self._store.add("outcomes", 0) + 1):
-            node, values = json.loads(self._store.get(f"outcome/{number}"))
-            if node != self._node:
-                new.append(Outcome(**values))
-            self._num_read = number
-        return new
-
-    def ask_now(self) -> None:
-        """Makes the next call of `news` read the store at once."""
-        self._next_ask_s = 0.0
-
-    def ask_rarely(self) -> None:
-        """Makes `news` read the store only as often as heartbeats are written."""
-        if self._ask_every_s != _BEAT_S:
-            self._ask_every_s = _BEAT_S
-            self._next_ask_s = time.monotonic() + _BEAT_S
-
-    def linger(self) -> None:
-        """Waits a short time until every launcher is at this point; the host also waits until they have left.
-
-        If the store ended earlier, torch would print errors on all other machines.
-        """
-        deadline_s = time.monotonic() + _LINGER_S
-        with contextlib.suppress(RuntimeError):
-            self._store.add("here", 1)
-            self._wait_for("here", self._num_nodes, deadline_s)
-            self._store.add("left", 1)
-            if self._node == 0:
-                self._wait_for("left", self._num_nodes, deadline_s)
-
-    def _wait_for(self, key: str, count: int, deadline_s: float) -> None:
-        while self._store.add(key, 0) < count and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-
-    def _beat(self, now_s: float) -> None:
-        """Writes a heartbeat; the launcher of the first machine reads those of the others."""
-        if now_s < self._next_beat_s:
-            return
-        self._next_beat_s = now_s + _BEAT_S
-        self._store.set(f"beat/{self._node}", str(now_s))
-        if self._node != 0:
-            return
-        for node, (last, since_s) in list(self._beats.items()):
-            key = f"beat/{node}"
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
-            if beat != last:
-                self._beats[node] = (beat, now_s)
-            elif now_s - since_s > _SILENCE_S:
-                line = f"machine {node} of {self._num_nodes} sent no heartbeat for {_SILENCE_S:.0f} s"
-                self._beats[node] = ("", math.inf)  # once
-                self._node = -1  # so that this launcher reads its own report, too
-                self.publish(Outcome(-1, 1, time.time_ns(), "", line))
-                self._node = 0

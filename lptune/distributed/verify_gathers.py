@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lptune.distributed.collectives import Collectives, record_collectives
+from lptune.distributed.collective_counts import Collectives, record_collectives
 from lptune.distributed.parallelize import reshard
 from lptune.kernels import NUMBER, gathered_bytes
 from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError, kind_of
