@@ -18,14 +18,17 @@ tensorwise scaling under the name of delayed scaling. A negative number is no la
 import torch
 from torch import Tensor
 
+from lptune.kernels.fakes import empty_tensor
 from lptune.kernels.live import LIVE
+from lptune.kernels.op import op
 from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
-WEIGHT, GRADIENT = OPERANDS.index("w"), OPERANDS.index("g")
+WEIGHT = OPERANDS.index("w")
 
 
+@op(fake=empty_tensor)
 def quantize_delayed(
     x_MK: Tensor, fmt: str, layer: Tensor, operand: str, *, transposed: bool = False
 ) -> QuantizedTensor:
@@ -34,18 +37,12 @@ def quantize_delayed(
 
     An inf or NaN in x makes the scale NaN, as everywhere.
     """
-    return QuantizedTensor(*_quantize_delayed(x_MK, fmt, layer, OPERANDS.index(operand), transposed))
-
-
-@torch.library.custom_op("lptune::quantize_delayed", mutates_args=())
-def _quantize_delayed(
-    x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool
-) -> tuple[Tensor, Tensor]:
+    index = OPERANDS.index(operand)
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
     number, chosen = int(layer[NUMBER]), amax
     state = LIVE.get(number)
     amaxes = state.amaxes if state is not None else None
-    if number >= 0 and (amaxes is None or (operand == GRADIENT and not amaxes.in_step())):
+    if number >= 0 and (amaxes is None or (operand == "g" and not amaxes.in_step())):
         raise RuntimeError(
             "float8_delayed needs its amax histories: make low = linear.LowPrecision(model, plan, optimizer) "
             "after convert() and run the forward and backward passes of each optimizer step within "
@@ -55,18 +52,11 @@ def _quantize_delayed(
     if amaxes is not None:
         # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
         # A weight is one and the same for a whole step.
-        before = amax if operand == WEIGHT else amaxes.current_3[operand]
-        amaxes.current_3[operand] = torch.maximum(before, amax)
-        past = amaxes.past_3[operand]
+        before = amax if operand == "w" else amaxes.current_3[index]
+        amaxes.current_3[index] = torch.maximum(before, amax)
+        past = amaxes.past_3[index]
         chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
     q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     q = q.t().contiguous().t() if transposed else q.contiguous()
-    return q, torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
-
-
-@_quantize_delayed.register_fake
-def _(x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    shape, dtype = x_MK.shape, FORMATS[fmt].dtype
-    q = x_MK.new_empty(shape[::-1], dtype=dtype).t() if transposed else x_MK.new_empty(shape, dtype=dtype)
-    return q, x_MK.new_empty((1, 1), dtype=torch.float32)
+    return QuantizedTensor(q, torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1))
