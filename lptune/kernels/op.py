@@ -2,8 +2,8 @@
 
 **A custom op** is a function that torch knows by its name and by the types of its arguments and results.
 torch.compile traces any other function, and may then fuse, reorder or drop its arithmetic. It never looks
-into a custom op: the compiled graph has one node `lptune::NAME`, which calls the function when the graph runs.
-lptune's operations are opaque in this way for three reasons:
+into a custom op: the compiled graph has one node `lptune::NAME`, which calls the function when the graph
+runs. lptune's operations are opaque in this way for three reasons:
 
 - Compiled and eager runs execute the same code, so they give the same bits.
 - Code inside an op runs if and only if the op runs. So GEMMs are counted (record.py) and amaxes are measured
@@ -25,9 +25,9 @@ An op is declared once. Its signature, contract, backends and fake stand beside 
         \"""`2 * x_MK`. finite: raise ValueError if a result is infinite.\"""
         ...
 
-A fake has only those of the op's parameters that it needs; they are matched by name. Functions and fakes return
-NamedTuples. torch wants flat tuples of tensors, so `@op` flattens each result and restores it for the caller.
-Two rules of torch.library remain:
+A fake has only those of the op's parameters that it needs; they are matched by name. Functions and fakes
+return NamedTuples. torch wants flat tuples of tensors, so `@op` flattens each result and restores it for the
+caller. Two rules of torch.library remain:
 
 - Parameters are tensors, bools, numbers, strings, dtypes, or sequences of numbers. A tuple arrives as a list.
 - Each result is a new tensor: neither an argument, nor another result, nor a view of one.

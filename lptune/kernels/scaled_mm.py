@@ -10,11 +10,12 @@ are split into parts of 133,120, each exact, whose sum is rounded to float32.
 
 Float8 accumulates in float32, where products of two float8 numbers are exact. The order of the sum, and so
 the last bits, depend on the backend. On CUDA, torch (cuBLASLt) runs GEMMs with one scale per tensor. torch
-also runs `output` with row scales and a bfloat16 result, with "fast accumulation" in the tensor core, which
-on Hopper keeps about 14 bits; torchao uses it for `output` only, too. `grad_input`, `grad_weight` and other
-dtypes run on lptune's kernel, since torch applies their scales in a second pass over the result before CUDA
-12.9. With 12.9 on Hopper it does not; `LPTUNE_TRY=cublaslt_rowwise` takes torch there, until a measurement
-decides. Sizes that are not multiples of 16, which torch refuses, always run on lptune's kernel.
+also runs `output` with row scales and a bfloat16 result. It uses "fast accumulation" in the tensor core,
+which keeps about 14 bits on Hopper; torchao, too, uses that for `output` only. `grad_input`, `grad_weight`
+and other dtypes run on lptune's kernel, because before CUDA 12.9 torch applies their scales in a second pass
+over the result. On Hopper with CUDA 12.9 torch applies them in the GEMM. `LPTUNE_TRY=cublaslt_rowwise`
+selects torch there; the default waits for a measurement. Sizes that are not multiples of 16, which torch
+refuses, always run on lptune's kernel.
 """
 
 import functools
