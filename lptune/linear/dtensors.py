@@ -1,5 +1,5 @@
-"""Layers that torch's tensor parallelism has cut (`parallelize_module` with ColwiseParallel or RowwiseParallel),
-and the two conversions that all code on DTensors needs: `on_this_rank`, `as_sharded`.
+"""Layers that torch's tensor parallelism has cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+`on_this_rank` and `as_sharded` convert between a DTensor and its local part.
 
 The weight and the activations are DTensors. The 8-bit ops have no DTensor sharding rules. Instead, each rank
 multiplies its local parts, with scales of these parts, and wraps the result in a DTensor:
