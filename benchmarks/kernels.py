@@ -22,7 +22,7 @@ from harness import Results, device_name, device_type, median_ms, parser
 
 from lptune import kernels
 from lptune.config import UserError
-from lptune.devices import known_device
+from lptune.hardware.devices import known_device
 from lptune.kernels import choose_backend, layer_handle
 
 GPU_SHAPES = [(8192, 4096, 14336), (16384, 3072, 8192), (8192, 4096, 4096), (8192, 4096, 1024)]
@@ -72,9 +72,7 @@ def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]
         return {
             "output": _mm(x8.q_MK, w8.q_MK.t(), x8.scale_11, w8.scale_11, 0, "float8_gemm"),
             "grad_input": _mm(g8.q_MK, w_transposed, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
-            "grad_weight": _mm(
-                g_transposed.q_MK.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"
-            ),
+            "grad_weight": _mm(g_transposed.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"),
         }
     first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_rowwise_gemm")
     x_rows, w_rows = kernels.quantize_rows(x, fmt), kernels.quantize_rows(w, fmt)

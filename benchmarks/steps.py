@@ -37,7 +37,7 @@ from linear import convert_to_torchao  # benchmarks/linear.py
 from lptune import checkpoint, distributed, linear, models, training
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
-from lptune.trials import TRIALS
+from lptune.hardware.trials import TRIALS
 
 # Labels that are compared with each other are neighbours, so an interruption leaves complete comparisons.
 LABELS = [

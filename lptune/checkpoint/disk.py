@@ -4,8 +4,7 @@ from pathlib import Path
 
 from lptune.checkpoint.export import plan_files
 from lptune.checkpoint.hf import read_index
-from lptune.config import RunConfig, UserError
-from lptune.distributed.collectives import size_text
+from lptune.config import RunConfig, UserError, size_text
 
 BYTES_PER_PARAMETER = 12
 """Bytes per parameter in a checkpoint: the weight and both moments of AdamW in float32."""

@@ -41,9 +41,8 @@ from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
-from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
+from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
 from lptune.distributed import SideGroup, World, side_group, whole_piece
-from lptune.distributed.collectives import size_text
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lptune import ranks
+from lptune import launch
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.config import (
@@ -171,7 +171,7 @@ class RunFolder:
                     say(f"set aside: {later} -> {set_aside(later).name}")
             self.keep_metrics_until(step, say)
         self._world.barrier()
-        ranks.keep_log(self.path / "logs")
+        launch.keep_log(self.path / "logs")
 
     def _make(self) -> None:
         try:

@@ -65,9 +65,8 @@ from lptune.checkpoint.stored import (
     parameters_of,
     state_of,
 )
-from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy
+from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy, size_text
 from lptune.distributed import SideGroup, World, reshard
-from lptune.distributed.collectives import size_text
 from lptune.linear import dequantized
 
 # A rank writes several files, so that threads write and hash them in parallel, but not thousands of files.

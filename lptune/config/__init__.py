@@ -44,7 +44,7 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, printable, read_text
+from lptune.config.text import MEBI, flop_text, printable, read_text, size_text
 
 __all__ = [
     "MEBI",
@@ -99,6 +99,8 @@ __all__ = [
     "too_many_ranks_error",
     "printable",
     "read_text",
+    "flop_text",
+    "size_text",
     "remedy",
     "source_names",
     "to_yaml",

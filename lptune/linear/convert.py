@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
+from lptune.hardware.planned import planned
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
@@ -20,8 +21,7 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.steps.verify import verify_first_update
-from lptune.planned import planned
+from lptune.linear.steps.verify_step import verify_first_update
 
 
 def convert(
@@ -46,7 +46,7 @@ def convert(
 
     The GEMMs and the gather of each converted layer are compared with the plan before the first step of any
     torch optimizer for which the layer has a gradient; PrecisionNotAppliedError is raised if they differ
-    (verify.py). `precision.verify=False` switches this off.
+    (verify_step.py). `precision.verify=False` switches this off.
 
     Raises UserError: for a pattern that matches no layer; if no layer would be converted; if the device has
     no 8-bit GEMM for the kind; if skip_small has no measurement; for an unknown LPTUNE_KERNELS; for a layer

@@ -1,4 +1,5 @@
 """Layers that torch's tensor parallelism has cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+`on_this_rank` and `as_sharded` convert between a DTensor and its local part.
 
 The weight and the activations are DTensors. The 8-bit ops have no DTensor sharding rules. Instead, each rank
 multiplies its local parts, with scales of these parts, and wraps the result in a DTensor:
@@ -26,6 +27,32 @@ ALIGNMENT = 16
 """8-bit tensor-core GEMMs need rows of a multiple of 16 bytes. The rule holds on every device, so that a
 model gets the same plan everywhere.
 """
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's rows; as a DTensor with the placements of `tensor`, if `tensor` is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # Row scales have one column per rank that has a part of the row, because tensor parallelism cuts rows.
+    parts = math.prod(
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard(1)
+    )
+    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], columns)),
+        stride=(columns, 1),
+    )
 
 
 def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:

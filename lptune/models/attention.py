@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.config import UserError
-from lptune.constant import constant_result
+from lptune.hardware.constant import constant_result
+from lptune.hardware.planned import HOPPER, planned, planned_device_type
+from lptune.hardware.trials import tries
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
-from lptune.planned import HOPPER, planned, planned_device_type
-from lptune.trials import tries
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lptune.hardware.planned import planned_device_type
+from lptune.hardware.trials import tries
 from lptune.models.words import Words
-from lptune.planned import planned_device_type
-from lptune.trials import tries
 
 MAX_LOGITS_PER_CHUNK = 2**27
 """As float32, these take half a gigabyte."""

@@ -10,6 +10,15 @@ from dataclasses import dataclass, field
 
 NORM_PLACEMENTS = ("pre", "post", "both")
 QK_NORMS = ("none", "head", "full")
+ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "silu": ("silu", {}),
+    "swish": ("silu", {}),
+    "gelu": ("gelu", {}),
+    "gelu_new": ("gelu", {"approximate": "tanh"}),
+    "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
+    "relu": ("relu", {}),
+}
+"""Name in config.json -> the function of torch.nn.functional and its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,20 +24,11 @@ from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
 from lptune.models.chunks import Logits, in_chunks
-from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility
 from lptune.models.loss import IGNORE_INDEX, Objective, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
 from lptune.models.words import words_of
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -123,7 +114,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
+        function, options = ACTIVATIONS[config.activation]
+        activation: Callable[[Tensor], Tensor] = getattr(F, function)
+        self.activation = functools.partial(activation, **options) if options else activation
         self.fused = config.fused_projections
         if self.fused:
             self.gate_up_proj = nn.Linear(

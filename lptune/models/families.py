@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lptune.config import UserError
-from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
 from lptune.models.rope_config import read_rope, read_rope_per_layer_type
@@ -34,7 +34,6 @@ _ELSEWHERE = {
     "fusion_config": "fused modules are",
     "distributed_config": "a distributed layout is",
 }
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 def _head_dim(keys: Keys) -> int:

@@ -24,7 +24,7 @@ from lptune.config import (
     ModelConfig,
     UserError,
 )
-from lptune.ranks import log
+from lptune.launch import log
 
 MAKE = {
     "a link": lambda path, victim: path.symlink_to(victim),

@@ -104,7 +104,10 @@ class Tensorwise(Kind):
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """(g for grad_input, row-major; g for grad_weight, column-major if `transposed`) or None for each."""
         if transposed and for_input and for_weight and not self.has_history and not spec.stochastic:
-            return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
+            by_rows, q_by_columns = quantize_tensor_both_ways(
+                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two
+            )
+            return by_rows, by_rows._replace(q_MK=q_by_columns)
         if transposed and for_weight and not for_input:
             return None, self._quantize(spec, g_TN, layer, "g", transposed)
         g = self._quantize(spec, g_TN, layer, "g") if for_input or for_weight else None

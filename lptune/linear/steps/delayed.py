@@ -29,6 +29,7 @@ from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
 from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
 from lptune.linear.weights.weight_amax import max_over_ranks
+from lptune.numerics import nan_as_inf
 
 # Number of steps in a history. In a longer history an outlier counts for longer. torchao's former recipe had
 # 16 steps, TransformerEngine's default is 1,024.
@@ -93,8 +94,7 @@ class DelayedScaling:
             yield
         finally:
             self._is_open = False
-        # Backends differ in how a maximum treats NaN; all agree on inf.
-        amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
+        amaxes = nan_as_inf(self._current_L3)
         self._all_reduce_max(amaxes)
         # An amax that is not finite would spoil the scales of the next HISTORY steps.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3

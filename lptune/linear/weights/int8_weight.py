@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
+from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.weights.master_weight import plain_rows
-from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
+from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
@@ -124,7 +125,7 @@ class Int8Weight(GatheredByRows):
 
 def int8_rows(tensor: Tensor) -> Int8Weight | None:
     """`tensor` if it is an Int8Weight; this rank's Int8Weight if it is a DTensor of one; else None."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = on_this_rank(tensor)
     return local if isinstance(local, Int8Weight) else None
 
 
@@ -146,8 +147,8 @@ def quantized(tensor: Tensor, scale_N1: Tensor | None = None, like: Tensor | Non
     """
     if not isinstance(tensor, DTensor):
         return Int8Weight.from_float(tensor, scale_N1)
-    scale_N1 = scale_N1.to_local() if isinstance(scale_N1, DTensor) else scale_N1
-    weight = Int8Weight.from_float(tensor.to_local(), scale_N1)
+    local_scale_N1 = None if scale_N1 is None else on_this_rank(scale_N1)
+    weight = Int8Weight.from_float(tensor.to_local(), local_scale_N1)
     replaced = None if like is None else int8_rows(like)
     weight.full_rows = tensor.shape[0] if replaced is None else replaced.full_rows
     return as_sharded(tensor, weight)

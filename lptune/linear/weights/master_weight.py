@@ -27,14 +27,9 @@ from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
 from lptune.kernels import note_gather
+from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.weights.row_tensor import (
-    CUTTING,
-    GatheredByRows,
-    Quantized,
-    RowTensor,
-    as_sharded,
-)
+from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, Quantized, RowTensor
 from lptune.linear.weights.weight_amax import Shard, first_row, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
@@ -160,7 +155,7 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
     context = {"number": number, "spec": spec, "compute_dtype": compute_dtype}
     # FSDP gathers this rank's part of tensor parallelism, so that part is the whole weight here.
     whole = old.detach()
-    rows_NK = whole.to_local() if isinstance(whole, DTensor) else whole
+    rows_NK = on_this_rank(whole)
     local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)
     master = as_sharded(whole, local)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
@@ -168,6 +163,7 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
 
 def renumber(weight: Tensor, number: int) -> None:
     """Sets the layer number of a MasterWeight, or of a DTensor of one."""
+    # Not on_this_rank: `to_local` returns a view, which has a number of its own.
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     assert isinstance(local, MasterWeight)
     local.number = number
@@ -175,7 +171,7 @@ def renumber(weight: Tensor, number: int) -> None:
 
 def is_master(tensor: Tensor) -> bool:
     """Whether `tensor` is a MasterWeight, or a DTensor of one."""
-    return isinstance(tensor.to_local() if isinstance(tensor, DTensor) else tensor, MasterWeight)
+    return isinstance(on_this_rank(tensor), MasterWeight)
 
 
 def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
@@ -205,7 +201,7 @@ def num_gathering_ranks(weight: DTensor) -> int:
 
 def plain_rows(tensor: Tensor) -> Tensor:
     """The live rows of a MasterWeight, or of a DTensor of one, with its placements; else `tensor` itself."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = on_this_rank(tensor)
     if not isinstance(local, MasterWeight):
         return tensor
     return as_sharded(tensor, local.rows_NK)
@@ -215,7 +211,7 @@ def master_like(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor`, float values or a DTensor of rows, as a MasterWeight with the layer number, spec and compute
     dtype of `like`; the inverse of `plain_rows`.
     """
-    model = like.to_local() if isinstance(like, DTensor) else like
+    model = on_this_rank(like)
     assert isinstance(model, MasterWeight)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = on_this_rank(tensor)
     return as_sharded(tensor, model.rebuilt([local], local.dtype))

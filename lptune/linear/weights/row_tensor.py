@@ -23,7 +23,6 @@ Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
 import copy
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -31,8 +30,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from lptune.linear.dtensors import on_this_rank
 
 HEADER_BYTES = 16
 _aten = torch.ops.aten
@@ -225,7 +225,7 @@ class GatheredByRows(RowTensor):
         weight = self.whole(quantized, param_dtype)
         if out is None:
             return weight, ()
-        out = out.to_local() if isinstance(out, DTensor) else out  # tensor parallelism makes a DTensor
+        out = on_this_rank(out)  # tensor parallelism makes a DTensor
         assert isinstance(out, type(weight))
         # Compare storages, not addresses: the fake tensors of a dry run have no address.
         assert out.parts()[0].untyped_storage()._cdata == quantized.q_NK.untyped_storage()._cdata
@@ -264,27 +264,6 @@ def unpack_rows(
     """
     rows = buffer[:num_rows]
     return Quantized(rows[:, header_bytes:].view(dtype), rows[:, : min(4, header_bytes)].view(torch.float32))
-
-
-def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local`, this rank's rows; as a DTensor with the placements of `tensor`, if `tensor` is a DTensor."""
-    if not isinstance(tensor, DTensor):
-        return local
-    # Row scales have one column per rank that has a part of the row, because tensor parallelism cuts rows.
-    parts = math.prod(
-        tensor.device_mesh.size(axis)
-        for axis, placement in enumerate(tensor.placements)
-        if placement.is_shard(1)
-    )
-    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=torch.Size((tensor.shape[0], columns)),
-        stride=(columns, 1),
-    )
 
 
 def is_matrix(tensor: Any) -> bool:

@@ -14,8 +14,8 @@ The scale cannot be recomputed from the values: 127 * s / 127 differs from s for
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from lptune.linear.dtensors import on_this_rank
 from lptune.linear.weights.int8_weight import int8_rows, row_scales
 
 _INT8_SCALE = "int8_scale"
@@ -45,8 +45,4 @@ def fill_stored(weight: Tensor, values: Tensor, beside: Mapping[str, Tensor]) ->
     rows = int8_rows(weight)
     assert rows is not None
     scale = beside.get(_INT8_SCALE)
-    rows.fill_from(_local(values), None if scale is None else _local(scale))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    rows.fill_from(on_this_rank(values), None if scale is None else on_this_rank(scale))

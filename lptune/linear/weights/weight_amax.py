@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, AmaxSource, quantize_by_amax
 from lptune.linear.weights.row_tensor import Quantized
+from lptune.numerics import nan_as_inf
 
 
 def weight_changed(number: int) -> None:
@@ -55,8 +56,7 @@ def _source(number: int) -> AmaxSource | None:
 
 def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
     """The elementwise maximum over the ranks of `mesh` (one axis), with inf in place of NaN. A collective."""
-    # Backends differ in how a maximum treats NaN. All agree on inf, which gives the same scale.
-    amax = torch.where(amax.isnan(), torch.inf, amax)
+    amax = nan_as_inf(amax)
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return amax
