@@ -146,7 +146,7 @@ def test_public_classes_and_functions_have_docstrings(file: str) -> None:
             assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
 
 
-SHORT_DOCSTRINGS = {"checkpoint": 8, "distributed": 10, "kernels": 1, "linear": 14, "models": 5}
+SHORT_DOCSTRINGS = {"checkpoint": 8, "kernels": 1, "linear": 14, "models": 5}
 """Part -> the number of its public docstrings with fewer than five words, which say nothing; else none."""
 
 
@@ -173,11 +173,11 @@ def test_hardly_any_docstring_has_fewer_than_five_words() -> None:
         assert len(short) <= SHORT_DOCSTRINGS.get(name, 0), f"say more, or delete them: {short}"
 
 
-def test_config_imports_no_torch_and_the_cli_none_at_the_top() -> None:
+def test_config_imports_no_torch_and_the_cli_launch_and_hardware_none_at_the_top() -> None:
     for file in FILES:
         if part(file) == "config":
             assert not [line for module, line in imports(file) if module.split(".")[0] == "torch"], file
-        if part(file) == "cli":
+        if part(file) in ("cli", "hardware", "launch"):
             for node in tree(file).body:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
