@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lptune.launch import preemption
-from tests.tiny_recipe import environment
+from tests.helpers.tiny_recipe import environment
 
 NUMBERS = sorted(preemption.SIGNALS)
 

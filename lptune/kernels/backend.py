@@ -1,4 +1,4 @@
-"""Chooses the implementation (backend) of each 8-bit operation; no other code chooses."""
+"""Chooses the implementation (backend) of each 8-bit operation. No other code makes this choice."""
 
 import functools
 import importlib.util

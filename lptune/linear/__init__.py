@@ -1,11 +1,11 @@
-"""The linear layer whose three GEMMs run in low precision, and how a model gets it.
+"""Linear layers whose three GEMMs run in low precision, and the function that puts them into a model.
 
     plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
     print(plan.table())
     ... train as before; state dict and parameters are unchanged ...
 
-`convert` works on any module tree; parameters keep their names and stay plain, except with
-`int8_weight_only`, whose parameters are Int8Weights.
+`convert` works on any module tree. Parameters keep their names and remain ordinary tensors. Only the kind
+`int8_weight_only` replaces weights, by Int8Weights.
 """
 
 from lptune.linear import kinds

@@ -56,7 +56,7 @@ class QuantizedColumns(NamedTuple):
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix with one scale."""
+    """A matrix with one scale for all of it."""
 
     q_MK: Tensor  # fmt.dtype
     scale_11: Tensor  # float32, q_MK * scale_11 ≈ x_MK

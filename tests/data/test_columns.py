@@ -14,7 +14,7 @@ from lptune.data.detect import detect_format
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Pair
 from lptune.data.sources import Row
-from tests.data.chat_templates import config
+from tests.helpers.chat_templates import config
 
 SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = {"messages": SAY}

@@ -16,7 +16,7 @@ from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, Tokenizer, documents, load_tokenizer, prepare
 from lptune.data.prepare import split_by_prompt
 from lptune.data.sources import Row
-from tests.data.chat_templates import (
+from tests.helpers.chat_templates import (
     CHATML,
     CHATML_MARKED,
     GEMMA,

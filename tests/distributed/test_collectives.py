@@ -17,7 +17,7 @@ from lptune import distributed, linear
 from lptune.config import PrecisionConfig
 from lptune.distributed.collective_counts import Collective, Collectives, record_collectives
 from lptune.distributed.verify_gathers import _check, _check_tokens
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SIZE = 32
 """in and out of each layer; over 4 ranks 8 rows each, so nothing is padded."""

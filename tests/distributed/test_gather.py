@@ -21,7 +21,7 @@ from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
 from lptune.linear import GatheredWeight, MasterWeight
 from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SIZES = (32, 144, 32, 16)
 """Over 3 ranks, 144 rows are 48 each, so that all of them have rows of the first block of 128; 32 rows are
@@ -35,7 +35,7 @@ RUNS = (("high", True), ("low", True), ("low", False))
 CASES = [
     (kind, *run)
     for kind, run in itertools.product(KINDS, RUNS)
-    # One kind for each way of scaling. tests/distributed/test_rank_matrix.py holds the bits of the others.
+    # One kind for each way of scaling. tests/proofs/test_rank_matrix.py holds the bits of the others.
     if run != ("low", False) or kind in ("int8_rowcol", "float8_blockwise", "float8_delayed")
 ]
 

@@ -1,20 +1,19 @@
-"""Did the first step really run in low precision?
+"""Verifies the first step: did it really run in low precision?
 
-The kernels count what they executed (`kernels.record_gemms`), and that is held against the plan, layer by
-layer and GEMM by GEMM. It works the same eagerly, compiled and under recomputation, since the count is taken
-where the GEMM runs and not where it was asked for.
+The kernels count the GEMMs that they execute (`kernels.record_gemms`). The counts are compared with the
+precision plan, layer by layer and GEMM by GEMM. An op counts itself when it runs, so this works in the same
+way for eager code, compiled code and recomputation. In a step of m forward and backward passes:
 
-What is right: in a step of m forward and backward passes, each planned GEMM of a layer runs m times, or a
-multiple of m for a layer called more than once per pass, like a head that works in chunks. grad_weight of a
-frozen layer runs 0 times, and so may grad_input where nothing trained stands before. A GEMM planned in high
-precision never runs in low.
+- Each planned GEMM of a layer runs m times, or a multiple of m if the layer is called several times per pass
+  (a head that works in chunks).
+- grad_weight of a frozen layer runs 0 times. grad_input may run 0 times if no trained parameter comes before
+  the layer.
+- A GEMM that is planned in high precision never runs in low precision.
+- A gather that `gather_in_8_bits` planned has exactly the number of bytes of the 8-bit values and scales.
 
-A weight that `gather_in_8_bits` handed to FSDP has arrived in 8 bits: of the bytes that these take and no
-more.
-
-Activation checkpointing runs `output` again in backward. The kernels count that apart, so all of the above is
-exact. How often it happens is not: a compiler drops the recomputation of what nobody reads. Only that it is
-the same in each pass is checked.
+Activation checkpointing runs `output` again in backward. The kernels count these runs separately, so the
+rules above stay exact. The number of recomputations is not known in advance, because a compiler removes those
+whose results are not used. It must only be the same in each pass.
 """
 
 import weakref
@@ -38,32 +37,33 @@ from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, 
 
 
 class PrecisionNotAppliedError(RuntimeError):
-    """A GEMM or a gather ran in another precision than the plan says."""
+    """A GEMM or a gather did not run in the precision that the plan says."""
 
 
 @dataclass
 class Verified:
-    """What a verified step found; filled in when the step ends."""
+    """Counts of a verified step; filled in when the step ends."""
 
     num_gemms: int = 0
     """Low-precision GEMMs that executed, recomputation included."""
     num_recomputed: int = 0
-    """Those of them that activation checkpointing ran again in backward."""
+    """The GEMMs among these that activation checkpointing ran again in backward."""
     num_low_gathers: int = 0
-    """Weights that FSDP gathered in 8 bits; on a single rank, without a collective."""
+    """Weights that FSDP gathered in 8 bits; on a single rank FSDP does this without a collective."""
     num_gathering_ranks: int = 1
-    """Ranks among which a weight was gathered."""
+    """Number of ranks over which weights were gathered."""
     low_precision_flops_fraction: float | None = None
-    """Share of the linear layers' FLOPs (recomputation apart) that ran in 8 bits; None before a step
+    """Fraction of the linear layers' FLOPs, without recomputation, that ran in 8 bits; None before the step
     ended.
     """
 
 
 @contextmanager
 def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verified]:
-    """Counts the GEMMs of one step of `num_passes` forward and backward passes and holds them against `plan`.
+    """Surrounds one step of `num_passes` forward and backward passes; compares its GEMMs and gathers with
+    `plan`.
 
-    Raises PrecisionNotAppliedError naming the layers whose GEMMs did not run as planned.
+    Raises PrecisionNotAppliedError, with the names of the layers that did not run as planned.
     """
     verified = Verified()
     with record_gemms() as executed:
@@ -87,7 +87,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
                     verified.num_gathering_ranks = num_gathering_ranks(weight)
             verified.num_gemms += sum(counts.values()) + again
             verified.num_recomputed += again
-        # Per call of the layer; recomputation is no model FLOP.
+        # FLOPs per call of the layer. Recomputation is not counted, as usual for model FLOPs.
         flops = 2.0 * layer.in_features * layer.out_features
         needed = (True, *trained[layer.name])
         all_flops += flops * sum(needed)
@@ -99,8 +99,8 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
 
 
 class FirstStep:
-    """`verify_step` for the first step of a run and nothing for the others, so that a loop can always enter
-    it.
+    """Applies `verify_step` to the first step of a run and does nothing in later steps, so that a loop can
+    use it in every step.
     """
 
     def __init__(
@@ -112,19 +112,21 @@ class FirstStep:
         report: Callable[[str], None] = print,
         watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """watch: entered around the first step as well, for what else is to be checked of it."""
+        """enabled: whether the first step is verified. report: gets one line when it ran as planned. watch:
+        its context manager surrounds the first step, for other checks of it.
+        """
         self._model, self._plan, self._enabled, self._report = model, plan, enabled, report
         self._watch = watch
         self.verified = Verified()
 
     @contextmanager
     def __call__(self, num_passes: int) -> Iterator[None]:
-        """Around the forward and backward passes of each step."""
+        """Surrounds the forward and backward passes of each step. num_passes: as in `verify_step`."""
         if not self._enabled:
             yield
             return
         self._enabled = False
-        # Inside `watch`: where both find a fault, the one that names the layer is raised.
+        # verify_step is inside of `watch`: if both find a fault, the error that names the layer is raised.
         with self._watch(), verify_step(self._model, self._plan, num_passes) as self.verified:
             yield
         if self.verified.num_gemms:
@@ -135,19 +137,19 @@ class FirstStep:
 
 
 def verify_first_update(model: nn.Module, plan: Plan) -> None:
-    """From now on, before the first optimizer step for which a layer has a gradient, what ran of it is held
-    against `plan`; for loops that know nothing of `verify_step`.
+    """Verifies each layer before the first optimizer step for which the layer has a gradient. For loops that
+    do not use `verify_step`; the optimizer step then raises PrecisionNotAppliedError.
 
-    Only what holds in any loop is asked for: `output`, and grad_weight of a trained layer, ran in low
-    precision at least once, and the weight was gathered as planned. A layer whose gradient is zero took no
-    part (some libraries make optimizer state by such a step). A frozen layer that never ran in low precision
-    cannot be told from one that is not used.
+    It checks only what is true in any loop: `output`, and grad_weight of a trained layer, ran in low
+    precision at least once, and the weight was gathered as planned. A layer with a zero gradient that did not
+    run is checked later, because some libraries create optimizer state by such a step. A frozen layer that
+    never ran in low precision is not reported, since the model may not use it.
     """
     _FirstUpdate(model, plan)
 
 
 class _FirstUpdate:
-    """The layers of one `convert` that are still to be verified, whatever module holds them by then."""
+    """The layers of one `convert` that are not verified yet."""
 
     _hook: RemovableHandle | None = None
 
@@ -162,12 +164,12 @@ class _FirstUpdate:
         self._recording = record_gemms()
         self._executed = self._recording.__enter__()
         _watched.append(self)
-        # One hook for all optimizers, since FSDP makes the parameters anew; and it stays, since torch
-        # iterates over its hooks while they run.
+        # A global hook for all optimizers, because FSDP replaces the parameters. It is never removed, because
+        # torch iterates over its hooks while they run.
         _FirstUpdate._hook = _FirstUpdate._hook or register_optimizer_step_pre_hook(_before_update)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises PrecisionNotAppliedError. Before a step of `optimizer`."""
+        """Called before each step of `optimizer`. Raises PrecisionNotAppliedError."""
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
         model = self._model()
         if not any(id(each) in updated for each in self._parameters(model)):
@@ -186,7 +188,7 @@ class _FirstUpdate:
                 return  # a dry run executes nothing
             ran = any(counts.values())
             if gradient is None and (module.weight.requires_grad or not ran):
-                continue  # it took no part yet
+                continue  # the layer has not been used in a training step yet
             if gradient is not None and not ran and not gradient.any():
                 continue
             done.append(number)
@@ -217,7 +219,7 @@ def _before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         each.check(optimizer)
 
 
-# What torch.compiler.disable does, without importing the compiler: a compiled step calls this, too.
+# As torch.compiler.disable does, without importing the compiler. A compiled step calls the hook too.
 _before_update._torchdynamo_disable = True  # type: ignore[attr-defined]
 _before_update._torchdynamo_disable_msg = "reads what kernels counted"  # type: ignore[attr-defined]
 
@@ -236,7 +238,7 @@ def _not_as_planned(faults: list[str], when: str = "") -> PrecisionNotAppliedErr
 
 
 def _numbered(model: nn.Module, plan: Plan) -> Plan:
-    """`plan` with the numbers of the layers of `model`, which may be a copy of the one it was made for."""
+    """`plan` with the layer numbers of `model`, which may be a copy of the model that was converted."""
     layers = (
         layer
         if layer.number is None
@@ -247,11 +249,11 @@ def _numbered(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tuple[bool, bool]]:
-    """For each layer: does its input need a gradient for the sake of something trained, and is it trained
-    itself.
+    """By layer name: (whether its input needs a gradient, whether the layer is trained).
 
-    The input does if a trained module other than a planned layer is registered before, or if a trained layer
-    ran before. Registration alone would be wrong for a model that registers its head first.
+    The input needs a gradient if a trained layer of the plan ran before, or if another trained module is
+    registered before. For layers of the plan, the order of execution counts, because a model may register its
+    head first.
     """
     layers = {layer.name: layer for layer in plan.layers}
     ran: dict[int, int] = {}
@@ -262,9 +264,10 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
     trained, input_needed = dict[str, bool](), dict[str, bool]()
     for name, module in model.named_modules():
         if name in layers:
-            # An output in high precision was not seen running: there the order of registration has to do.
+            # A layer whose output is high was not counted, so its order of execution is unknown. Use the
+            # order of registration.
             input_needed[name] = other_before or (layer_before and layers[name].number not in ran)
-            # Read as any Linear's: whether it still is a LowPrecisionLinear is what the counts tell.
+            # The module may be no LowPrecisionLinear any more; the counts then show the fault.
             trained[name] = module.get_parameter("weight").requires_grad
             layer_before = layer_before or trained[name]
         elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
@@ -277,9 +280,7 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
 
 def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> list[str]:
-    """Whether the layer's weight, if FSDP holds it, came otherwise than planned. model: None once it is
-    gone.
-    """
+    """One message if FSDP did not gather the layer's weight as planned, else none. model: None: was freed."""
     found = None if layer.number is None else gathered_bytes(layer.number)
     if layer.spec is None or not isinstance(weight, DTensor):
         return []
@@ -299,7 +300,7 @@ def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> 
 
 
 def _is_sharded(model: nn.Module | None, weight: Tensor) -> bool:
-    """By FSDP, and not by tensor parallelism alone."""
+    """Whether FSDP shards `weight`. A weight that only tensor parallelism cut is a DTensor too."""
     modules: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)] if model else []
     return any(parameter is weight for module in modules for parameter in module.parameters())
 
@@ -308,13 +309,12 @@ def _faults(
     layer: LayerPlan, counts: dict[str, int], recomputed: int, num_passes: int, trained: tuple[bool, bool]
 ) -> Iterator[str]:
     low = [gemm for gemm in GEMMS if layer.spec and layer.spec.is_low(gemm)]
-    # Backward first: a layer may also be called without one.
+    # The counts of backward come first, because a layer may also run forward without backward.
     calls = max(counts["grad_input"], counts["grad_weight"]) or counts["output"] or num_passes
     input_trained, weight_trained = trained
     allowed: dict[str, tuple[int, ...]] = {
         "output": (calls,),
-        # Nothing trained stands before the layer: its input may still need a gradient, if the caller asked
-        # for it.
+        # Even if no trained parameter comes before the layer, the caller may want the gradient of the input.
         "grad_input": (calls,) if input_trained else (0, calls),
         "grad_weight": (calls,) if weight_trained else (0,),
     }

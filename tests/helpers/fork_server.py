@@ -1,8 +1,8 @@
-"""Warm processes: forked off one that has imported torch and lptune (tests/preloaded.py).
+"""Warm processes: forked off one that has imported torch and lptune (tests/helpers/preloaded.py).
 
-`tests.ranks` runs functions in them, `tests.cli.warm` the command line. A process that starts by itself, as
-a user's does, costs four seconds of CPU time before it does anything: some tests start one, as the proof of
-how a user starts, and all others fork.
+`tests.helpers.ranks` runs functions in them, `tests.helpers.warm` the command line. A process that starts by
+itself, as a user's does, costs four seconds of CPU time before it does anything: some tests start one, as the
+proof of how a user starts, and all others fork.
 """
 
 import multiprocessing
@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
-_PRELOADED = "tests.preloaded"
+_ROOT = Path(__file__).parents[2]
+_PRELOADED = "tests.helpers.preloaded"
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 

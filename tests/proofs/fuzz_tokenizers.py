@@ -1,6 +1,6 @@
 """Every tokenizer class of transformers, on every tokenizer, against AutoTokenizer, id for id.
 
-    python -m tests.data.fuzz_tokenizers --folders ../shared/assets/tokenizers/* [--classes LlamaTokenizer …]
+    python -m tests.proofs.fuzz_tokenizers --folders ../shared/assets/tokenizers/* [--classes NAME …]
 
 A folder is made for each class x tokenizer x variant of tokenizer_config.json and its neighbours. lptune
 loads it with ids equal to transformers' on every text, or refuses it in one line. Exits with 1 at a

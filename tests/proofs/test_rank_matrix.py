@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lptune.distributed import World
 from lptune.linear.weights.master_weight import MasterWeight
 from lptune.linear.weights.row_tensor import Quantized
-from tests import rank_cell, rank_matrix
-from tests.rank_cell import Cell, Outcome
-from tests.ranks import Ranks
-from tests.tiny_run import TinyRun
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_run import TinyRun
+from tests.proofs import rank_cell, rank_matrix
+from tests.proofs.rank_cell import Cell, Outcome
 
 
 @pytest.fixture(scope="module")

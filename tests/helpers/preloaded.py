@@ -1,4 +1,4 @@
-"""What the fork server (tests/fork_server.py) has done before a process is forked off it.
+"""What the fork server (tests/helpers/fork_server.py) has done before a process is forked off it.
 
 Importing this module imports torch, lptune and torch's compiler, and compiles a function of three operations:
 that finds the C++ compiler, asks what this CPU can do, and imports what is imported at first use. A process
@@ -6,6 +6,7 @@ that starts by itself pays 4 s of CPU time for the imports and 6 s for its first
 neither.
 """
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -35,6 +36,11 @@ if shutil.which(os.environ.get("CXX", "g++")) and torch.version.cuda is None and
     torch.compile(lambda x, y: (x * y).relu() + x)(torch.ones(8), torch.ones(8, requires_grad=True))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+# What is here stays: a fork's collector need not visit it, which would copy every page that it touches. A
+# full collection in a fork costs 0.02 s instead of 0.36.
+gc.collect()
+gc.freeze()
 
 # A fork has one thread, and locks that another one held stay locked in it.
 assert not Path("/proc/self/task").exists() or len(os.listdir("/proc/self/task")) == 1

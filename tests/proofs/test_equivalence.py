@@ -1,4 +1,4 @@
-"""1 rank x 4 accumulation steps, 2 x 2 and 4 x 1 train alike; tests/equivalence.py says how alike, why."""
+"""1 rank x 4 accumulation steps, 2 x 2 and 4 x 1 train alike; equivalence.py says how alike, why."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -6,8 +6,9 @@ from unittest import mock
 import pytest
 
 from lptune import linear
-from tests import equivalence, tiny_run
-from tests.ranks import Ranks
+from tests.helpers import tiny_run
+from tests.helpers.ranks import Ranks
+from tests.proofs import equivalence
 
 # Stochastic rounding: a kind with a scale per row and one with a scale per tensor.
 CASES = [
@@ -17,7 +18,7 @@ CASES = [
 
 
 LONG = ("none", "int8_rowcol", "float8_delayed")
-"""Without low precision, with scales of each step, a history. All in ten: `python -m tests.equivalence`."""
+"""No low precision, scales of each step, a history. `python -m tests.proofs.equivalence` has all kinds."""
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@
         found = ranks.run(job, 2, argument)     # [job(0, 2, argument), job(1, 2, argument)]
         found = ranks.run(other_job, 4)
 
-Ranks are forks of a process that has imported torch and lptune (tests/fork_server.py), and what they have
+Ranks are forks of a process that has imported torch and lptune (tests/helpers/fork_server.py). What they have
 compiled stays in memory. A job takes the first n ranks and opens its own `distributed.session`, so its mesh
 and its group are a run's own and end with it. Everything goes over gloo on the loopback device.
 `run_ranks` has ranks of its own for one job, so nothing of an earlier one is in their memory.
@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from tests import fork_server
-from tests.launch import free_port, rank_environment
+from tests.helpers import fork_server
+from tests.helpers.launch import free_port, rank_environment
 
 GRACE_S = 10.0
 """What ranks have to notice that another one failed."""

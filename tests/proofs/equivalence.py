@@ -1,6 +1,6 @@
 """The same global batches on 1 rank x 4 accumulation steps, 2 x 2 and 4 x 1: what may differ, and how much.
 
-    python -m tests.equivalence [--seeds 5] [--only TEXT]
+    python -m tests.proofs.equivalence [--seeds 5] [--only TEXT]
 
 Micro-batches are cut from the global batch in order, so each has the same bits wherever it runs, and so has
 its gradient (`tiny_run.Summed` says why). What differs is the order in which four gradients are added in
@@ -20,8 +20,8 @@ import torch
 
 from lptune import distributed
 from lptune.config import PRECISION_KINDS, FinetuneConfig
-from tests import tiny_run
-from tests.ranks import Ranks
+from tests.helpers import tiny_run
+from tests.helpers.ranks import Ranks
 
 NUM_STEPS = 10
 RANKS = (1, 2, 4)
@@ -108,6 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Under the module's own name: what is run here goes to other processes by name.
-    from tests import equivalence
+    from tests.proofs import equivalence
 
     sys.exit(equivalence.main())

@@ -1,6 +1,6 @@
 """Mutated config.json files against transformers: what it loads we compute alike, or refuse in one line.
 
-    python -m tests.models.fuzz_configs --num-configs 3000 --seed 1
+    python -m tests.proofs.fuzz_configs --num-configs 3000 --seed 1
 
 A case is a family's tiny preset with one to four keys changed. The keys are those that the family's config
 class declares, those that its modeling code and transformers' shared code read, and some that other families
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lptune import checkpoint, models
 from lptune.config import UserError
-from tests.models.oracle import random_tokens, randomize_
+from tests.helpers.models_oracle import random_tokens, randomize_
 
 OUTCOMES = {
     "equal": "both load it, and the logits agree",

@@ -1,6 +1,6 @@
 """Chat templates in use, against transformers' apply_chat_template, text for text, and the assistant's turns.
 
-    python -m tests.data.fuzz_templates FILE… [--verbose]
+    python -m tests.proofs.fuzz_templates FILE… [--verbose]
 
 A FILE is a .jinja template or a tokenizer_config.json that holds one. Each is rendered on every conversation,
 with and without generation prompt: the text is transformers', or both refuse. Then the assistant's turns are
@@ -21,7 +21,7 @@ from lptune.config import UserError
 from lptune.data import ChatTemplate
 from lptune.data.errors import RowError
 from lptune.data.turns import TurnFinder
-from tests.data.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES, TOOL_CONVERSATION, TOOLS
+from tests.helpers.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES, TOOL_CONVERSATION, TOOLS
 
 DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 CLOSINGS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<turn|>", "<|end|>", "<|endoftext|>")
@@ -169,7 +169,7 @@ def main() -> int:
     """Compare what the command line names."""
     import transformers
 
-    from tests.data.fuzz_tokenizers import byte_level
+    from tests.proofs.fuzz_tokenizers import byte_level
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)

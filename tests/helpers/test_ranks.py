@@ -1,4 +1,4 @@
-"""tests/ranks.py: an error, a death and a hang of a rank are reported, and wedge nothing that follows."""
+"""ranks.py: an error, a death and a hang of a rank are reported, and wedge nothing that follows."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lptune import distributed
-from tests.ranks import Ranks, RanksFailed
+from tests.helpers.ranks import Ranks, RanksFailed
 
 
 @pytest.fixture(scope="module")

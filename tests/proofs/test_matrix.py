@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests import matrix
+from tests.proofs import matrix
 
 
 def _marked(cell: matrix.Cell) -> Any:

@@ -1,4 +1,4 @@
-"""What tests/bits.py compares and how it names a difference; its runs are made by hand."""
+"""What tests/proofs/bits.py compares and how it names a difference; its runs are made by hand."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lptune.config import PRECISION_KINDS
-from tests import bits
+from tests.proofs import bits
 
 NEXT = math.nextafter(0.2, 1.0)
 RUN: dict[str, Any] = {

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests import fork_server
 from tests.cli.conftest import Finished, clean_environment
-from tests.launch import free_port, rank_environment
+from tests.helpers import fork_server
+from tests.helpers.launch import free_port, rank_environment
 
 
 def lptune(

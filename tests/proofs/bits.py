@@ -1,9 +1,9 @@
 """Whether two commits train the same bits: losses, gradient norms and weights of many tiny runs.
 
-    python -m tests.bits --write before.json        # before a change, or of another commit: --checkout FOLDER
-    python -m tests.bits --compare before.json      # after it: exit code 1 if a bit differs
-    python -m tests.bits --quick --compare before.json          # one eager run of each kind: seconds
-    python -m tests.bits --only 'int8.*/eager/2' --compare before.json
+    python -m tests.proofs.bits --write before.json     # before a change; another commit: --checkout FOLDER
+    python -m tests.proofs.bits --compare before.json   # after it: exit code 1 if a bit differs
+    python -m tests.proofs.bits --quick --compare before.json       # one eager run of each kind: seconds
+    python -m tests.proofs.bits --only 'int8.*/eager/2' --compare before.json
 
 A refactoring changes no bit. Each run trains a Llama of two blocks for six steps through `lptune run`, so any
 change between the command line and the kernels shows. Losses, evaluations and gradient norms are compared as

@@ -1,8 +1,8 @@
 """Every kind on every number of ranks, with all that makes sharding difficult: all cells, and a page of them.
 
-    python -m tests.rank_matrix [--only TEXT] [--write docs/rank_matrix.md]
+    python -m tests.proofs.rank_matrix [--only TEXT] [--write docs/rank_matrix.md]
 
-What a cell is and asserts stands in rank_cell.py. tests/distributed/test_rank_matrix.py runs a set of cells
+What a cell is and asserts stands in rank_cell.py. tests/proofs/test_rank_matrix.py runs a set of cells
 in which every pair of values of two factors meets.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from lptune.config import PRECISION_KINDS
-from tests.matrix import covering
-from tests.rank_cell import ALL, FEATURES, FEATURES_3D, RANKS_3D, Cell, Outcome, run_rank
-from tests.ranks import Ranks, RanksFailed
+from tests.helpers.ranks import Ranks, RanksFailed
+from tests.proofs.matrix import covering
+from tests.proofs.rank_cell import ALL, FEATURES, FEATURES_3D, RANKS_3D, Cell, Outcome, run_rank
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": tuple(PRECISION_KINDS),
@@ -38,7 +38,7 @@ def pairwise() -> list[Cell]:
     """A small set of cells in which any two values of different factors meet; of equally good ones, those on
     two ranks.
 
-    Compilation meets two and four ranks here; every kind is compiled in tests/linear/test_matrix.py, on one.
+    Compilation meets two and four ranks here; every kind is compiled in tests/proofs/test_matrix.py, on one.
     """
     eager = [cell for cell in cells() if not cell.has("compile") and cell.ranks != RANKS_3D]
     compiled = [Cell("int8_rowcol", "compile", 2), Cell("float8_rowwise", ALL, 4)]
@@ -79,8 +79,8 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         "cell trains a tiny Llama of two blocks, over float32 master weights, for two steps of four",
         "micro-batches; a number is how many GEMMs with 8-bit operands one rank ran in its first step.",
         "`FAILED` is a cell that did not hold; its reasons are below. What a cell asserts stands at the top",
-        "of `tests/rank_cell.py`: one rank's loss and gradients, counts, collectives, resharding, weights,",
-        "graphs.",
+        "of `tests/proofs/rank_cell.py`: one rank's loss and gradients, counts, collectives, resharding,",
+        "weights, graphs.",
         "",
         f"{len(outcomes) - len(failed)} of {len(outcomes)} cells hold. Largest difference of a gradient",
         f"from one rank's, as a share of what is allowed: {flat:.2f} (summation in another order), with",
@@ -131,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 outcome = outcomes[cell] = run(cell, ranks)
                 said = "; ".join(failure.splitlines()[-1] for failure in outcome.failures[:3])
                 print(f"{outcome.seconds:5.1f} s  {cell}: {said or 'holds'}", flush=True)
-    text = page(outcomes, "make matrix" if not options.only else f"tests.rank_matrix --only '{options.only}'")
+    text = page(
+        outcomes, "make matrix" if not options.only else f"tests.proofs.rank_matrix --only '{options.only}'"
+    )
     if options.write:
         options.write.write_text(text, encoding="utf-8")
     else:
@@ -141,6 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Under the module's own name: what is run here goes to other processes by name.
-    from tests import rank_matrix
+    from tests.proofs import rank_matrix
 
     sys.exit(rank_matrix.main())

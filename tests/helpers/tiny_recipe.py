@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
-from tests.cli import warm
+from tests.helpers import warm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Every kind, compiled and checkpointed in every way: one cell of that matrix, and all of them as a page.
 
-    python -m tests.matrix [--only TEXT] [--write docs/matrix.md]
+    python -m tests.proofs.matrix [--only TEXT] [--write docs/matrix.md]
 
 A cell trains a tiny decoder for three steps through `parallelize` (or, for `whole`, compiled in one graph
 without FSDP under autocast) and checks, on every converted layer,
@@ -16,7 +16,7 @@ without FSDP under autocast) and checks, on every converted layer,
 
 x and g are read inside the compiled graph by an identity op put around `low_precision_linear`.
 
-tests/linear/test_matrix.py runs a set of cells in which every pair of values of two factors meets.
+tests/proofs/test_matrix.py runs a set of cells in which every pair of values of two factors meets.
 """
 
 import argparse
@@ -322,8 +322,8 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         f"Written by `{command}` (torch {torch.__version__}, CPU; float8 and MX emulated). Each cell",
         "trains a tiny Llama of two blocks for three steps, everything but a tied head in low precision; a",
         "number is how many GEMMs with 8-bit operands its first step ran, in brackets those of them that",
-        "backward recomputed. What a cell asserts stands at the top of `tests/matrix.py`: counts, graphs,",
-        "bits and errors. `FAILED` is a cell that did not hold; its reasons are below.",
+        "backward recomputed. What a cell asserts stands at the top of `tests/proofs/matrix.py`: counts,",
+        "graphs, bits and errors. `FAILED` is a cell that did not hold; its reasons are below.",
         "",
         f"{len(outcomes) - len(failed)} of {len(outcomes)} cells hold. Largest error over its bound: "
         + ", ".join(f"{gemm} {ratio:.2f}" for gemm, ratio in worst.items())
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only in ",".join(cell):
             outcome = outcomes[cell] = run(cell)
             print(f"{outcome.seconds:5.1f} s  {', '.join(cell)}: {outcome.failures or 'holds'}", flush=True)
-    text = page(outcomes, "make matrix" if not options.only else f"tests.matrix --only {options.only}")
+    text = page(outcomes, "make matrix" if not options.only else f"tests.proofs.matrix --only {options.only}")
     if options.write:
         options.write.write_text(text, encoding="utf-8")
     else:

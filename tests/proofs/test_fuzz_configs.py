@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from tests.models.fuzz_configs import DEFECTS, cases, try_case
+from tests.proofs.fuzz_configs import DEFECTS, cases, try_case
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
 from lptune.config import FinetuneConfig, ParallelConfig, PrecisionConfig
-from tests import tiny_run
-from tests.tiny_run import Summed, TinyRun
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import Summed, TinyRun
 
 ALL = "all six"
 FEATURES = ("uneven rows", "tied head", "HSDP", "full AC", "compile", "frozen layer")
