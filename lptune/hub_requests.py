@@ -1,8 +1,8 @@
-"""Requests to the Hugging Face hub, whoever makes them: `lptune download`, an export that is uploaded, data.
+"""Requests to the Hugging Face hub, by `lptune download`, by an export that is uploaded, and by data sources.
 
-huggingface_hub waits for an answer for ever, sleeps as long as an answer tells it to, prints addresses with
-their passwords when it tries again, and reads its variables and the proxies of the environment as they are.
-Here are the limits for all that, and the line that says what went wrong.
+huggingface_hub waits for an answer for ever, sleeps as long as an answer says, prints addresses with their
+passwords when it tries again, and does not check its variables and the proxies of the environment. This
+module sets limits for all that, and makes the line that says what went wrong.
 
 Imports nothing of lptune but its config, so that every part may ask.
 """

@@ -1,14 +1,14 @@
-"""What of a sharded tensor is on this rank, and where it lies in the whole.
+"""Which part of a sharded tensor this rank holds, and where this part lies in the whole tensor.
 
-FSDP cuts rows, tensor parallelism rows or columns, so a rank holds a rectangle of a matrix, and a box of what
-has further dimensions (a stack of experts, say). One kind of parameter is less simple: a fused projection
-stacks q, k and v (or gate and up), and a rank needs its heads of all three, so its rows come from three
-places. Tensor parallelism then keeps the rows in another order than the checkpoint,
+FSDP cuts rows; tensor parallelism cuts rows or columns. So a rank holds a rectangle of a matrix, and a box of
+a tensor with more dimensions (such as a stack of experts). A fused projection is less simple: it stacks q, k
+and v (or gate and up), and a rank needs its heads of all three, so its rows come from three places. Tensor
+parallelism then keeps the rows in another order than the checkpoint,
 
     checkpoint  | q0 q1 | k0 k1 | v0 v1 |      two ranks: | q0 k0 v0 | q1 k1 v1 |
 
 and `local_pieces` says which box of the checkpoint's tensor each run of local rows is. Code that reads or
-writes files works on pieces and needs to know no more of meshes.
+writes files works on these pieces alone and does not depend on the mesh.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 def whole_piece(tensor: Tensor) -> Piece:
-    """All of a tensor that is not sharded."""
+    """An unsharded tensor as one piece."""
     return Piece(tensor, (0,) * tensor.dim())
 
 
@@ -50,7 +50,7 @@ def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
     """This rank's part of `tensor` (all of it when it is not sharded), empty pieces left out.
 
     fused_rows: numbers of rows of the matrices that a fused parameter stacks, cut one by one over the mesh
-    axis `tensor`. Without effect where that axis does not cut the tensor's rows.
+    axis `tensor`. Ignored where that axis does not cut the tensor's rows.
     """
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
@@ -72,8 +72,8 @@ def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
 
 
 def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros (rows of `like`, *shape), their rows sharded as those of `like`: for state of a parameter that
-    has a number, or several, for each row. Raises ValueError where `like` is cut by anything but rows.
+    """Zeros of shape (rows of `like`, *shape), sharded by rows as `like` is. For optimizer state that has one
+    number or several for each row of a parameter. Raises ValueError if `like` is cut by other dims than rows.
     """
     like = like.detach()
     rows = (like.shape[0], *shape)
@@ -89,7 +89,7 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a tensor whose rows alone are cut, and the number of its first row."""
+    """This rank's part of a tensor that is cut by rows alone, and the index of its first row."""
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
@@ -98,12 +98,12 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def first_column(tensor: Tensor) -> int:
-    """Of this rank's part of a matrix."""
+    """Index of the first column of this rank's part of a matrix."""
     return _box(tensor)[1][0] if isinstance(tensor, DTensor) else 0
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of `tensor`: the one that writes it."""
+    """Whether this rank is the first that holds its part of `tensor`. The first holder writes the part."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -112,7 +112,7 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
-    """The whole of it, its rows in the checkpoint's order. A collective, if it is sharded."""
+    """The whole tensor, with rows in the order of the checkpoint. A collective if `tensor` is sharded."""
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -148,7 +148,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _box(tensor: DTensor) -> list[tuple[int, int]]:
-    """(first, number) of what this rank holds in each dimension, rows as they lie over the mesh."""
+    """(first, number) of this rank's part in each dimension; rows are counted in the order of the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
     bounds = [(0, size) for size in tensor.shape]
     # The innermost axis first: FSDP cuts what tensor parallelism has left.

@@ -1,11 +1,11 @@
 """Tensor and sequence parallelism: each matrix of a decoder is cut over the ranks of the mesh axis `tensor`.
 
-Megatron's plan (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that each
-rank has whole heads and its share of the MLP, o and down by input features; two collectives around each pair
-(activation_collectives.py) are all there is. The vocabulary is cut in the embedding, the head and the loss.
-With sequence parallelism, what lies between (norms, residuals) is cut by tokens.
+Megatron's scheme (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that
+each rank has whole heads and its share of the MLP; o and down are cut by input features. Each such pair needs
+two collectives, one before and one after (activation_collectives.py). The vocabulary is cut in the embedding,
+the head and the loss. With sequence parallelism, norms and residuals are cut by tokens.
 
-How one module is cut stands in styles.py. A model of your own takes a plan like the one below
+styles.py says how one module is cut. For a model of your own, write a style plan like the one below
 (docs/distributed.md).
 """
 
@@ -33,7 +33,7 @@ from lptune.models import Decoder, DecoderConfig
 
 
 def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelStyle]:
-    """How a Decoder is cut. sequence: cut the tokens of norms and residuals, too."""
+    """The style plan of a Decoder. sequence: cut the tokens of norms and residuals, too."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     block, plan = "model.layers.*", dict[str, ParallelStyle]()
     if config.fused_projections:
@@ -65,7 +65,7 @@ def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelSty
 
 
 def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
-    """Spreads a Decoder over `mesh`, the axis `tensor`, in place. Before checkpointing and `fully_shard`.
+    """Cuts a Decoder over `mesh` (the axis `tensor`), in place; before checkpointing and `fully_shard`.
 
     Raises UserError where heads or sizes do not divide.
     """
@@ -104,7 +104,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -
 
 
 def describe_mesh(model: nn.Module, world: World) -> str:
-    """`8 x cuda`; beyond FSDP the axes, and what activations are gathered in: never silently high."""
+    """The mesh as text: `8 x cuda`; with further axes, also these and the precision of token gathers."""
     names = world.mesh.mesh_dim_names or ()
     text = f"{world.size} x {world.device.type}"
     if len(names) > 1:
@@ -118,7 +118,7 @@ def describe_mesh(model: nn.Module, world: World) -> str:
 
 
 def fused_rows(model: nn.Module) -> dict[str, Sequence[int]]:
-    """Parameter name -> rows of the matrices that it stacks, where they are cut one by one over the mesh."""
+    """Name of each fused parameter that tensor parallelism cut -> rows of the matrices that it stacks."""
     return {
         f"{name}.{parameter}": module.fused_rows
         for name, module in model.named_modules()

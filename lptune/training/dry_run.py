@@ -206,7 +206,7 @@ def run_step(
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     update = Update(model, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
-    documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
+    documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
     total, num_run = Collectives(), min(3, num_micro_batches)
     with low.step(0, num_passes=num_run):

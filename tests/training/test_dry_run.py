@@ -79,7 +79,7 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
         low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
-        documents = models.Documents.single(*tokens_BS.shape)
+        documents = models.DocumentBounds.single(*tokens_BS.shape)
         with record_collectives(world.mesh) as counted:
             with low.step(0, NUM_MICRO_BATCHES):
                 loss_sum = torch.zeros(())
