@@ -43,8 +43,7 @@ def load_state(
     Raises UserError where the checkpoint lacks what is listed, has it in another shape or dtype, or holds the
     state of another optimizer.
     """
-    # An optimizer counts updates, and a step that was not finite made none.
-    num_updates = manifest.step - read_state(manifest).skipped["num_skipped"]
+    num_updates = read_state(manifest).num_updates
     optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
     _check_all_listed(manifest, optimized, optimizer)
     files = StoredFiles(manifest)

@@ -56,6 +56,7 @@ from lptune.checkpoint.manifest import (
     write_manifest,
 )
 from lptune.checkpoint.retention import remove_old
+from lptune.checkpoint.state import RunState
 from lptune.checkpoint.stored import (
     as_shards,
     beside_parameters_of,
@@ -153,7 +154,7 @@ class CheckpointWriter:
             content["eval_loss"] = eval_loss
         # They change within a step, not only at its end.
         tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        job = _Job(step, content, self._contents(tensors))
+        job = _Job(step, content, self._contents(tensors, RunState(content, step).num_updates))
         final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
@@ -194,12 +195,12 @@ class CheckpointWriter:
 
     # ---- what
 
-    def _contents(self, tensors: Mapping[str, Tensor]) -> dict[str, list["_Part"]]:
+    def _contents(self, tensors: Mapping[str, Tensor], num_updates: int) -> dict[str, list["_Part"]]:
         """Name of file -> what this rank writes into it."""
         beside = further(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
-            "optimizer": state_of(self._model, self._optimizer),
+            "optimizer": state_of(self._model, self._optimizer, num_updates),
             "replicated": [each for each in beside if not each.is_sharded],
             "sharded": [each for each in beside if each.is_sharded],
         }

@@ -66,8 +66,8 @@ class ListsState(Protocol):
     them: `KEY/NAME` for state of the parameter NAME, with a KEY of the optimizer's choice.
     """
 
-    def stored(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Tensor]:
-        """What is to be saved: all that an exact continuation needs."""
+    def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> Mapping[str, Tensor]:
+        """What is to be saved: all that an exact continuation needs. num_updates: as in `restored`."""
 
     def restored(
         self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
@@ -93,9 +93,9 @@ def beside_parameters_of(model: nn.Module) -> list[Stored]:
     return _named(model, beside)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Stored]:
-    """The optimizer's state, as it lists it."""
-    return _named(model, listing(optimizer).stored(_names(model)))
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int) -> list[Stored]:
+    """The optimizer's state, as it lists it; see `ListsState.stored`."""
+    return _named(model, listing(optimizer).stored(_names(model), num_updates))
 
 
 def state_to_fill(
