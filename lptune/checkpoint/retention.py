@@ -5,11 +5,12 @@ Files in it that lptune did not write stay, in a folder `old-step-…`.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
-from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_of
+from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
 from lptune.config import CheckpointConfig, UserError
 from lptune.distributed import print_line
 
@@ -35,6 +36,9 @@ def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
     What the folder holds of later steps is neither counted nor removed.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder) if step_of(path) <= newest}
+    if newest not in checkpoints:
+        name = step_folder_name(newest)
+        raise UserError(f"{folder / name}: is gone, it was removed or renamed while the run was writing")
     check_sizes(checkpoints[newest])
     losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
@@ -59,4 +63,6 @@ def _eval_loss(checkpoint: Path) -> float | None:
     except UserError:  # a damaged one: it is no candidate for the best
         return None
     loss = state.get("eval_loss") if isinstance(state, dict) else None
-    return float(loss) if isinstance(loss, (int, float)) else None
+    # A NaN has no order, and an integer may be beyond any float.
+    is_number = type(loss) in (int, float) and abs(loss) <= sys.float_info.max
+    return float(loss) if is_number else None

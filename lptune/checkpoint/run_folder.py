@@ -39,7 +39,7 @@ from lptune.config import (
     remedy,
     to_yaml,
 )
-from lptune.distributed import World
+from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
 _RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
@@ -68,6 +68,14 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block of work in the folder, most of it the main rank's. After it all ranks go on, or all raise
+        the UserError of the first rank that failed. A collective.
+        """
+        with side_group(self._world) as group, group.together((UserError,), str), _errors_of(self.path):
+            yield
 
     def write_config(self, cfg: Any) -> None:
         """config.yaml: every key, so that it runs as it is whatever defaults become."""
@@ -106,18 +114,27 @@ class RunFolder:
         write_text(self.metrics, "".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the metrics hold a held-out loss of `step`. All ranks call it."""
+        """Whether the metrics hold a held-out loss of `step`, as the main rank reads them. A collective."""
         lines: list[str] = []
-        if self._world.is_main and self.metrics.exists():
-            with named(self.metrics):
-                lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        with self.together():
+            if self._world.is_main and self.metrics.exists():
+                with named(self.metrics):
+                    lines = self.metrics.read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
-        """Whether export/ holds the weights of `step`. Raises UserError where it holds them otherwise than
-        `cfg` asks, and where export.json does not tell.
+        """Whether export/ holds the weights of `step`, as the main rank reads it: the others' view of a
+        network folder may be older. Raises UserError where it holds them otherwise than `cfg` asks, and where
+        export.json does not tell. A collective.
         """
+        found = False
+        with self.together():
+            if self._world.is_main:
+                found = self._holds_export(step, cfg)
+        return self._world.sum(found) > 0
+
+    def _holds_export(self, step: int, cfg: ExportConfig) -> bool:
         path = self.path / "export.json"
         if not path.is_file() or not self.export.is_dir():
             return False
@@ -139,33 +156,36 @@ class RunFolder:
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
-        if self._world.is_main:
-            self.check_held()
-            if self._held is None:
-                self._make()
-            if self._lock is None:
-                try:
-                    self.lock(os.O_EXCL)
-                except FileExistsError:
-                    raise UserError(
-                        f"output_dir: another run has written to {self.path} since this one started; run "
-                        "again to continue it, or choose another folder"
-                    ) from None
-            self.checkpoints.mkdir(exist_ok=True)
-            # What a kill left half written or half removed; the lock says that nobody is at it.
-            for partial in _leftovers(self.checkpoints):
-                remove_leftover(partial)
-            step = resumed.step if resumed and self._is_own(resumed) else -1
-            if step < 0:
-                self._set_aside_results(say)
-            # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
-            # would be mistaken for this run's own.
-            for later in list_checkpoints(self.checkpoints):
-                if step_of(later) > step:
-                    say(f"set aside: {later} -> {set_aside(later).name}")
-            self.keep_metrics_until(step, say)
-        self._world.barrier()
+        with self.together():
+            if self._world.is_main:
+                self._create(resumed, say)
         ranks.keep_log(self.path / "logs")
+
+    def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
+        self.check_held()
+        if self._held is None:
+            self._make()
+        if self._lock is None:
+            try:
+                self.lock(os.O_EXCL)
+            except FileExistsError:
+                raise UserError(
+                    f"output_dir: another run has written to {self.path} since this one started; run "
+                    "again to continue it, or choose another folder"
+                ) from None
+        self.checkpoints.mkdir(exist_ok=True)
+        # What a kill left half written or half removed; the lock says that nobody is at it.
+        for partial in _leftovers(self.checkpoints):
+            remove_leftover(partial)
+        step = resumed.step if resumed and self._is_own(resumed) else -1
+        if step < 0:
+            self._set_aside_results(say)
+        # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
+        # would be mistaken for this run's own.
+        for later in list_checkpoints(self.checkpoints):
+            if step_of(later) > step:
+                say(f"set aside: {later} -> {set_aside(later).name}")
+        self.keep_metrics_until(step, say)
 
     def _make(self) -> None:
         try:
@@ -322,22 +342,31 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     try:
-        if world.is_main:
-            check_inputs_stay(cfg)
-            run.check(cfg.resume)
-            if run.path.is_dir():
-                run.hold()
-            if run.is_a_run():
-                run.lock()
-        yield run
+        with run.together():
+            if world.is_main:
+                check_inputs_stay(cfg)
+                run.check(cfg.resume)
+                if run.path.is_dir():
+                    run.hold()
+                if run.is_a_run():
+                    run.lock()
+        with _errors_of(run.path):
+            yield run
+    finally:
+        run.unlock()
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """An OSError that names a path in `folder`, a run's, is a UserError."""
+    try:
+        yield
     except OSError as error:
         name = error.filename
         if not isinstance(name, (str, bytes, os.PathLike)):  # none, or the number of a descriptor
             raise
         file = Path(os.fsdecode(name))
-        if not file.absolute().is_relative_to(run.path.absolute()):
+        if not file.absolute().is_relative_to(folder.absolute()):
             raise
         todo = remedy(error, "make room there or mend it")
-        raise UserError(f"output_dir: {run.path}: {file}: {error.strerror}; {todo}, and run again") from None
-    finally:
-        run.unlock()
+        raise UserError(f"output_dir: {folder}: {file}: {error.strerror}; {todo}, and run again") from None

@@ -100,10 +100,12 @@ class CheckpointWriter:
         self._clock, self._last_save_s = clock, clock()
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
-        if world.is_main and not folder.is_dir():
-            folder.mkdir(parents=True)
-        self._held = HeldFolder(folder) if world.is_main else None
         self._group = SideGroup(world)
+        self._held: HeldFolder | None = None
+        with self._group.together((*WRITE_ERRORS, UserError), _why_no_folder):
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._held = HeldFolder(folder)
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
         self._copied.set()
@@ -340,6 +342,11 @@ class _Job(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for group in self.files.values() for part in group)
+
+
+def _why_no_folder(error: Exception) -> str:
+    todo = remedy(error, "make room there or mend it")
+    return f"checkpoints cannot be written: {why(error)}; {todo}, and run again"
 
 
 @torch.no_grad()
