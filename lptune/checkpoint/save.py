@@ -143,8 +143,8 @@ class CheckpointWriter:
         """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
         Returns where the checkpoint is, or will be.
 
-        state: what state.json says beside the step. tensors: further ones by name, copied before this
-        returns: plain ones, the same on every rank, and DTensors. eval_loss: of this step, for
+        state: what state.json says beside the step. tensors: further ones by name, copied to the host before
+        this returns: plain ones, the same on every rank, and DTensors. eval_loss: of this step, for
         checkpoint.keep_best. wait: return when the checkpoint is published, whatever cfg.async_save says.
         Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
         """
@@ -154,18 +154,19 @@ class CheckpointWriter:
         content = {"step": step, **state}
         if eval_loss is not None and math.isfinite(eval_loss):
             content["eval_loss"] = eval_loss
-        # They change within a step, not only at its end.
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         job = _Job(step, content, self._contents(tensors, RunState(content, step).num_updates))
         final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
             return final
         on_cuda = self._world.device.type == "cuda"
+        # They change within a step, not only at its end. The stream that will change them copies them first.
+        self._copy((part for part in job.parts if part.name in tensors), pinned=on_cuda)
+        later = [part for part in job.parts if part.name not in tensors]
         saved = torch.cuda.current_stream(self._world.device).record_event() if on_cuda else None
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write_in_background, args=(job, saved), name="lptune-checkpoint", daemon=True
+            target=self._write_in_background, args=(job, later, saved), name="lptune-checkpoint", daemon=True
         )
         self._thread.start()
         return final
@@ -219,10 +220,12 @@ class CheckpointWriter:
 
     # ---- how
 
-    def _write_in_background(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
+    def _write_in_background(
+        self, job: "_Job", later: Iterable["_Part"], saved: "torch.cuda.Event | None"
+    ) -> None:
         try:
             try:
-                self._copy(job, saved)
+                self._copy_later(later, saved)
             finally:
                 self._copied.set()
             if self._copied_on_device is not None:
@@ -232,19 +235,20 @@ class CheckpointWriter:
             self._failure = error
 
     @torch.no_grad()
-    def _copy(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
-        parts = [part for group in job.files.values() for part in group]
+    def _copy(self, parts: Iterable["_Part"], pinned: bool = False) -> None:
+        for part in parts:
+            self._copies[part.name] = _copied(part, self._copies.get(part.name), pinned)
+
+    def _copy_later(self, parts: Iterable["_Part"], saved: "torch.cuda.Event | None") -> None:
         if saved is None:
-            for part in parts:
-                self._copies[part.name] = _copied(part, self._copies.get(part.name))
+            self._copy(parts)
             return
         # A new thread's device is the first GPU, on which leaving the stream would make a context of ours.
         torch.cuda.set_device(self._world.device)
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
             stream.wait_event(saved)
-            for part in parts:
-                self._copies[part.name] = _copied(part, self._copies.get(part.name), pinned=True)
+            self._copy(parts, pinned=True)
             self._copied_on_device = stream.record_event()
 
     def _wait_for_copy(self) -> None:
@@ -340,13 +344,16 @@ class _Job(NamedTuple):
     files: dict[str, list[_Part]]
 
     @property
+    def parts(self) -> list[_Part]:
+        return [part for group in self.files.values() for part in group]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for group in self.files.values() for part in group)
+        return sum(part.num_bytes for part in self.parts)
 
 
 def _why_no_folder(error: Exception) -> str:
-    todo = remedy(error, "make room there or mend it")
-    return f"checkpoints cannot be written: {why(error)}; {todo}, and run again"
+    return f"checkpoints cannot be written: {why(error)}; {remedy(error, 'mend it')}, and run again"
 
 
 @torch.no_grad()

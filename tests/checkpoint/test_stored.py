@@ -3,6 +3,7 @@
 Nothing in lptune/checkpoint knows the states of these optimizers, nor their names.
 """
 
+import gc
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lptune import checkpoint, distributed, training
+from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig, UserError
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
@@ -456,3 +458,29 @@ def test_counts_that_are_the_runs_are_in_no_file(tmp_path: Path) -> None:
         with checkpoint.CheckpointWriter(tmp_path, model, optimizer, world, CheckpointConfig()) as writer:
             skipped = writer.save(3, {"num_skipped": 1, "num_skipped_in_a_row": 1}, wait=True)
         assert stored_tensors(skipped).keys() == stored_tensors(path).keys()
+
+
+# ---- memory of further tensors
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_further_tensors_have_one_copy_while_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    copies = list[int]()
+
+    def count(path: Path, tensors: dict[str, Tensor]) -> None:
+        alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == (3, 77)]
+        copies.append(len({each.data_ptr() for each in alive} - {average.data_ptr()}))
+        save_tensors(path, tensors)
+
+    average = torch.ones(3, 77)
+    with _session() as world:
+        model, optimizer = _built("adamw", world)
+        monkeypatch.setattr("lptune.checkpoint.save.save_tensors", count)
+        with checkpoint.CheckpointWriter(tmp_path, model, optimizer, world, CheckpointConfig()) as writer:
+            path = writer.save(1, {}, {"average": average}, wait=wait)
+            if not wait:
+                average.zero_()
+    assert max(copies) == (0 if wait else 1)  # in the background: the one in host memory
+    assert torch.equal(stored_tensors(path)["average"], torch.ones(3, 77))
