@@ -128,7 +128,7 @@ class Kind(ABC):
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(`x @ w.T` in x's dtype, what `backward` needs of x).
+        """(`x @ w.T` in x's dtype, what `backward` needs of x for grad_weight).
 
         w_NK has x's dtype; or it is a GatheredWeight, or what the kind stores. layer: the handle under which
         kernels count what ran. quantized_x: q and scale of x, where it was gathered so; x is then a
@@ -146,7 +146,9 @@ class Kind(ABC):
         needs_grad_input: bool,
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype."""
+        """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype. saved: what
+        `forward` returned; empty where grad_weight is not needed.
+        """
 
     # --- What the plan says.
 
