@@ -37,7 +37,12 @@ IGNORE_INDEX = -100
 
 
 class Objective(Protocol):
-    """What to train on. A class of your own with these members is one."""
+    """What to train on. A class of your own with these members is one.
+
+    On a vocabulary that was cut, `values` sees the words of its part, and has to ask `Logits.words` for what
+    goes over all of them. A class whose `values` does so says `serves_parts = True`; a decoder whose head was
+    cut refuses any other.
+    """
 
     @property
     def targets(self) -> tuple[Tensor, ...]:
@@ -53,6 +58,19 @@ class Objective(Protocol):
         """What the objective is: the numbers themselves, or their sum. 0 stands for ignored tokens."""
 
 
+def check_serves_parts(loss: Objective) -> None:
+    """Raises ValueError unless the class that defines `values` says that it serves a part of the words: on
+    such a part an objective made for the whole vocabulary would be wrong without a sign of it.
+    """
+    owner = next(cls for cls in type(loss).__mro__ if "values" in vars(cls))
+    if not vars(owner).get("serves_parts", False):
+        raise ValueError(
+            f"{owner.__name__} would see a part of the vocabulary, which tensor parallelism cut; take maxima "
+            "and sums over words by `logits.words` (docs/models.md) and set serves_parts = True in it, or "
+            "train with parallel.tensor=1"
+        )
+
+
 class LogProbabilities:
     """The log-probability of each token's label, as preference losses and perplexities need it.
 
@@ -60,6 +78,7 @@ class LogProbabilities:
     """
 
     targets: tuple[Tensor, ...] = ()
+    serves_parts = True
 
     def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
         if logits.words.is_all:
@@ -94,6 +113,8 @@ class Divergence:
     numbers of a token, such as the teacher's last hidden states, (t, X) -> (t, v), to the logits of the words
     that the student's head has on this rank. No gradient goes to the teacher.
     """
+
+    serves_parts = True
 
     def __init__(self, teacher_BSX: Tensor, logits_of: Callable[[Tensor], Tensor] | None = None) -> None:
         self.targets = (teacher_BSX.detach(),)
@@ -134,6 +155,8 @@ class TopKDivergence:
     log_p_BSk: log-probabilities of the teacher's whole softmax; a sum of p above 1 by rounding counts as 1.
     words_BSk: int64, distinct for a token. k must be less than V.
     """
+
+    serves_parts = True
 
     def __init__(self, log_p_BSk: Tensor, words_BSk: Tensor) -> None:
         self.targets = (log_p_BSk.detach(), words_BSk)
