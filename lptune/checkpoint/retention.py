@@ -4,14 +4,18 @@ A checkpoint that goes is renamed first: a kill in the middle of a removal must 
 Files in it that lptune did not write stay, in a folder `old-step-…`.
 """
 
+import json
+import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
 from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
-from lptune.config import CheckpointConfig, UserError
+from lptune.config import CheckpointConfig, UserError, open_regular
 from lptune.distributed import print_line
 
 _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")
@@ -30,8 +34,11 @@ def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig
     return keep | {-step for _, step in sorted(known)[: cfg.keep_best]}
 
 
-def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
+def remove_old(folder: Path, newest: int, cfg: CheckpointConfig, metrics: Path | None = None) -> None:
     """Removes what need not stay beside the checkpoint of step `newest`, which has just been published.
+
+    metrics: where the run writes its held-out losses. An evaluation that a stop left out is made up for after
+    the checkpoint was published, and is only there.
 
     What the folder holds of later steps is neither counted nor removed.
     """
@@ -41,6 +48,9 @@ def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
         raise UserError(f"{folder / name}: is gone, it was removed or renamed while the run was writing")
     check_sizes(checkpoints[newest])
     losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
+    if cfg.keep_best and metrics is not None and None in losses.values():
+        later = _eval_losses(metrics)
+        losses = {step: later.get(step) if loss is None else loss for step, loss in losses.items()}
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
         _remove(checkpoints[step])
 
@@ -62,7 +72,28 @@ def _eval_loss(checkpoint: Path) -> float | None:
         state = read_json(checkpoint / "state.json")
     except UserError:  # a damaged one: it is no candidate for the best
         return None
-    loss = state.get("eval_loss") if isinstance(state, dict) else None
+    return _number(state)
+
+
+def _eval_losses(metrics: Path) -> dict[int, float | None]:
+    """Step -> held-out loss, of the lines that have one."""
+    found = dict[int, float | None]()
+    try:
+        with open(open_regular(metrics, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if '"eval_loss"' in line:
+                    with suppress(ValueError, RecursionError):
+                        record = json.loads(line)
+                        if isinstance(record, dict) and type(record.get("step")) is int:
+                            found[record["step"]] = _number(record)
+    except (OSError, UserError):  # without metrics there is no loss
+        return {}
+    return found
+
+
+def _number(record: Any) -> float | None:
+    """`eval_loss` of an object read from JSON, where it is a number."""
+    loss = record.get("eval_loss") if isinstance(record, dict) else None
     # A NaN has no order, and an integer may be beyond any float.
     is_number = type(loss) in (int, float) and abs(loss) <= sys.float_info.max
     return float(loss) if is_number else None

@@ -198,7 +198,12 @@ class RunWriter:
     ) -> None:
         self._run, self._low, self._update = run, low, update
         self._files = CheckpointWriter(
-            run.folder.checkpoints, model, optimizer, run._world, run._cfg.checkpoint
+            run.folder.checkpoints,
+            model,
+            optimizer,
+            run._world,
+            run._cfg.checkpoint,
+            metrics=run.metrics,
         )
 
     def __enter__(self) -> "RunWriter":

@@ -92,12 +92,13 @@ class CheckpointWriter:
         world: World,
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Path | None = None,
     ) -> None:
         """optimizer: see `stored.ListsState`; ValueError for one that does not list its state. clock: in
-        seconds, for cfg.every_minutes; it starts now.
+        seconds, for cfg.every_minutes; it starts now. metrics: see `retention.remove_old`.
         """
         listing(optimizer)
-        self._clock, self._last_save_s = clock, clock()
+        self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
         self._group = SideGroup(world)
@@ -259,7 +260,6 @@ class CheckpointWriter:
     def _write(self, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
         partial = self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
         num_bytes = self._group.total(job.num_bytes)
-        is_main = self._world.is_main
         try:
             with self._together(job):
                 if self._held is not None:
@@ -272,12 +272,12 @@ class CheckpointWriter:
                     self._held.check()
                     self._publish(partial, job)
         except BaseException:
-            if is_main:
+            if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         with self._together(job, "was written, but what it replaces could not be removed"):
-            if is_main:
-                remove_old(self._folder, job.step, self._cfg)
+            if self._world.is_main:
+                remove_old(self._folder, job.step, self._cfg, self._metrics)
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:
