@@ -15,9 +15,20 @@ from typing import Any
 
 from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
 from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
-from lptune.config import CheckpointConfig, UserError, open_regular
+from lptune.config import (
+    MEBI,
+    CheckpointConfig,
+    LongLineError,
+    UserError,
+    kind_of,
+    named,
+    open_regular,
+    raw_lines,
+)
 from lptune.distributed import print_line
 
+MAX_LINE_BYTES = MEBI
+"""Of a line of metrics.jsonl; a run writes less than a thousandth."""
 _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")
 
 
@@ -49,7 +60,7 @@ def remove_old(folder: Path, newest: int, cfg: CheckpointConfig, metrics: Path |
     check_sizes(checkpoints[newest])
     losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
     if cfg.keep_best and metrics is not None and None in losses.values():
-        later = _eval_losses(metrics)
+        later = evaluations(metrics)
         losses = {step: later.get(step) if loss is None else loss for step, loss in losses.items()}
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
         _remove(checkpoints[step])
@@ -75,19 +86,24 @@ def _eval_loss(checkpoint: Path) -> float | None:
     return _number(state)
 
 
-def _eval_losses(metrics: Path) -> dict[int, float | None]:
-    """Step -> held-out loss, of the lines that have one."""
+def evaluations(metrics: Path) -> dict[int, float | None]:
+    """Step -> held-out loss, of the lines of metrics.jsonl that have one; None: it was not finite.
+
+    Lines that no run writes are passed over. Raises UserError for one without an end, OSError as open does.
+    """
     found = dict[int, float | None]()
-    try:
-        with open(open_regular(metrics, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if '"eval_loss"' in line:
+    if not kind_of(metrics):
+        return found
+    with named(metrics), open(open_regular(metrics, os.O_RDONLY), "rb") as file:
+        try:
+            for line in raw_lines(file, MAX_LINE_BYTES):
+                if b'"eval_loss"' in line:
                     with suppress(ValueError, RecursionError):
                         record = json.loads(line)
                         if isinstance(record, dict) and type(record.get("step")) is int:
                             found[record["step"]] = _number(record)
-    except (OSError, UserError):  # without metrics there is no loss
-        return {}
+        except LongLineError as error:
+            raise UserError(f"{metrics}: a line of it {error}; move the file away") from None
     return found
 
 

@@ -21,12 +21,14 @@ from typing import Any
 from lptune import ranks
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
+from lptune.checkpoint.retention import MAX_LINE_BYTES, evaluations
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
     TEMPORARY,
     ExportConfig,
     HeldFolder,
+    LongLineError,
     RunConfig,
     UserError,
     check_inputs_stay,
@@ -36,6 +38,7 @@ from lptune.config import (
     lock_file,
     named,
     open_regular,
+    raw_lines,
     remedy,
     to_yaml,
 )
@@ -91,37 +94,32 @@ class RunFolder:
 
         A file with other lines that no run writes is set aside, with a line; the new one has its metrics.
         """
-        kept, num_odd = list[str](), 0
-        text = ""
+        kept, num_odd, why_odd = list[str](), 0, ""
         if self.metrics.exists():
             descriptor = open_regular(self.metrics, os.O_RDONLY)
-            with named(self.metrics), open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
-                text = file.read()
-        for line in text.splitlines(keepends=True):
-            try:
-                line.encode()  # what is no UTF-8 is no run's
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            at = record.get("step") if isinstance(record, dict) else None
-            if type(at) is not int:
-                num_odd += line.endswith("\n")
-            elif at <= step:
-                kept.append(line.rstrip("\n") + "\n")
-        if num_odd:
+            with named(self.metrics), open(descriptor, "rb") as file:
+                try:
+                    for line in raw_lines(file, MAX_LINE_BYTES):
+                        at = _step_of_line(line)
+                        if at is None:
+                            num_odd += line.endswith(b"\n")
+                        elif at <= step:
+                            kept.append(line.decode().rstrip("\r\n") + "\n")
+                except LongLineError as error:
+                    why_odd = f"a line of it {error}"
+        why_odd = why_odd or (f"{num_odd} of its lines are no metrics of a run" if num_odd else "")
+        if why_odd:
             aside = set_aside(self.metrics).name
-            say(f"set aside: {self.metrics} -> {aside}: {num_odd} of its lines are no metrics of a run")
+            say(f"set aside: {self.metrics} -> {aside}: {why_odd}")
         write_text(self.metrics, "".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the metrics hold a held-out loss of `step`, as the main rank reads them. A collective."""
-        lines: list[str] = []
+        found = False
         with self.together():
-            if self._world.is_main and self.metrics.exists():
-                with named(self.metrics):
-                    lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
+            if self._world.is_main:
+                found = step in evaluations(self.metrics)
+        return self._world.sum(found) > 0
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
         """Whether export/ holds the weights of `step`, as the main rank reads it: the others' view of a
@@ -298,6 +296,16 @@ class RunFolder:
                     f"output_dir: {path} may not be written to, it belongs to {_owner(path)}; make it yours "
                     "(chown -R) or choose another folder"
                 )
+
+
+def _step_of_line(line: bytes) -> int | None:
+    """The step of a line of the metrics; None: no run wrote it."""
+    try:
+        record = json.loads(line.decode())  # what is no UTF-8 is no run's
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if type(step) is int else None
 
 
 def _leftovers(checkpoints: Path) -> list[Path]:

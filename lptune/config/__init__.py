@@ -44,7 +44,7 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, printable, read_text
+from lptune.config.text import MEBI, LongLineError, printable, raw_lines, read_text
 
 __all__ = [
     "MEBI",
@@ -61,6 +61,7 @@ __all__ = [
     "FinetuneConfig",
     "HeldFolder",
     "LoggingConfig",
+    "LongLineError",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -98,6 +99,7 @@ __all__ = [
     "open_regular",
     "too_many_ranks_error",
     "printable",
+    "raw_lines",
     "read_text",
     "remedy",
     "source_names",

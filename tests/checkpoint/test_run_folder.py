@@ -19,6 +19,7 @@ from lptune.checkpoint.files import publish_folder, read_bytes, sha256, write_te
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (
+    MEBI,
     RUN_FILES,
     RUN_FOLDERS,
     CheckpointConfig,
@@ -420,6 +421,22 @@ def test_metrics_with_lines_that_no_run_writes_are_set_aside_with_a_line(
     ]
 
 
+def test_metrics_with_a_line_without_an_end_are_set_aside_unread(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    run = checkpoint.RunFolder(tmp_path, world)
+    first = '{"step": 1, "loss": 2.0}\n'
+    run.metrics.write_text(first + '{"step": 2, "eval_loss": 1.0' + 2 * MEBI * "0" + "}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line of it is longer than 1,048,576 bytes"):
+        run.has_evaluation(2)
+    said: list[str] = []
+    run.keep_metrics_until(9, said.append)
+    assert len(said) == 1
+    assert said[0].endswith("old-metrics.jsonl-1: a line of it is longer than 1,048,576 bytes")
+    assert run.metrics.read_text() == first
+    assert not run.has_evaluation(2)
+
+
 def test_only_a_runs_own_leftovers_are_removed(tmp_path: Path, world: distributed.World) -> None:
     folder = tmp_path / "checkpoints"
     for name in (".tmp-step-00000001", ".tmp-removed-step-00000002", ".tmp-Llama", ".tmp-step-by-step"):
@@ -571,7 +588,7 @@ def _fails(rank: int, num_ranks: int, folder: str, case: str) -> str:
         ("begin", "run was removed, renamed or unmounted"),
         ("writer", "run was removed, renamed or unmounted"),
         ("export", "run was removed, renamed or unmounted"),
-        ("metrics", "metrics.jsonl: Is a directory"),
+        ("metrics", "metrics.jsonl: is a folder, where a regular file is needed"),
         ("retention", "step-00000001: is gone, it was removed or renamed while the run was writing"),
     ],
 )
