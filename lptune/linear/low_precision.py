@@ -123,6 +123,11 @@ class LowPrecision:
         self._histories.loaded()
 
     @property
+    def first_step_agrees(self) -> bool:
+        """Whether ranks exchange amaxes in the first step alone, which has no history to go by."""
+        return self._histories.first_step_agrees
+
+    @property
     def verified(self) -> Verified:
         """What the first step was found to be; empty before it ended, and where it is not verified."""
         return self._first_step.verified
