@@ -111,5 +111,6 @@ def _number(record: Any) -> float | None:
     """`eval_loss` of an object read from JSON, where it is a number."""
     loss = record.get("eval_loss") if isinstance(record, dict) else None
     # A NaN has no order, and an integer may be beyond any float.
-    is_number = type(loss) in (int, float) and abs(loss) <= sys.float_info.max
-    return float(loss) if is_number else None
+    if isinstance(loss, (int, float)) and not isinstance(loss, bool) and abs(loss) <= sys.float_info.max:
+        return float(loss)
+    return None
