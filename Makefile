@@ -108,13 +108,13 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
 	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
 	$(BIN)/python -m tests.faults.adversary
-	$(BIN)/python -m tests.models.fuzz_configs --num-configs 3000
+	$(BIN)/python -m tests.proofs.fuzz_configs --num-configs 3000
 
 # All cells; the suite runs pairwise subsets of them.
 matrix: export OMP_NUM_THREADS := 1
 matrix: .venv/.installed
-	$(BIN)/python -m tests.matrix --write docs/matrix.md
-	$(BIN)/python -m tests.rank_matrix --write docs/rank_matrix.md
+	$(BIN)/python -m tests.proofs.matrix --write docs/matrix.md
+	$(BIN)/python -m tests.proofs.rank_matrix --write docs/rank_matrix.md
 
 check: .venv/.installed
 	$(BIN)/ruff check

@@ -1,20 +1,20 @@
-"""What saving and loading training state costs, beside what the bytes cost anyway.
+"""Times saving and loading of checkpoints, against the least time for the same bytes.
 
     python benchmarks/checkpoint.py [--gib 2] [--cold] [--folder FOLDER]
 
-Save: a synchronous save (files, hashes, manifest, all of it flushed) against safetensors' `save_file` of the
-same tensors in one file and an fsync. Both keep what they wrote before until the new files are there, as a
-run does. Then for how long a save in the background holds training up: the call, and what the next optimizer
-step still has to wait after a forward and backward of --step-ms (here: a sleep, as on a GPU, and 0: the
-update comes at once). The first one touches its buffers for the first time and is shown by itself.
+Save: a synchronous save (files, hashes, manifest, all flushed) is compared with safetensors' `save_file` of
+the same tensors into one file, and an fsync. Both keep their previous files until the new ones exist, as a
+run does. Then the time for which a save in the background blocks training: the call itself, and the wait of
+the next optimizer step, which comes --step-ms later (here a sleep; 0: at once). The first save touches its
+buffers for the first time, and is shown separately.
 
-Load: `checkpoint.load_state` into a model and an optimizer, against `load_file` and a clone of every tensor,
-which is the least that gives the same bytes in memory of one's own. Then both with verification: every byte
-against the manifest, beside one sha256 pass over the same files on all cores.
+Load: `checkpoint.load_state` into a model and an optimizer is compared with `load_file` and a clone of every
+tensor, the least work that gives the same bytes in new memory. Then both with verification: lptune compares
+every byte with the manifest; the reference adds one sha256 pass over the same files on all cores.
 
-The two sides take turns in one process, on the same files in the same cache state (--cold: their pages are
-dropped before every turn), each into new memory. The ratio is that of the medians, reference over lptune:
-above 1, lptune is the faster one.
+lptune and the reference take turns in one process, on the same files in the same cache state (--cold: pages
+are dropped before every turn), each into new memory. The ratio is median of reference / median of lptune:
+above 1, lptune is faster.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def save_part(folder: Path, gib: float, repetitions: int, step_s: float, world: distributed.World) -> Path:
-    """Prints the ratios of saving; returns a checkpoint of `gib` GiB."""
+    """Prints times and ratios of saving; returns the path of a checkpoint of `gib` GiB."""
     model = empty_model(gib)
     optimizer = training.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -82,7 +82,7 @@ def save_part(folder: Path, gib: float, repetitions: int, step_s: float, world: 
 
     times: dict[str, list[float]] = {"reference": [], "save": [], "background": [], "background, at once": []}
     with writer("synchronous", async_save=False) as synchronous, writer("background") as background:
-        for step in range(1, repetitions + 2):  # the first is for the file system, and is not counted
+        for step in range(1, repetitions + 2):  # the first is not counted: it warms up the file system
             times["reference"].append(timed(reference))
             times["save"].append(timed(lambda step=step: synchronous.save(step, {})))
             for number, (name, wait_s) in enumerate((("background", step_s), ("background, at once", 0.0))):
@@ -110,7 +110,7 @@ def save_part(folder: Path, gib: float, repetitions: int, step_s: float, world: 
 
 
 def load_part(path: Path, gib: float, repetitions: int, *, cold: bool) -> None:
-    """Prints the ratios of loading, without and with verification."""
+    """Prints times and ratios of loading, without and with verification."""
     files = sorted(path.glob("*.safetensors"))
     manifest = checkpoint.verify(path)
 
@@ -149,7 +149,7 @@ def load_part(path: Path, gib: float, repetitions: int, *, cold: bool) -> None:
 
 
 def empty_model(gib: float) -> nn.Module:
-    """Square matrices in memory that nothing has touched, as in a run that starts."""
+    """A model of square matrices in untouched memory, as at the start of a run."""
     num_matrices = max(1, round(gib * 2**30 / BYTES_PER_PARAMETER / WIDTH**2))
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_matrices)))
@@ -157,14 +157,14 @@ def empty_model(gib: float) -> nn.Module:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds it took."""
+    """The seconds that one call takes."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
 def flush(file: Path) -> None:
-    """fsync."""
+    """Flushes the file to disk (fsync)."""
     descriptor = os.open(file, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -176,7 +176,7 @@ def digest(file: Path) -> str:
 
 
 def drop_pages(files: list[Path]) -> None:
-    """Out of the page cache; they are on disk already."""
+    """Drops the pages of the files from the page cache. The files are on disk already."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,12 +1,13 @@
-"""Bytes of FSDP's all-gathers: 8-bit weights against bfloat16, for models of real shapes.
+"""Computes the bytes of FSDP's all-gathers, with 8-bit weights and with bfloat16, for models of real shapes.
 
     python benchmarks/comm.py [--preset llama3_2/1b]... [--ranks 8] [--kind int8_rowcol]
 
-The closed form: a converted weight (N, K) brings K bytes a row to each rank, and 16 more where a row has a
-scale of its own, N padded to the number of ranks; everything else its compute dtype. Scales of tensors and
-blocks are not gathered: one all-reduce a step brings their amaxes, 4 bytes each (last column; float8_delayed
-sends those of x and g with them). tests/distributed/test_gather.py counts the bytes of collectives as they
-run and holds them to the same form. Nothing is allocated: the models are on meta.
+The formula: each rank receives K bytes per row of a converted weight (N, K), plus 16 bytes per row if rows
+have scales, with N padded to a multiple of the number of ranks. Other weights are gathered in the compute
+dtype. Scales of tensors and blocks are not gathered: one all-reduce per step exchanges their amaxes, 4 bytes
+each (last column; for float8_delayed it includes the amaxes of x and g). tests/distributed/test_gather.py
+counts the bytes of real collectives and compares them with this formula. Models are on meta, so nothing is
+allocated.
 """
 
 import argparse
@@ -26,7 +27,7 @@ PRESETS = ["llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen3/0
 
 
 def build(preset: str) -> nn.Module:
-    """The model of a preset on meta."""
+    """The model of a preset, on the meta device."""
     family, _, size = preset.partition("/")
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "config.json", dict(models.PRESETS[family][size]))
@@ -34,7 +35,7 @@ def build(preset: str) -> nn.Module:
 
 
 def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_ranks: int) -> int:
-    """What one gather of all weights brings to a rank; `low`: the weights that come in 8 bits."""
+    """Bytes that a rank receives when all weights are gathered once. low: the weights gathered in 8 bits."""
     total = 0
     for name, parameter in model.named_parameters():
         rows = -(-parameter.shape[0] // num_ranks) * num_ranks
@@ -44,7 +45,7 @@ def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_rank
 
 
 def reduced_bytes(shape: Sequence[int], spec: linear.LinearSpec) -> int:
-    """What a step's all-reduce holds for a weight of `shape`: float32 amaxes."""
+    """Bytes of float32 amaxes in the all-reduce of a step, for a weight of `shape`."""
     kind = linear.kind_of(spec)
     if kind.row_scales:
         return 0

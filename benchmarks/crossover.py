@@ -1,14 +1,15 @@
-"""Measures from which sizes on each kind is faster than bf16 and writes lptune/linear/crossover.json.
+"""Measures from which layer sizes each kind is faster than bf16, and writes lptune/linear/crossover.json.
 
     python benchmarks/crossover.py [--threads N] [--kind KIND]... [--rounds N] [--minutes M] [--json FILE]
                                    [--dry-run]
 
-Forward and backward of one compiled layer, quantization included, over a grid of tokens, in_features and
-out_features; the fastest of several rounds in which the kinds take turns. Kinds that this device only
-emulates are left out. What other devices measured stays in the file. `precision.skip_small` reads it.
+It times forward and backward of one compiled layer, including quantization, over a grid of tokens,
+in_features and out_features. The time is the fastest of several rounds, in which the kinds take turns. Kinds
+that this device only emulates are left out. Measurements of other devices stay in the file.
+`precision.skip_small` reads the file.
 
-Every point is on disk (--json) as soon as it is measured, and a run that finds points there goes on with the
-others. crossover.json is written when all of the grid is there.
+Every point is written to --json as soon as it is measured, and a later run measures only the missing points.
+crossover.json is written when the grid is complete.
 """
 
 import itertools
@@ -32,8 +33,8 @@ GRIDS = {
 
 
 def point(shape: tuple[int, int, int], kinds: list[str], rounds: int) -> dict[str, float]:
-    """Milliseconds of `none` and of each kind that this device runs in 8 bits."""
-    # What was compiled for other points only makes finding this one's code slower.
+    """Milliseconds of `none` and of each kind that this device runs in 8 bits, by kind."""
+    # Code that was compiled for other points would only make the lookup slower.
     torch._dynamo.reset()
     build = one_layer(shape, compiled=True)
     timed = {"none": bf16_step(build)}
@@ -42,7 +43,7 @@ def point(shape: tuple[int, int, int], kinds: list[str], rounds: int) -> dict[st
 
 
 def earlier_points(path: Path | None) -> list[dict[str, Any]]:
-    """Those that a run which was cut off left in `path`, of this device and torch."""
+    """The points that an interrupted run left in `path`, if device and torch version are the same."""
     if path is None or not path.exists():
         return []
     before = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +65,7 @@ def main() -> None:
     if args.sizes and not args.dry_run:
         arguments.error("--sizes is for trials: add --dry-run")
     grid = (args.sizes,) * 3 if args.sizes else GRIDS[device_type()]
-    # int8_weight_only saves memory and no time: its GEMMs are those of bf16.
+    # int8_weight_only saves memory, not time: its GEMMs run in bf16.
     others = ("none", "int8_weight_only")
     kinds = [kind for kind in args.kind or PRECISION_KINDS if kind not in others]
     strict_compilation(2 + len(kinds))
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def write(grid: Any, done: dict[tuple[int, ...], dict[str, float]]) -> None:
-    """crossover.json with the points of this device."""
+    """Writes the points of this device to crossover.json."""
     kinds = [kind for kind in next(iter(done.values())) if kind != "none"]
     speedup = {
         kind: [

@@ -1,11 +1,11 @@
-"""What sharding costs where there is nothing to shard: training steps on one rank, with and without FSDP2.
+"""Measures the cost of FSDP2 on one rank, where it has nothing to shard.
 
     python benchmarks/fsdp.py [--preset llama3_2/1b] [--kind none --kind int8_rowcol] [--steps 20] [--profile]
 
-The same model, data and compiled blocks. `sharded` is what the recipes run, FSDP2 over a mesh of one rank
-with gathers in 8 bits where the kind has them; `plain` is the converted model under autocast. The two take
-turns within one process, step by step, so that what else the machine does meets both. --profile prints the
-operators of one sharded step that the plain one does not have: the gather's path.
+Both variants have the same model, data and compiled blocks. `sharded` is what recipes run: FSDP2 over a mesh
+of one rank, with 8-bit gathers if the kind has them. `plain` is the converted model under autocast. The two
+take turns step by step in one process, so that other load on the machine affects both. --profile prints the
+operators of a sharded step that a plain step does not have: the path of the gather.
 """
 
 import statistics
@@ -25,7 +25,7 @@ WARM_UP = 3
 
 
 def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, args: Any) -> Callable[[], None]:
-    """A training step of a model of its own."""
+    """A function that runs one training step, with its own model and optimizer."""
     model = build(preset)
     assert isinstance(model, models.Decoder)
     precision = PrecisionConfig(kind=kind, emulate=args.emulate)
@@ -41,7 +41,7 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     with torch.no_grad():
         for parameter in model.parameters():
             local = distributed.on_this_rank(parameter)
-            # An INT8 weight is filled, any other written in place.
+            # An INT8 weight is filled by its own method; other weights are written in place.
             (local if linear.int8_rows(local) else linear.plain_rows(local)).normal_(0.0, 0.02)
     optimizer = training.build_optimizer(model, OptimizerConfig())
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
@@ -61,7 +61,7 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Seconds."""
+    """The seconds that one call takes, with the work on the device."""
     synchronize()
     started = time.perf_counter()
     step()
@@ -70,7 +70,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def operators(step: Callable[[], None], device: torch.device) -> dict[str, tuple[int, float]]:
-    """Operator or kernel -> (calls, its own milliseconds) of one step."""
+    """By name of the operator or kernel: (calls, its own milliseconds) in one step."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
         timed(step)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU: three calls of at most nine minutes (docs/gpu.md).
+# Runs the benchmarks of the first half hour on a GPU: three calls of at most nine minutes (docs/gpu.md).
 #
 #   bash benchmarks/gpu_first.sh 1|2|3|all [--out FOLDER] [--wheels FOLDER] [--checkpoint FOLDER --data FILE]
-#   bash benchmarks/gpu_first.sh --small             all three on sizes that a CPU finishes
+#   bash benchmarks/gpu_first.sh --small             all three with sizes that a CPU can finish
 #
-# Each leaves call-N.json (results, whole at any moment) and call-N.txt (output) in FOLDER, runs/gpu_first if
-# none is given. No network, no checkpoint and no data is needed. A call that is cut off loses what it had not
-# come to; the next one does not need it.
+# Each call writes call-N.json (results, complete at any moment) and call-N.txt (output) to FOLDER, by default
+# runs/gpu_first. It needs no network, checkpoint or data. An interrupted call keeps what was measured, and the
+# next call does not depend on it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 calls=all

@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in three calls of at most nine minutes, or a part at a time.
+"""Runs all measurements that need a GPU, in three calls of at most nine minutes, or one part at a time.
 
     python benchmarks/gpu_suite.py --call 1|2|3 [--out FOLDER] [--work FOLDER] [--small] …
     python benchmarks/gpu_suite.py --part NAME …
@@ -10,16 +10,16 @@
              1b         the same of 1B
     call 3   quality    300 steps in bf16, INT8 and float8: held-out losses                training.py
              8b         8B on one GPU, memory beside its plan                              steps.py
-             variants   3B with what waits for a measurement (LPTUNE_TRY, keys)            steps.py
+             variants   3B with trial settings (LPTUNE_TRY, keys)                          steps.py
              block      a decoder block in every kind, beside torchao's                    linear.py
-             crossover  from which sizes on a kind is faster than bf16                     crossover.py
-    apart    fsdp       one rank with FSDP2 against none                                   fsdp.py
+             crossover  layer sizes from which a kind is faster than bf16                  crossover.py
+    apart    fsdp       one rank with and without FSDP2                                    fsdp.py
 
-What is worth most comes first in each call. OUT/call-N.json holds the results of every part as they come, and
-OUT/call-N.txt the output with its tables, so that a cut loses only the rest. Needs no network, and nothing
-but this folder: no checkpoint, no data; --checkpoint and --data give `quality` real ones. --wheels FOLDER
-installs the wheels there first, for this run alone. --small (implied without a GPU) runs the same commands on
-sizes that a CPU finishes.
+The most important parts come first in each call. OUT/call-N.json gets the results of every part as they come,
+OUT/call-N.txt the output with its tables, so an interrupted call keeps what was measured. No network,
+checkpoint or data is needed; --checkpoint and --data give `quality` real ones. --wheels FOLDER installs the
+wheels of that folder first, for this run only. --small (the default without a GPU) runs the same commands
+with sizes that a CPU can finish.
 """
 
 import argparse
@@ -60,7 +60,7 @@ LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
 VARIANTS = (
     "int8_rowcol",
     "int8_rowcol + large_loss_chunks",
-    # cuDNN takes rows of one document only: its pair is not packed, either.
+    # cuDNN attention needs rows of one document, so its baseline is not packed either.
     "int8_rowcol + data.packing=false",
     "int8_rowcol + data.packing=false + cudnn_attention",
     "float8_rowwise",
@@ -75,14 +75,14 @@ SMALL_STEPS = ["--preset", "llama3_2/tiny", "--override", "data.seq_len=64", "--
 
 
 class Part(NamedTuple):
-    """A command of a call."""
+    """One command of a call, with its limits."""
 
     command: list[str]
     environment: dict[str, str]
 
 
 def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -> Part:
-    """How `name` is run; it writes `json_file` and begins nothing new after `minutes`."""
+    """The command of the part `name`. It writes `json_file`, and begins nothing new after `minutes`."""
     small, work = args.small, args.work
     until = ["--minutes", f"{minutes:.2f}"]
 
@@ -108,7 +108,7 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
         tiny = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
         return script("fsdp.py", "--profile", *(tiny if small else []))
     if name == "quality":
-        # Tuning would take longer than these small steps.
+        # Autotuning would take longer than these small steps.
         made = script("training.py", *_quality(args), "--out", str(work / "quality"), *until)
         return made._replace(environment={"LPTUNE_AUTOTUNE": "0"})
     labels: Sequence[str] = {"8b": LABELS_8B, "variants": VARIANTS}.get(name, ())
@@ -120,14 +120,14 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
         options += ["--preset", {"8b": "llama3_1/8b", "1b": "llama3_2/1b"}.get(name, "llama3_2/3b")]
         if name == "3b":
             options += ["--profile", "none", "--profile", "int8_rowcol"]
-        if name == "8b":  # what memory allows
+        if name == "8b":  # only the labels that fit into memory
             options += ["--override", "activation_checkpointing=full"]
             options += ["--override", "parallel.reshard_after_forward=true"]
     return script("steps.py", *options, *(word for label in labels for word in ("--label", label)))
 
 
 def _tests(args: argparse.Namespace, json_file: Path) -> Part:
-    # Only files with such tests: each worker collects what it is given.
+    # Only files with GPU tests, because each worker collects all files that it gets.
     files = [
         str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()
     ]
@@ -145,7 +145,7 @@ def _tests(args: argparse.Namespace, json_file: Path) -> Part:
     environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0"}
     if importlib.util.find_spec("xdist") is not None:
         options += ["-n", "2" if args.small else "8"]
-    if args.small:  # the recipe's tests run on a CPU, too; of the others there is nothing to see
+    if args.small:  # only the tests of the recipe also run on a CPU
         files = [str(ROOT / "tests" / "recipes" / "test_on_gpu.py")]
         options += ["-k", "int8_rowcol"]
         environment["LPTUNE_GPU_TESTS_ON"] = "cpu"
@@ -169,7 +169,7 @@ class Call:
     """The parts of a call, their results in one JSON file and their output in one log."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        """An earlier call's files of this name are renamed, not overwritten."""
+        """Renames files of an earlier call with the same name."""
         self.json_file, self.log = args.out / f"{name}.json", args.out / f"{name}.txt"
         _keep_earlier(self.json_file, self.log)
         self.content: dict[str, Any] = {"complete": False, "parts": {}}
@@ -178,17 +178,17 @@ class Call:
         self._write()
 
     def say(self, text: str) -> None:
-        """A line of the log, and of stdout."""
+        """Writes a line to the log and to stdout."""
         print(text, flush=True)
         with self._lock:
             self._log_file.write(text + "\n")
             self._log_file.flush()
 
     def run(self, name: str, limit_s: float) -> int:
-        """Runs a part for at most so long; its exit code, 124 where it was cut off."""
+        """Runs a part with a time limit; returns its exit code, or 124 if it was ended at the limit."""
         json_file = self._args.work / f"{name}.json"
         json_file.unlink(missing_ok=True)
-        # It ends by itself where it can say what is missing; the limit is for what hangs.
+        # A part normally ends by itself and says what is missing. The limit is for a part that hangs.
         command, more = part(name, self._args, json_file, max(limit_s - 15, 5) / 60)
         self.say(f"\n=== {name}, at most {limit_s:.0f} s: {' '.join(command[1:])}")
         started = time.monotonic()
@@ -202,7 +202,7 @@ class Call:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            process_group=0,  # of its own: what it started ends with it
+            process_group=0,  # its own group, so that its child processes end with it
         )
         reader = threading.Thread(target=self._copy, args=(process,), daemon=True)
         reader.start()
@@ -227,7 +227,7 @@ class Call:
         return int(entry["exit"])
 
     def finish(self) -> None:
-        """All parts were run."""
+        """Writes the end of the call, after all parts were run."""
         self.content["complete"] = True
         self._write()
         for name, entry in self.content["parts"].items():
@@ -258,7 +258,7 @@ class Call:
 
 
 def _keep_earlier(*files: Path) -> None:
-    """call-1.json becomes call-1.before-1.json (or -2, -3 …), and call-1.txt likewise."""
+    """Renames call-1.json to call-1.before-1.json (or -2, -3 …), and call-1.txt likewise."""
 
     def earlier(file: Path) -> Path:
         return file.with_name(f"{file.stem}.before-{number}{file.suffix}")
@@ -272,7 +272,7 @@ def _keep_earlier(*files: Path) -> None:
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
-    """Ends a process and everything that it started in its group: politely, then not."""
+    """Ends a process and all processes in its group: first by SIGTERM, then by SIGKILL."""
     for sent, wait_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, sent)
@@ -299,7 +299,7 @@ def _environment(args: argparse.Namespace, more: dict[str, str]) -> dict[str, st
 
 
 def _install(args: argparse.Namespace) -> None:
-    """The wheels, compiled, since torchao warns when it is compiled for the first time."""
+    """Installs the wheels and compiles them to bytecode, because torchao warns when it is first compiled."""
     wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
     subprocess.run([*pip, "--target", str(args.work / "site"), *wheels], check=True)
@@ -322,7 +322,7 @@ def main() -> int:
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.data is None):
         parser.error("--checkpoint and --data go together")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the part on the device ends, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C, so that the running part ends too
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     started = time.monotonic()
     for name in ("out", "work", "checkpoint", "data"):

@@ -1,7 +1,7 @@
-"""What the benchmarks share: results that survive a kill, times of the device, compilation without fall-back.
+"""Shared code of the benchmarks: results that survive a kill, device times, compilation without fall-back.
 
-A benchmark on a borrowed GPU is often cut off. `Results` rewrites its JSON file after every row, as a whole,
-so what was measured is there whenever the process ends; "complete" says whether it came to its end.
+A benchmark on a borrowed GPU is often interrupted. `Results` rewrites its whole JSON file after every row, so
+that no measured row is lost. The key "complete" says whether the benchmark finished.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import torch
 
 
 def device_type() -> str:
-    """cuda where there is a GPU."""
+    """`cuda` if there is a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name() -> str:
-    """The GPU's, or how many threads of a CPU."""
+    """The name of the GPU, or the number of threads of the CPU."""
     return (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -35,7 +35,7 @@ def device_name() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """What a figure depends on: device, driver, versions."""
+    """The facts on which a figure depends: device, driver, versions."""
     try:
         import triton
 
@@ -63,22 +63,22 @@ def facts() -> dict[str, Any]:
 
 
 class Results:
-    """Rows of a benchmark, in a JSON file (if any) that is whole after each."""
+    """The rows of a benchmark. If there is a JSON file, it is complete after each row."""
 
     def __init__(self, path: Path | None, **more: Any) -> None:
-        """more: facts beside those of `facts()`."""
+        """more: facts in addition to `facts()`."""
         self.content: dict[str, Any] = {**facts(), **more, "complete": False, "rows": []}
         self._path = path
         self._write()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those so far."""
+        """The rows that were added so far."""
         rows: list[dict[str, Any]] = self.content["rows"]
         return rows
 
     def add(self, **row: Any) -> dict[str, Any]:
-        """Keeps `row` and writes the file. What is not finite is null: JSON has no word for it."""
+        """Adds `row` and writes the file. Values that are not finite become null, as JSON lacks them."""
         for key, value in row.items():
             if isinstance(value, float) and not math.isfinite(value):
                 row[key] = None
@@ -103,20 +103,20 @@ class Results:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = self._path.with_name(f".{self._path.name}")
             partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self._path)  # a kill leaves the last file or this one, nothing between
+            partial.replace(self._path)  # a kill leaves the previous file or this one, both complete
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With --json, which all benchmarks have."""
+    """An argument parser with --json, which all benchmarks have."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--json", type=Path, help="write the figures there, after each row")
     return made
 
 
 def strict_compilation(recompilations: int = 8) -> None:
-    """Dynamo raises where it would give up and run eagerly: after so many compilations of one function.
+    """Makes Dynamo raise an error after too many compilations of one function, instead of running eagerly.
 
-    Both limits count; the second is over all functions that share a code object.
+    There are two limits. The second counts all functions that share a code object.
     """
     config = torch._dynamo.config
     config.recompile_limit = recompilations
@@ -126,10 +126,10 @@ def strict_compilation(recompilations: int = 8) -> None:
 
 
 def median_ms(calls: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds that the device takes for one of `calls`, which do the same on inputs of their own.
+    """The device's median milliseconds for one of `calls`, which do the same with different inputs.
 
-    They take turns, so that what one leaves in the cache is no help to the next. On CUDA they are recorded as
-    a graph, since launching a short kernel takes longer than running it.
+    The calls take turns, so that the cache does not contain the next call's input. On CUDA they are recorded
+    as a graph, because launching a short kernel takes longer than running it.
     """
     for call in calls:
         call()
@@ -162,10 +162,10 @@ def median_ms(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def fastest_ms(timed: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The fastest of so many rounds; the labels take turns, so that a disturbance meets all of them."""
+    """Milliseconds of the fastest round, by label. Labels take turns, so that other load affects them all."""
     best = dict.fromkeys(timed, float("inf"))
     on_gpu = device_type() == "cuda"
-    calls = 10 if on_gpu else 1  # queued together, so that the GPU and not the launching is timed
+    calls = 10 if on_gpu else 1  # queued together, so that the GPU is timed, not the launches
     for _ in range(rounds):
         for label, once in timed.items():
             synchronize()

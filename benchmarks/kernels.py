@@ -1,14 +1,15 @@
-"""GEMMs against the device's peak, quantizers against its copy bandwidth: every way there is to run them.
+"""Times GEMMs against the device's peak and quantizers against its copy bandwidth, on every backend.
 
     python benchmarks/kernels.py [--shape T K N]... [--skip-configs] [--json FILE]
 
-Each GEMM gets operands in the layouts that the layers pass, made by our quantizers: `output` (x, W.T),
-`grad_input` (g, W), `grad_weight` (g.T, x). Beside lptune's kernel stand torch's calls (cuBLASLt, CUTLASS),
-so that one run decides between them (LPTUNE_TRY, docs/gpu.md). Rooflines: the peak of the data sheet, and
-twice what a bfloat16 GEMM of the same shape reaches here. On CUDA each configuration of our kernel follows.
+Each GEMM gets operands from our quantizers, in the layouts that layers use: `output` (x, W.T), `grad_input`
+(g, W), `grad_weight` (g.T, x). torch's calls (cuBLASLt, CUTLASS) are timed beside lptune's kernel, to decide
+between them (LPTUNE_TRY, docs/gpu.md). There are two rooflines: the peak of the data sheet, and twice the
+speed of a bfloat16 GEMM of the same shape on this device. On CUDA, a table of all configurations of our
+kernel follows.
 
-A quantizer's bandwidth counts every byte once: the input read, the values written; beside it a copy of as
-many bytes. Inputs take turns, so that the cache helps no more than in training.
+The bandwidth of a quantizer counts every byte once: the input that it reads and the values that it writes. It
+is compared with a copy of as many bytes. Inputs take turns, so that the cache helps no more than in training.
 """
 
 import os
@@ -21,7 +22,7 @@ from harness import Results, device_name, device_type, median_ms, parser
 
 from lptune import kernels
 from lptune.config import UserError
-from lptune.devices import known_device
+from lptune.hardware.devices import known_device
 from lptune.kernels import choose_backend, layer_handle
 
 GPU_SHAPES = [(8192, 4096, 14336), (16384, 3072, 8192), (8192, 4096, 4096), (8192, 4096, 1024)]
@@ -33,7 +34,7 @@ Call = Callable[[], object]
 
 @contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Within the block operations run by this backend where they have it; None: by what lptune chooses."""
+    """In this context, operations use the backend `name` if they have it. None: lptune's choice."""
     before = os.environ.pop("LPTUNE_KERNELS", None)
     if name is not None:
         os.environ["LPTUNE_KERNELS"] = name
@@ -48,7 +49,7 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def random(*size: int) -> torch.Tensor:
-    """Gaussian bfloat16 on the device."""
+    """A Gaussian bfloat16 tensor on the device."""
     return torch.randn(size, device=device_type(), dtype=torch.bfloat16)
 
 
@@ -71,9 +72,7 @@ def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]
         return {
             "output": _mm(x8.q_MK, w8.q_MK.t(), x8.scale_11, w8.scale_11, 0, "float8_gemm"),
             "grad_input": _mm(g8.q_MK, w_transposed, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
-            "grad_weight": _mm(
-                g_transposed.q_MK.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"
-            ),
+            "grad_weight": _mm(g_transposed.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"),
         }
     first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_rowwise_gemm")
     x_rows, w_rows = kernels.quantize_rows(x, fmt), kernels.quantize_rows(w, fmt)
@@ -113,7 +112,7 @@ def _block_gemms(x: Any, w: Any, g: Any, transposed: bool) -> dict[str, tuple[Ca
 
 
 def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
-    """Every kind and GEMM, by lptune's choice and by torch."""
+    """Times the three GEMMs of every kind, on lptune's choice of backend and on torch's calls."""
     t, k, n = shape
     flops, device = 2 * t * k * n, known_device(device_name())
     pairs = [(random(t, k), random(k, n)) for _ in range(INPUT_SETS)]
@@ -157,7 +156,7 @@ def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
 
 
 def time_configs(shape: tuple[int, int, int], results: Results) -> None:
-    """The INT8 and float8 `output` by each configuration that autotuning may choose."""
+    """Times the INT8 and float8 `output` with each configuration that autotuning may choose."""
     from lptune.kernels.triton import gemm, launch
 
     t, k, n = shape
@@ -176,7 +175,7 @@ def time_configs(shape: tuple[int, int, int], results: Results) -> None:
 
             try:
                 rate = flops / (1e-3 * median_ms([call(arguments) for arguments in sets]))
-            except Exception as error:  # what the device has no shared memory for
+            except Exception as error:  # the device has too little shared memory for this configuration
                 results.add(shape=shape, format=fmt, config=list(config), failed=str(error)[:200])
                 print(f"  {fmt:<6}{tuple(config)!s:<32} failed: {str(error)[:80]}", flush=True)
                 continue
@@ -185,7 +184,7 @@ def time_configs(shape: tuple[int, int, int], results: Results) -> None:
 
 
 def quantizers(fmt: str, x: torch.Tensor) -> dict[str, tuple[Call, int]]:
-    """(call, bytes it has to move) of each quantizer of a matrix; `transposed` beside what saves it."""
+    """(call, bytes that it has to move) of each quantizer of a matrix, also those that transpose."""
     m, k = x.shape
     multiplier, transposed = torch.rand(1, k, device=x.device), kernels.k_major(x.device)
     q = kernels.quantize_tensor(x, fmt).q_MK
@@ -220,7 +219,7 @@ def quantizers(fmt: str, x: torch.Tensor) -> dict[str, tuple[Call, int]]:
 
 
 def time_quantizers(shape: tuple[int, int], results: Results) -> None:
-    """Every quantizer of matrices of this shape."""
+    """Times every quantizer of matrices of this shape."""
     m, k = shape
     inputs = [random(m, k) for _ in range(INPUT_SETS)]
     print(f"\n{m} x {k}: quantizers")
@@ -260,7 +259,7 @@ def main() -> None:
     shapes = [tuple(s) for s in args.shape] if args.shape else GPU_SHAPES if on_gpu else CPU_SHAPES
     with Results(args.json) as results:
         print(f"torch {torch.__version__}, {device_name()}")
-        # The first shape tells the most, and comes whole before the others.
+        # The first shape is the most important one, so all its tables come before the other shapes.
         for i, shape in enumerate(shapes):
             time_gemms(shape, results)
             time_quantizers(shape[:2], results)

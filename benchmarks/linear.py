@@ -1,15 +1,15 @@
-"""Forward and backward of one linear layer, or of a decoder block: every kind against bf16 and torchao.
+"""Times forward and backward of a linear layer or a decoder block: every kind against bf16 and torchao.
 
     python benchmarks/linear.py [--threads N] [--shape T K N]... [--kind KIND]... [--mode eager|compiled]...
     python benchmarks/linear.py --block llama3_2/3b [--tokens T] [--kind KIND]... [--mode eager|compiled]...
 
-Prints milliseconds (the fastest of several rounds, in which bf16, lptune's layer and torchao's take turns:
-other work only ever adds time) and the ratio to bf16 in the same rounds. torchao's layer stands beside ours
-where it is installed and has the kind. Runs on whatever device it finds; what a device has no 8-bit GEMM for
-runs emulated and is marked so: that time says nothing about the kind. A kind that fails is named, and the
-others go on.
+Prints milliseconds and the ratio to bf16 in the same rounds. bf16, lptune's layer and torchao's layer take
+turns in several rounds, and the fastest round counts, because other load can only add time. torchao's layer
+is included if torchao is installed and has the kind. Runs on a GPU if there is one, else on the CPU. A kind
+without an 8-bit GEMM on this device is emulated and marked; its time says nothing about the kind. A kind that
+fails is named, and the other kinds are still measured.
 
-bf16 and ours are compiled as one graph or not at all. torchao's may break its graph, which is counted.
+bf16 and lptune's layer are compiled as one graph, or fail. torchao's graph may break; breaks are counted.
 """
 
 import platform
@@ -39,9 +39,7 @@ Build = Callable[[], tuple[nn.Module, Step]]
 
 
 def convert_to_ours(kind: str, module: nn.Module) -> tuple[str, linear.Plan]:
-    """Converts `module` in place; the kind's label, marked where the device only emulates it, and the
-    plan.
-    """
+    """Converts `module` in place. Returns the kind's label, marked if it is emulated, and the plan."""
     try:
         plan = linear.convert(module, PrecisionConfig(kind=kind, skip=()))
     except UserError:
@@ -51,13 +49,13 @@ def convert_to_ours(kind: str, module: nn.Module) -> tuple[str, linear.Plan]:
 
 
 def convert_to_torchao(kind: str, module: nn.Module) -> str | None:
-    """torchao's conversion of the same kind in place, None where there is none."""
+    """Applies torchao's conversion for this kind in place; returns None if torchao has none."""
     try:
         if kind == "int8_rowcol":
             from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
             from torchao.quantization import quantize_
 
-            # Without module_swap it changes nothing at all since 0.15.
+            # Since torchao 0.15, without module_swap this call changes nothing.
             quantize_(module, Int8MixedPrecisionTrainingConfig(module_swap=True))
             return "torchao int8_rowcol"
         recipe = {
@@ -91,7 +89,7 @@ def one_layer(shape: Shape, compiled: bool) -> Build:
 
 
 def one_block(preset: str, tokens: int, compiled: bool) -> Build:
-    """A decoder block of the preset in bfloat16, on one row of so many tokens, without recomputation."""
+    """A decoder block of the preset in bfloat16, on one row of `tokens` tokens, without recomputation."""
 
     def build_block() -> tuple[nn.Module, Step]:
         model = build(preset)
@@ -136,7 +134,7 @@ def _step(
 
 
 def bf16_step(build: Build) -> Once:
-    """What everything is compared with."""
+    """Forward and backward of the module in bf16, the baseline of all comparisons."""
     module, step = build()
     return step(module)
 
@@ -157,14 +155,14 @@ def our_step(build: Build, kind: str) -> tuple[str, Once]:
 
 
 def torchao_step(build: Build, kind: str) -> tuple[str, Once] | None:
-    """The same of torchao's; None where it is not installed or has no such kind."""
+    """As `our_step`, for torchao's module; None if torchao is not installed or has no such kind."""
     module, step = build()
     label = convert_to_torchao(kind, module)
     return None if label is None else (label, step(module, fullgraph=False))
 
 
 def compare(build: Build, what: str, mode: str, kinds: list[str], rounds: int, results: Results) -> None:
-    """Each kind beside bf16, a kind at a time, so that what is cut off is the rest."""
+    """Times each kind beside bf16, one kind at a time, so that an interruption loses only later kinds."""
     torch._dynamo.reset()
     bf16 = bf16_step(build)
     print(f"\n{what}, {mode}: ms per forward + backward", flush=True)
@@ -202,7 +200,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
     args = arguments.parse_args()
     torch.set_num_threads(args.threads)
-    # Every layer timed is compiled for itself: bf16's, ours and torchao's of each kind.
+    # Each timed layer is compiled separately: for each kind bf16's, ours and torchao's.
     strict_compilation(4 * len(PRECISION_KINDS))
     shapes = [tuple(s) for s in args.shape] if args.shape else None
     shapes = shapes or (GPU_SHAPES if device_type() == "cuda" else CPU_SHAPES)

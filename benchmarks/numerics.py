@@ -1,14 +1,14 @@
-"""How far each kind's three GEMMs are from float64, and how far the formats say they should be.
+"""Measures the errors of each kind's three GEMMs against float64, beside the errors that formats predict.
 
     python benchmarks/numerics.py [--markdown] [--checkpoint FOLDER --text FILE]
 
-- modes: one layer in every kind, eager and compiled, under each kind of activation checkpointing;
-- folding: grad_input by column, requantized and folded, grad_weight by column and folded, on distributions
-  chosen to hurt one or the other;
-- with a checkpoint and a text: the same for every linear layer of a model, on the x, W and g of one forward
-  and backward pass over real tokens.
+- modes: one layer in every kind, eager and compiled, with each kind of activation checkpointing;
+- folding: grad_input by column, requantized and folded; grad_weight by column and folded; on distributions
+  that are hard for one of these options;
+- with --checkpoint and --text: the same errors for every linear layer of a model, with x, W and g of one
+  forward and backward pass over real tokens.
 
-The bound is `linear.predicted_errors`: derived from the formats and the operands, nothing is fitted.
+The bound is `linear.predicted_errors`, which is derived from formats and operands; nothing is fitted.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MODES = [(compile_, how) for compile_ in ("none", "block") for how in ("none", "
 
 
 class Operands(NamedTuple):
-    """What a linear layer computes with in one step."""
+    """The operands x, W and g of a linear layer in one step."""
 
     x_TK: Tensor
     w_NK: Tensor
@@ -40,8 +40,8 @@ class Operands(NamedTuple):
 
 
 class Block(nn.Module):
-    """A layer in a block that checkpointing and the compiler can work on. Powers of two: nothing is rounded
-    beside the layer, hence x and g of the block tell x and g of the layer.
+    """A layer in a block, for checkpointing and the compiler. The block's factors are powers of two, so only
+    the layer rounds, and x and g of the layer follow exactly from x and g of the block.
     """
 
     def __init__(self, weight_NK: Tensor) -> None:
@@ -62,9 +62,9 @@ def precision(kind: str, **keys: str) -> PrecisionConfig:
 def run(
     operands: Operands, config: PrecisionConfig, compile_: str = "none", checkpointing: str = "none"
 ) -> tuple[dict[str, Tensor], dict[str, linear.Predicted], dict[str, Tensor]]:
-    """(output, grad_input and grad_weight of a layer, what is predicted of them, the truth in float64).
+    """(output, grad_input and grad_weight of a layer; their predicted errors; their float64 truth).
 
-    The truth is that of the weight which the layer holds: `int8_weight_only` has rounded it for good.
+    The truth uses the weight that the layer has: `int8_weight_only` has rounded it permanently.
     """
     x_TK, w_NK, g_TN = operands
     block = Block(w_NK)
@@ -96,7 +96,7 @@ def modes_table(
     kinds: Sequence[str] = KINDS,
     modes: Sequence[tuple[str, str]] = MODES,
 ) -> Iterator[list[str]]:
-    """A row for each kind, or more where the modes of a kind differ."""
+    """One row for each kind, or several if the modes of a kind differ."""
     generator = torch.Generator().manual_seed(0)
     t, k, n = shape
     x, w, g = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((t, k), (n, k), (t, n)))
@@ -123,7 +123,7 @@ def modes_table(
 
 
 def folding_tables() -> Iterator[list[list[str]]]:
-    """SQNR in dB of the ways to compute grad_input and grad_weight in INT8, float32 compute."""
+    """SQNR in dB for each way to compute grad_input and grad_weight in INT8; the compute dtype is float32."""
     generator = torch.Generator().manual_seed(0)
     t, k, n = 1024, 2048, 1024
 
@@ -172,7 +172,7 @@ def _sqnr(operands: Operands, gemm: str, how: str, kind: str = "int8_rowcol") ->
 
 
 def _all_and_median(operands: Operands, kind: str = "int8_rowcol") -> list[str]:
-    """Of the whole grad_weight and of the median input channel, by column and folded."""
+    """SQNR of the whole grad_weight and of its median input channel, by column and folded."""
     cells = []
     for how in ("column", "folded"):
         results, _, truth = run(operands, precision(kind, grad_weight=how))
@@ -223,7 +223,7 @@ def _keep(tensors: dict[str, Tensor]):  # type: ignore[no-untyped-def]
 
 
 def real_tables(operands: dict[str, Operands]) -> Iterator[list[list[str]]]:
-    """Errors by kind of layer (the mean over its layers), then the choices of folding."""
+    """Errors by kind of layer (mean over the layers of this kind), then the options of folding."""
     groups: dict[str, list[Operands]] = {}
     for name, each in operands.items():
         groups.setdefault(name.rpartition(".")[2], []).append(each)

@@ -1,4 +1,4 @@
-"""A pytest plugin: the outcome of every test in a benchmark's JSON file, as they come.
+"""A pytest plugin that writes the outcome of every test to a benchmark's JSON file, as soon as it is known.
 
 LPTUNE_TEST_RESULTS=tests.json python -m pytest -p pytest_results …        with benchmarks/ on PYTHONPATH
 """
@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # A test that is skipped, or whose fixture fails, never gets to its call.
+    # A test that is skipped, or whose fixture fails, has no call phase.
     if _results is not None and (report.when == "call" or report.outcome != "passed"):
         why = "" if report.outcome == "passed" else str(report.longrepr)[-800:]
         _results.add(test=report.nodeid, outcome=report.outcome, seconds=report.duration, why=why)

@@ -1,17 +1,17 @@
-"""Compiled training steps through the recipe, of a model's real shape: tokens/s, MFU and memory of each kind.
+"""Times compiled training steps of the recipe with a model of real shape: tokens/s, MFU, memory of each kind.
 
     python benchmarks/steps.py [--preset llama3_2/1b] [--label LABEL]... [--minutes 9] [--json FILE]
                                [--work FOLDER] [--override KEY=VALUE]... [--profile LABEL]...
 
-A label is a kind, `torchao KIND`, or a kind and what it is tried with: `int8_rowcol + cudnn_attention` (a
-name of LPTUNE_TRY, or key=value). Each is a run of recipes/full_finetune.py in a process of its own, forked
-off one that has imported torch; torchao's runs through the very same recipe, with its conversion in the place
-of ours. Weights are random and the text synthetic: neither changes the time of a step. No weight is read or
-written: the checkpoint is a header with a hole behind it, and the runs save and export nothing.
+A label is a kind, `torchao KIND`, or a kind with a trial setting: `int8_rowcol + cudnn_attention` (a name of
+LPTUNE_TRY, or key=value). Each label is one run of recipes/full_finetune.py in its own process, forked from a
+process that has imported torch. torchao uses the same recipe, with torchao's conversion in place of ours.
+Weights are random and the text is synthetic, which does not change the time of a step. No weight is read or
+written: the checkpoint's file is a header and a hole, and runs neither save nor export.
 
-Medians of the steps after the fourth. --profile: the share of each kernel in a step after those. `planned`
-is what `lptune plan` says of the peak (of eager blocks: compiled ones should need less). Labels for which the
-time is over are named, not left out in silence.
+Figures are medians of the steps after the fourth. --profile adds the share of each kernel in later steps.
+`planned` is the peak that `lptune plan` predicts (for eager blocks; compiled blocks should need less). Labels
+that did not run in the given time are listed.
 """
 
 import json
@@ -37,9 +37,9 @@ from linear import convert_to_torchao  # benchmarks/linear.py
 from lptune import checkpoint, distributed, linear, models, training
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
-from lptune.trials import TRIALS
+from lptune.hardware.trials import TRIALS
 
-# What is compared stands together, so that a cut leaves whole comparisons.
+# Labels that are compared with each other are neighbours, so an interruption leaves complete comparisons.
 LABELS = [
     "none",
     "int8_rowcol",
@@ -71,7 +71,7 @@ KERNELS = {
 
 
 def prepare(work: Path, preset: str) -> tuple[Path, Path]:
-    """(checkpoint, text) under `work`, made once. The checkpoint's weights are a hole in a file."""
+    """Makes (checkpoint, text) under `work`, once. The weights of the checkpoint are a hole in a file."""
     family, _, size = preset.partition("/")
     tiny, folder, text = work / "tokenizer", work / preset.replace("/", "-"), work / "text.jsonl"
     work.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def prepare(work: Path, preset: str) -> tuple[Path, Path]:
 
 
 def _write_hollow(model: torch.nn.Module, path: Path) -> None:
-    """A safetensors file of the model's tensors in bfloat16 that takes a page of disk."""
+    """Writes a safetensors file of the model's tensors in bfloat16 that takes only a page of disk."""
     header, end = {}, 0
     for name, parameter in model.named_parameters():
         begin, end = end, end + 2 * parameter.numel()
@@ -108,7 +108,7 @@ def _write_hollow(model: torch.nn.Module, path: Path) -> None:
 
 
 def overrides_of(label: str) -> tuple[list[str], str]:
-    """(overrides, LPTUNE_TRY) that a label stands for."""
+    """(overrides, value of LPTUNE_TRY) of a label."""
     kind, *tried = label.split(" + ")
     overrides = [each for each in tried if "=" in each]
     names = [each for each in tried if "=" not in each]
@@ -130,14 +130,14 @@ def _emulated(kind: str) -> bool:
 
 
 def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> None:
-    """In a process of its own: the recipe, its output in FOLDER.txt, a profile in FOLDER.json."""
+    """Runs the recipe, in a child process; its output goes to FOLDER.txt, a profile to FOLDER.json."""
     log = os.open(folder.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     more, tried = overrides_of(label)
     if tried:
         os.environ["LPTUNE_TRY"] = tried
-    # One thread for each core that this process may use; a forked one does not ask again.
+    # One thread for each core that this process may use; a forked process does not compute this itself.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
     strict_compilation()
     checkpoint.load_hf = _fill  # type: ignore[assignment]
@@ -156,11 +156,11 @@ def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> Non
 
 
 def _fill(model: torch.nn.Module, source: object, world: object) -> None:
-    """Random weights on the device, in the place of reading them."""
+    """Fills the weights with random values on the device, instead of reading them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = distributed.on_this_rank(parameter)
-            # An INT8 weight is filled, any other written in place.
+            # An INT8 weight is filled by its own method; other weights are written in place.
             rows = local if linear.int8_rows(local) is not None else linear.plain_rows(local)
             if "norm" in name:
                 rows.fill_(1.0)
@@ -180,7 +180,7 @@ def _torchao_convert(kind: str) -> Any:
 
 
 def _profile(run: Any, path: Path) -> None:
-    """Runs and writes what the steps after the timed ones spent their time on."""
+    """Runs the recipe; writes the time of each kernel in the steps after the timed ones."""
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -190,7 +190,7 @@ def _profile(run: Any, path: Path) -> None:
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
 
         def call(self: Any, *args: Any) -> Any:
-            result = update(self, *args)  # its end waits for the device
+            result = update(self, *args)  # waits for the device at its end
             profiler.step()
             return result
 
@@ -198,7 +198,7 @@ def _profile(run: Any, path: Path) -> None:
         run()
     kernels = []
     for each in profiler.key_averages():
-        # On a GPU kernels only: an operator's time is that of its kernels once more, and so is a range's.
+        # On a GPU, count kernels only: times of operators and ranges contain those of their kernels.
         if each.is_user_annotation or (on_gpu and each.device_type != torch.autograd.DeviceType.CUDA):
             continue
         ms = (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3
@@ -217,12 +217,12 @@ def _profile(run: Any, path: Path) -> None:
 
 
 def group_of(name: str) -> str:
-    """What a kernel is for, by its name."""
+    """The purpose of a kernel, from its name."""
     return next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.I)), "other")
 
 
 def plan_of(overrides: list[str], folder: Path, device: str) -> None:
-    """In a process of its own: the planned peak in GiB, in FOLDER.plan."""
+    """Writes the planned peak in GiB to FOLDER.plan, in a child process."""
     from lptune.training.dry_run import dry_run
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -232,14 +232,14 @@ def plan_of(overrides: list[str], folder: Path, device: str) -> None:
 
 
 def one(label: str, common: list[str], work: Path, timeout_s: float, profiled: bool) -> dict[str, Any]:
-    """The figures of one run, or why there are none."""
+    """The figures of one run, or the reason why there are none."""
     model = next(each for each in common if each.startswith("model.path="))
     folder = work / re.sub(r"\W+", "-", f"run-{Path(model).name}-{label}")
-    shutil.rmtree(folder, ignore_errors=True)  # figures of an earlier run would be taken for this one's
+    shutil.rmtree(folder, ignore_errors=True)  # its figures must not be confused with those of this run
     for suffix in (".txt", ".json", ".plan"):
         folder.with_suffix(suffix).unlink(missing_ok=True)
     overrides = [*common, f"output_dir={folder}"]
-    if profiled:  # the later key counts
+    if profiled:  # a later value of the same key has priority
         overrides.append(f"num_steps={WARM_UP + TIMED + PROFILED}")
     context = multiprocessing.get_context("forkserver")
     planned = context.Process(
@@ -289,7 +289,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any], first: dict[str, Any]) -> str:
-    """A row of the table, its speed compared with the first row's."""
+    """A row of the table, with its speed relative to the first row."""
 
     def cell(key: str, form: str, width: int) -> str:
         return f"{format(row[key], form) if row.get(key) is not None else '-':>{width}}"
@@ -332,13 +332,13 @@ def main() -> int:
     common = [f"model.path={folder}", f"data.source={text}", f"num_steps={WARM_UP + TIMED}"]
     common += ["global_batch_size=4", "micro_batch_size=4", "data.seq_len=4096", "eval_every_steps=0"]
     common += ["checkpoint.at_end=false", "export.enabled=false", "resume=none"]
-    # One rank: what is gathered stays, for all alike.
+    # On one rank gathered weights stay in memory, for all labels.
     common += ["parallel.reshard_after_forward=false", *args.override]
     has_torchao = (
         subprocess.run([sys.executable, "-c", "import torchao"], capture_output=True).returncode == 0
     )
     labels = args.label or [each for each in LABELS if has_torchao or not each.startswith("torchao ")]
-    # Children are forked from a process that has imported all of this and made nothing on the device.
+    # Children are forked from this process, which has imported all modules and not used the device.
     preload = ["steps", "torch._dynamo", "torch._inductor.compile_fx"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with Results(args.json, preset=args.preset, overrides=common, not_run=[]) as results:

@@ -1,13 +1,13 @@
-"""Does a kind train as well as bf16? Each variant, several seeds, the same rows: held-out loss against bf16.
+"""Compares the held-out loss of each variant with bf16, after training with several seeds on the same rows.
 
     python benchmarks/training.py [--checkpoint FOLDER --data FILE] [--seeds 3] [--num-steps N] [--out FOLDER]
                                   [--variant NAME]... [--minutes M] [--json FILE]
 
-Every run is `lptune run full_finetune` in a process of its own. A seed decides the order of rows and which
-are held out, so a variant is compared with bf16 at the same seed; the table gives the mean difference of the
-final held-out losses over seeds and its standard deviation. Without a checkpoint a small random one learns
-the built-in data. What the device has no GEMM for is emulated. A run that OUT holds already is not repeated:
-the same command, with the same checkpoint and data (files of the same sizes and dates).
+Every run is `lptune run full_finetune` in its own process. The seed decides the order of rows and which rows
+are held out, so a variant is compared with bf16 at the same seed. The table has the mean difference of the
+final held-out losses over seeds, and its standard deviation. Without a checkpoint, a small random model
+learns the built-in data. Kinds without a GEMM on this device are emulated. A run whose results are already in
+OUT is not repeated, if command, checkpoint and data are the same (files with the same sizes and dates).
 """
 
 import json
@@ -45,7 +45,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float, float]:
-    """(held-out loss before, after) of one run; NaN where it failed."""
+    """(held-out loss before, held-out loss after) of one run; NaN if it failed."""
     folder = args.out / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
     command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
     command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
@@ -54,11 +54,11 @@ def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float
     command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
     identity = {"command": command[3:], "files": [*_files(args.checkpoint), *_files(args.data)]}
     if _earlier(folder) != identity:
-        shutil.rmtree(folder, ignore_errors=True)  # its losses would be taken for this run's
+        shutil.rmtree(folder, ignore_errors=True)  # its losses must not be confused with those of this run
     losses = _eval_losses(folder)
     if args.num_steps not in losses:
         done = _run(command, timeout_s)
-        if "precision.emulate=true" in done.stderr:  # it says so where the device lacks the GEMM
+        if "precision.emulate=true" in done.stderr:  # the error names this key if the device lacks the GEMM
             done = _run([*command, "precision.emulate=true"], timeout_s)
         if done.returncode:
             print(f"{name}, seed {seed}: exit {done.returncode}: {done.stderr.strip()[-200:]}", flush=True)
@@ -69,7 +69,7 @@ def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float
 
 
 def _files(path: str | Path) -> list[list[Any]]:
-    """[name, size, date] of a file, or of the files of a folder; none of a name such as `builtin`."""
+    """[name, size, date] of a file, or of each file of a folder; empty for a name such as `builtin`."""
     path = Path(path)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
     return [[str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

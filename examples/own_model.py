@@ -1,9 +1,9 @@
-"""A model and a loop of your own in low precision, on any number of ranks: convert, parallelize, train.
+"""Trains your own model with your own loop in low precision, on any number of ranks.
 
     torchrun --nproc-per-node 4 examples/own_model.py int8_rowcol 2      kind, tensor-parallel ranks
 
-What knows of precision or ranks is the plan and what begins with `linear.` or `distributed.`; the rest is
-plain PyTorch. On a CPU float8 is emulated. docs/distributed.md explains the plan.
+Only PLAN and the calls of `linear.` and `distributed.` depend on precision or ranks. All other code is
+ordinary PyTorch. On a CPU, float8 is emulated. docs/distributed.md explains PLAN.
 """
 
 import sys
@@ -21,7 +21,7 @@ HIDDEN, NUM_HEADS, NUM_BLOCKS, VOCABULARY, SEQ_LEN, BATCH, NUM_STEPS = 128, 4, 2
 
 
 class Attention(nn.Module):
-    """Causal; without positions, which causality alone tells apart (arXiv:2305.19466)."""
+    """Causal attention without position embeddings, which it does not need (arXiv:2305.19466)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def main(kind: str, num_tensor_ranks: int) -> None:
         distributed.parallelize(model, world, execution, blocks=blocks, plan=PLAN)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         low = linear.LowPrecision(model, plan, optimizer, world=world)
-        torch.manual_seed(1 + world.data_rank)  # other data on every data rank
+        torch.manual_seed(1 + world.data_rank)  # different data on each data rank
         for step in range(NUM_STEPS):
             first = torch.randint(0, VOCABULARY, (BATCH, 1), device=world.device)
             tokens = (first + 3 * torch.arange(SEQ_LEN + 1, device=world.device)) % VOCABULARY

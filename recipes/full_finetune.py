@@ -2,9 +2,9 @@
 
     lptune run full_finetune --config llama3_2/1b data.source=rows.jsonl precision.kind=int8_rowcol
 
-The file is the whole story: check the input, build and shard the model, step, evaluate, save, export. Copy it
-(`lptune cp full_finetune my_recipe.py`) and edit it to try an idea; the library owns how, this file owns
-when.
+This file shows the whole training: check the input, build and shard the model, train, evaluate, save, export.
+To try an idea, copy it (`lptune cp full_finetune my_recipe.py`) and edit the copy. The recipe decides when
+something happens; the library decides how.
 """
 
 from functools import partial
@@ -18,19 +18,19 @@ from lptune.training import is_due
 
 
 def main(cfg: FinetuneConfig) -> None:
-    """Runs the training that `cfg` describes. Wrong input raises UserError before output_dir is touched."""
+    """Runs the training that `cfg` describes. Wrong input raises UserError before output_dir is changed."""
     with (
         distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
         checkpoint.open_run(cfg, world) as run,
     ):
-        # --- Input: all of it is read and checked before the run's folder is made or changed.
+        # --- Input. All input is read and checked before the run's folder is made or changed.
         training.check_settings(cfg, world)
-        base = checkpoint.read_base(cfg.model.path, world.print)  # headers; the weights come last
+        base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
         model = base.build_on_meta()
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
-        with distributed.machine_first(world):  # the other ranks map what this one has tokenized
+        with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
             vocab_size = base.config.vocab_size
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
@@ -39,7 +39,7 @@ def main(cfg: FinetuneConfig) -> None:
         if run.is_finished(num_steps):
             return
 
-        # --- Model: cut, checkpointed, compiled, sharded; then real storage and weights.
+        # --- Model. It is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
@@ -62,16 +62,16 @@ def main(cfg: FinetuneConfig) -> None:
             run.writer(model, optimizer, low, update) as writer,
             training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
         ):
-            # Before the first step, and after one that was saved for a stop and left unevaluated.
+            # Before the first step, or if a signal stopped the run before the evaluation of this step.
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
                 metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
-            if stopped := world.stop_requested():  # from here on a signal lets the step end and be saved
+            if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
                 raise run.stopped(stopped)
             is_save_due = False
             while step < num_steps:
                 with meter.timed():
-                    world.seed(cfg.seed, step)  # a copy of this file may draw: a resumed run draws the same
+                    world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
                     with low.step(step, num_passes=len(batches)):
                         loss_sum = torch.zeros((), device=world.device)
@@ -81,7 +81,7 @@ def main(cfg: FinetuneConfig) -> None:
                             loss_sum += loss.detach()
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                     training.set_learning_rate(optimizer, lr)
-                    # Clips, steps, clears gradients; where the loss or a gradient is not finite, only clears.
+                    # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
                     updated = update(loss_sum, num_targets)
                 lengths = loader.document_lengths(step)
                 step += 1
@@ -103,15 +103,15 @@ def main(cfg: FinetuneConfig) -> None:
                 if stopped:
                     raise run.stopped(stopped)
 
-        # --- Result. The export comes before the samples, whose memory can run out.
+        # --- Result. The export comes before the samples, because generating can run out of memory.
         run.export(base)
         training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, "after training")
 
 
 def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
-    """Sum of the cross-entropy over the batch's target tokens, float32."""
+    """The cross-entropy, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
-    # None, each row is one document: plain causal attention.
+    # With None, each row is one document, and attention is causal over the whole row.
     packed = models.Documents(batch.positions_BS, batch.document_BS, batch.offsets)
     documents = None if batch.one_document_per_row else packed
     loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS)
@@ -120,7 +120,7 @@ def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.Worl
 
 @torch.no_grad()
 def evaluate(model: models.Decoder, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
-    """Mean loss per held-out target token, over all ranks, in the precision of training."""
+    """The mean loss over held-out targets, over all ranks, in the precision of training. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0
     for batch in data.evaluation_batches(
         rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size

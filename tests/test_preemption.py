@@ -1,4 +1,4 @@
-"""lptune/ranks/preemption.py in processes of their own: what a signal does, and to whom."""
+"""lptune/launch/preemption.py in processes of their own: what a signal does, and to whom."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lptune.ranks import preemption
-from tests.tiny_recipe import environment
+from lptune.launch import preemption
+from tests.helpers.tiny_recipe import environment
 
 NUMBERS = sorted(preemption.SIGNALS)
 
@@ -27,7 +27,7 @@ def a_terminal() -> Iterator[None]:
 
 def start(script: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
     """The script, after it has said that it is ready; a group of its own."""
-    command = [sys.executable, "-c", f"from lptune.ranks import preemption\n{textwrap.dedent(script)}"]
+    command = [sys.executable, "-c", f"from lptune.launch import preemption\n{textwrap.dedent(script)}"]
     process = subprocess.Popen(
         [*command, *arguments],
         env=environment() | variables,

@@ -5,8 +5,8 @@ import torch
 
 from lptune import distributed
 from lptune.config import UserError
-from lptune.constant import constant_result
-from lptune.trials import TRIALS, check_trials, tries
+from lptune.hardware.constant import constant_result
+from lptune.hardware.trials import TRIALS, check_trials, tries
 
 
 def test_nothing_is_tried_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

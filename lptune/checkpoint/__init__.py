@@ -1,4 +1,4 @@
-"""Files: Hugging Face folders in and out, training state, the run folder. Nothing is ever unpickled."""
+"""Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, HFIndex, load_hf, match_tensors, read_base, read_config, read_index

@@ -1,13 +1,13 @@
-"""README.md of an export: the model card, which says what trained the weights, part by part.
+"""Writes README.md of an export: the model card, which says how the weights were trained.
 
-A run may be resumed under another precision. state.json therefore has `parts`: one entry for each stretch of
-steps under one precision and one version of lptune and torch, in order.
+A run may be resumed with another precision. state.json therefore has `parts`: a list with one entry for each
+range of steps with the same precision and the same versions of lptune and torch, in order.
 
     {"from_step": 11, "precision": "int8_rowcol", "compute_dtype": "bfloat16", "emulated": false,
      "layers": [["model.layers.0-15.mlp.up_proj", "8192 x 2048", "int8 row", …], …], "lptune": …, "torch": …}
 
-Checkpoints written before that have no `parts`. They resume and export all the same: the card then says that
-their first steps were not recorded.
+Checkpoints of older versions have no `parts`. They can be resumed and exported; the card then says that their
+first steps were not recorded.
 """
 
 import re
@@ -31,23 +31,26 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 @dataclass(frozen=True)
 class Part:
-    """Steps of a run under one precision and one version."""
+    """A range of steps of a run, with the same precision and the same versions."""
 
     from_step: int
-    """The first one, counted from 1. It ends where the next part begins."""
+    """The first step, counted from 1. The part ends before the next part begins."""
     precision: str
-    """`precision.kind`."""
+    """`precision.kind` of these steps."""
     compute_dtype: str
-    """Of what the plan calls `high`; empty where the part was not recorded."""
+    """The dtype that the plan calls `high`; empty if the part was not recorded."""
     emulated: bool
     layers: tuple[tuple[str, ...], ...]
-    """The plan's rows, PLAN_COLUMNS each."""
+    """The rows of the plan table, with PLAN_COLUMNS."""
     lptune: str
     torch: str
 
 
 def run_parts(cfg: RunConfig, plan: Plan, saved: RunState | None) -> list[dict[str, Any]]:
-    """`parts` of state.json, from the first step to what now begins. saved: what the run continues."""
+    """`parts` of state.json: the parts of `saved`, and the part that begins now if its settings differ.
+
+    saved: the state of the checkpoint that the run continues; None for a new run.
+    """
     before = [] if saved is None else read_parts(saved)
     now = Part(
         from_step=1 if saved is None else saved.step + 1,
@@ -64,7 +67,10 @@ def run_parts(cfg: RunConfig, plan: Plan, saved: RunState | None) -> list[dict[s
 
 
 def read_parts(state: RunState) -> list[Part]:
-    """Of a verified checkpoint; one part that was not recorded, if an older version of lptune wrote it."""
+    """The parts of a verified checkpoint. If an older version of lptune wrote it: one part without layers.
+
+    Raises UserError if lptune cannot have written `parts`.
+    """
     if "parts" not in state.content:
         about = state.about
         return [Part(1, about.precision, "", False, (), about.lptune, about.torch)]
@@ -92,12 +98,12 @@ def _part(entry: Mapping[str, Any]) -> Part:
 
 
 def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapping[str, Any]) -> str:
-    """README.md of an export of `step`. fingerprint: that of the checkpoint, for its digests."""
+    """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests."""
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
     is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
-    # As huggingface_hub's ModelCardData writes it. That one is not imported: where a variable of the hub is
-    # malformed (HF_HUB_DOWNLOAD_TIMEOUT) it cannot be, and a run would lose its export over it.
+    # Same format as huggingface_hub's ModelCardData, which is not imported: the import fails if an
+    # environment variable of the hub is malformed (HF_HUB_DOWNLOAD_TIMEOUT), and the export would be lost.
     header: dict[str, Any] = {"base_model": hub_id} if is_name else {}
     header |= {"library_name": "transformers", "tags": ["lptune"]}
     ends = [part.from_step - 1 for part in parts[1:]] + [step]
@@ -129,8 +135,8 @@ def _section(part: Part, span: str) -> list[str]:
     lines = [f"## Steps {span}: {_cell(part.precision)}{emulated}", ""]
     if not part.compute_dtype:
         lines.append(
-            "The version of lptune that trained them did not record more; earlier ones of these steps may "
-            "have run under another precision."
+            "The version of lptune that trained these steps did not record more. Some of the earlier steps "
+            "may have run with another precision."
         )
         return lines
     lines += [
@@ -145,5 +151,5 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(value: object) -> str:
-    """On one line, without what ends a cell of a table or begins markup."""
+    """`value` on one line, with an escape before each character that ends a cell or begins markup."""
     return re.sub(r"([\\|`*<\[\]])", r"\\\1", " ".join(str(value).split()))

@@ -1,25 +1,26 @@
-"""The disk that a run takes at most: its checkpoints, the one that is being written, and the export."""
+"""Predicts the largest disk usage of a run: checkpoints, the checkpoint that is being written, the export."""
 
 from pathlib import Path
 
 from lptune.checkpoint.export import plan_files
 from lptune.checkpoint.hf import read_index
-from lptune.config import RunConfig, UserError
-from lptune.distributed.collectives import size_text
+from lptune.config import RunConfig, UserError, size_text
 
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the weight and both moments in float32."""
+"""Bytes per parameter in a checkpoint: the weight and both moments of AdamW in float32."""
 _ITEM_BYTES = {"original": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def disk_report(cfg: RunConfig, num_parameters: int, model: Path | None) -> str:
-    """One line. model: the imported folder, by whose tensors the export goes; None: it is not there."""
+    """One line on the largest disk usage of a run. model: the base checkpoint, whose tensors give the size of
+    the export; None if it is not on this machine.
+    """
     checkpoint = BYTES_PER_PARAMETER * num_parameters
     kept, more = _num_kept(cfg)
-    # Removed are those that need not stay after the new one has been published.
+    # Old checkpoints are removed after the new one was published.
     at_once = kept + 1 if cfg.num_steps is None else min(kept + 1, cfg.num_steps)
     if only_at_a_stop := not (cfg.checkpoint.at_end or cfg.checkpoint.every_steps):
-        at_once = 1  # CheckpointWriter.is_overdue: such a run is not saved by minutes either
+        at_once = 1  # such a run is not saved by minutes either: see CheckpointWriter.is_overdue
     total = at_once * checkpoint
     parts = [f"{at_once} checkpoint{'s' * (at_once > 1)} of {size_text(checkpoint)}"]
     if only_at_a_stop:
@@ -45,11 +46,11 @@ def _num_kept(cfg: RunConfig) -> tuple[int, str]:
 
 
 def _export_bytes(cfg: RunConfig, num_parameters: int, model: Path | None) -> tuple[int, str]:
-    """And what was taken for granted."""
+    """Returns (bytes of the export, a note on the dtype if it had to be assumed)."""
     if model is not None:
         try:
             files = plan_files(read_index(model), cfg.export)
-        except UserError:  # config.json alone, say
+        except UserError:  # for example a folder with config.json alone
             pass
         else:
             return sum(target.num_bytes for each in files.values() for target in each.values()), ""

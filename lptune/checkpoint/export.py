@@ -1,13 +1,12 @@
-"""Export: a checkpoint becomes an ordinary Hugging Face folder with the imported tensor names and files.
+"""Export: makes a Hugging Face folder of a checkpoint, with tensor names and files of the base checkpoint.
 
-It goes from files to files. The checkpoint's folder holds every weight in float32, cut into boxes; the
-imported folder says how weights are named, of which dtype they were and in which file they lay. So nothing is
-gathered, no GPU is needed and no more is held in memory than the few files that are being written: the files
-are dealt out over the ranks, and each rank puts together the tensors of its own. `lptune export` does the
-same later, in one process, with the same bytes as the result.
+An export reads files and writes files. The checkpoint has every weight in float32, in boxes. The base
+checkpoint gives the name, dtype and file of each weight. So no collective and no GPU is needed, and memory
+holds only the few files that are being written. The files are divided over the ranks, and each rank assembles
+the tensors of its files. `lptune export` does the same in one process, with the same bytes as result.
 
-Every file is read back and compared with what the checkpoint holds. The folder is written beside its final
-place and published by renaming it, when all ranks have succeeded.
+Every file is read back and compared with the tensors that were assembled from the checkpoint. The folder is
+written beside its final path, and is published by a rename after all ranks have succeeded.
 """
 
 import os
@@ -42,14 +41,13 @@ from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
-from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular
+from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
 from lptune.distributed import SideGroup, World, side_group, whole_piece
-from lptune.distributed.collectives import size_text
 
-# Everything of the imported folder that describes the model and tokenizer; weights and code are not copied.
+# The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
-_FILES_AT_ONCE = 2  # on each rank: one is put together while the other reaches the disk
-_HEADERS_BYTES = 512  # of a tensor, in its file's header and in the index, generously
+_FILES_AT_ONCE = 2  # per rank: one file is assembled while the other is flushed to disk
+_HEADERS_BYTES = 512  # upper estimate per tensor, in its file's header and in the index
 
 
 class Target(NamedTuple):
@@ -67,7 +65,7 @@ class Target(NamedTuple):
 
 
 Files = dict[str, dict[str, Target]]
-"""File -> the tensors it will hold, by stored name."""
+"""By file name: the tensors that the file will contain, by stored name."""
 
 
 def export_hf(
@@ -81,13 +79,15 @@ def export_hf(
 ) -> Path:
     """Writes the weights of a verified checkpoint as a Hugging Face folder; returns `folder`.
 
-    source: the imported checkpoint; its tensor names and files are kept, config.json and tokenizer files
+    source: the base checkpoint. Tensor names and files stay the same; config.json and tokenizer files are
     copied.
-    world: all of its ranks call this; None: there is this process alone.
-    replace: whether this export takes the place of what is at `folder`. An empty folder always goes. An
-    earlier export goes where nothing in it was changed; everything else is set aside, with a line.
-    Raises UserError, the same on all ranks, if the two do not belong together, if the place is too small, if
-    writing fails and if what was written does not read back equal; `folder` is then as before.
+    world: all of its ranks call this. None: this process alone exports.
+    replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
+    or an empty folder, is deleted. Anything else is renamed, and a line is printed. If False: only an empty
+    folder is replaced.
+
+    Raises UserError, the same on all ranks: if checkpoint and source do not belong together, if the disk has
+    too little room, if writing fails, or if a file does not read back equal. `folder` is then unchanged.
     """
     with side_group(world) as group:
         _export(checkpoint, source, folder, cfg, group, replace, world.print if world is not None else print)
@@ -114,7 +114,7 @@ def _export(
             files = plan_files(source, cfg)
             if group.rank == 0:
                 _check_space(folder, files, source)
-                if not replace:  # a run's own folder is there, or was removed while it trained
+                if not replace:  # an export of a run goes into the run's folder, which must exist
                     folder.parent.mkdir(parents=True, exist_ok=True)
                 made = Scratch(folder)
         number = group.of_main(made.number if made else 0)
@@ -134,18 +134,20 @@ def _export(
                 made.unmark()
                 _publish(scratch, folder, replace, say)
     finally:
-        # What a failure leaves; all ranks have stopped writing.
+        # Remove what a failure leaves. All ranks have stopped writing.
         if made is not None:
             made.remove()
 
 
 def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
-    """Which tensors go where: into the imported files, or into ones of at most `export.max_shard_gib`."""
-    model = models.build_on_meta(read_config(source, say=lambda note: None))  # the run has said it
+    """The tensors of each file of the export: the files of `source`, or, if export.max_shard_gib is set, new
+    files of at most that size.
+    """
+    model = models.build_on_meta(read_config(source, say=lambda note: None))  # the run has printed the notes
     targets: dict[str, Target] = {}
     for parameter, names in match_tensors(model, source).items():
         stored = [source.tensors[name] for name in names]
-        # Of a tied weight's names the widest dtype: rounded apart, the two would no longer be tied.
+        # A tied weight gets the widest dtype of its names. Rounded to two dtypes, it would not be tied.
         widest = reduce(torch.promote_types, (tensor.dtype for tensor in stored))
         dtype = widest if cfg.dtype == "original" else getattr(torch, cfg.dtype)
         targets |= {name: Target(parameter, stored[0].shape, dtype) for name in names}
@@ -169,7 +171,7 @@ def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
 
 
 def deal_out(files: Files, num_ranks: int) -> list[list[str]]:
-    """The files of each rank: the largest first, each to the rank that has the least to write."""
+    """The files that each rank writes. Largest file first, each goes to the rank that has fewest bytes."""
     size = {file: _num_bytes(tensors) for file, tensors in files.items()}
     shares: list[list[str]] = [[] for _ in range(num_ranks)]
     for file in sorted(files, key=lambda file: -size[file]):
@@ -202,7 +204,7 @@ def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
 
 
 def _copied(folder: Path) -> list[Path]:
-    """What of the imported folder is exported, as paths that no link leads out of."""
+    """The files of the base checkpoint that are copied. No link leads out of the folder."""
     found = [path for pattern in _COPIED for path in folder.glob(pattern) if path.name != INDEX_NAME]
     return [path for path in found if model_file(folder, path).is_file()]
 
@@ -234,7 +236,7 @@ def _assemble(stored: StoredFiles, target: Target) -> Tensor:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # Compared as bytes: NaN equals itself and -0.0 differs from 0.0.
+    # Compares bytes, so that NaN equals itself and -0.0 differs from 0.0.
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
@@ -250,7 +252,7 @@ def _write_rest(
             shutil.copyfileobj(read, written)
     corrections: dict[str, Any] = {}
     if cfg.dtype != "original":
-        # transformers 5 writes `dtype`, older versions `torch_dtype`; whichever is there is corrected.
+        # transformers 5 writes `dtype`, older versions `torch_dtype`. The key that is there is corrected.
         key = "dtype" if "dtype" in read_json(scratch / "config.json") else "torch_dtype"
         corrections[key] = cfg.dtype
     parameters = {targets[name].parameter for targets in files.values() for name in TIED if name in targets}
@@ -274,7 +276,7 @@ def _write_rest(
 def _publish(scratch: Path, folder: Path, replace: bool, say: Callable[[str], None]) -> None:
     old, goes = None, False
     if folder.exists() or folder.is_symlink():
-        # The old export goes only when the new one is there; a symbolic link is set aside, not followed.
+        # The old export is deleted after the new one was published. A symbolic link is renamed, not followed.
         if replace:
             goes = is_as_written(folder) or (kind_of(folder) == "a folder" and not any(folder.iterdir()))
             old = set_aside(folder)
@@ -295,5 +297,5 @@ def _publish(scratch: Path, folder: Path, replace: bool, say: Callable[[str], No
     if old is not None and goes:
         shutil.rmtree(old, ignore_errors=True)
     if old is not None and os.path.lexists(old):
-        why_left = "could not be removed" if goes else "was not, or is no longer, as lptune exports it"
-        say(f"set aside: what was in {folder} and {why_left} -> {old.name}")
+        why_left = "could not be removed" if goes else "is not an unchanged export of lptune"
+        say(f"set aside: {folder}, which {why_left} -> {old.name}")

@@ -1,6 +1,6 @@
-"""Durable writes: a file or folder is published by renaming it, after its bytes have reached the disk.
+"""Durable writes: a file or folder is published by a rename, after its bytes have reached the disk.
 
-A reader (or a run that resumes after a kill) therefore sees a thing whole or not at all.
+So a reader, or a run that resumes after a kill, sees a file completely or not at all.
 """
 
 import errno
@@ -34,36 +34,36 @@ def fsync_path(path: Path) -> None:
 
 
 def num_threads() -> int:
-    """Threads of this process for writing and hashing: its share of the machine's cores."""
+    """Number of threads of this process for writing and hashing: its share of the machine's cores."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 WRITE_ERRORS = (OSError, SafetensorError)
-"""What writing raises where a disk is full or broken."""
+"""The exceptions of writing to a full or broken disk."""
 
 
 def why(error: Exception) -> str:
-    """What happened, in the system's words, and where it says so."""
+    """The system's message of an error, with the file name if the error has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, durably, with the permissions of its folder."""
+    """Writes a safetensors file durably, with the read and write permissions of its folder."""
     save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes its file private (0600), and an export is there to be shared. Its folder was made by
-    # the umask; asking for that itself means to change it, for every thread.
+    # safetensors makes its files private (0600), but exports are shared. The folder's permissions follow the
+    # umask. Reading the umask directly would mean setting it, for all threads.
     path.chmod(path.parent.stat().st_mode & 0o666)
     fsync_path(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` durably; `path` holds the old content or the new, never a part. No link is followed."""
+    """Writes `text` durably. `path` has the old or the new content, never a part of it. Follows no link."""
     partial = path.with_name(f"{TEMPORARY}{path.name}")
     with named(partial):
-        with suppress(FileNotFoundError):  # a kill's leftover, or what somebody put there
+        with suppress(FileNotFoundError):  # left by a kill, or put there by another program
             partial.unlink()
         with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
             file.write(text)
@@ -73,14 +73,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of indented JSON."""
+    """Writes `value` as indented JSON, by `write_text`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
-    """The JSON at `path`; UserError names file, line and problem.
+    """The JSON at `path`. Raises UserError with file, line and problem.
 
-    max_chars: by default eight times the index of a model of 90,000 tensors.
+    max_chars: the default is eight times the size of the index of a model with 90,000 tensors.
     """
     try:
         return json.loads(read_text(path, max_chars))
@@ -100,7 +100,7 @@ def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The bytes of the file at `path`, of which there may be `max_bytes`."""
+    """The bytes of the file at `path`. Raises UserError if there are more than `max_bytes`."""
     try:
         with _open(path) as file:
             content = file.read(max_bytes + 1)
@@ -112,13 +112,13 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes, or of a link's target. UserError for what is no regular file."""
+    """Hex digest of a file's bytes; follows a link. Raises UserError if it is not a regular file."""
     with named(path), _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open(path: Path) -> BufferedReader:
-    """A regular file, or a link to one, as in the hub's cache; no pipe, for which it would wait."""
+    """Opens a regular file, or a link to one, as in the hub's cache. Not a pipe, which would block."""
     return open(open_regular(path, os.O_RDONLY, follow=True), "rb")
 
 
@@ -132,7 +132,7 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a published folder, which is whole until it is gone. A symbolic link goes, not its target."""
+    """Removes a published folder, after a rename, so that no reader sees it incomplete. Follows no link."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -143,12 +143,12 @@ def remove_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What may be written there."""
+    """Free bytes on the disk of `folder`."""
     return shutil.disk_usage(folder).free
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a folder out of the way, as `old-NAME-1`, -2, …; returns its new path. Nothing is deleted."""
+    """Renames a file or folder to the first free name of `old-NAME-1`, -2, …; returns the new path."""
     number = 1
     while os.path.lexists(target := folder.with_name(f"old-{folder.name}-{number}")):
         number += 1
@@ -156,7 +156,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_leftover(path: Path) -> None:
-    """Removes what an interrupted write left at `path`, if anything. A link goes, not its target."""
+    """Removes the file or folder that an interrupted write left at `path`, if any. Follows no link."""
     if kind_of(path) == "a folder":
         shutil.rmtree(path)
     else:
@@ -164,24 +164,24 @@ def remove_leftover(path: Path) -> None:
 
 
 def fresh_folder(path: Path) -> Path:
-    """An empty folder at `path`, whose parent exists; what an interrupted write left there is removed."""
+    """Makes an empty folder at `path`, whose parent exists; removes what an interrupted write left there."""
     remove_leftover(path)
     path.mkdir()
     return path
 
 
 class Scratch:
-    """A new folder beside `final`, in which `final` is written before it is published by a rename.
+    """A new folder beside `final`, which is filled and then published as `final` by a rename.
 
-    Its name is `.tmp-NAME-` and a random number, so that several processes may write the same `final`: the
-    first rename wins. A locked file in it tells the folder of a live process from what a kill left, which the
-    next writer removes. Folders without that file are not touched, whatever they are called.
+    Its name is `.tmp-NAME-` and a random number, so that several processes can write the same `final`; the
+    first rename wins. The folder contains a locked file while its process lives. If that file is not locked,
+    a kill left the folder, and the next writer removes it. Folders without that file are never touched.
     """
 
     MARK = ".lptune-scratch"
 
     def __init__(self, final: Path, number: int | None = None) -> None:
-        """number: of a folder that another process has made; None: make one."""
+        """number: of a folder that another process has made. None: makes a new folder."""
         self._lock: int | None = None
         if number is not None:
             self.number = number
@@ -193,16 +193,16 @@ class Scratch:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
             self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            with suppress(OSError):  # without a lock the next writer removes what a kill leaves here
+            with suppress(OSError):  # if locks do not work here, the next writer may remove this folder
                 lock_file(self._lock, wait=False)
             unlocked.rename(self.path / self.MARK)
 
     def unmark(self) -> None:
-        """Before the folder is published: from now on it looks like anybody's."""
+        """Removes the mark; call it before the folder is published, because exports do not contain it."""
         (self.path / self.MARK).unlink()
 
     def remove(self) -> None:
-        """Removes the folder, unless it was published."""
+        """Removes the folder, if it was not published, and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)

@@ -1,8 +1,8 @@
-"""A Hugging Face folder's tensors: which there are, whether they fit, and reading them shard by shard.
+"""The tensors of a Hugging Face folder: lists them, checks that they fit the model, and loads them.
 
-Everything that can be wrong is found from the safetensors headers, a few kilobytes, before a weight is read
-or a run folder made. Loading then streams: each rank reads just its own part of each tensor, straight into
-place.
+All faults of names, shapes and dtypes are found from the safetensors headers (a few kilobytes), before a
+weight is read and before a run folder is made. Then each rank reads only its own part of each tensor,
+directly into the parameter.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ SINGLE_NAME = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its format."""
+"""Limit of the header of a safetensors file, set by the format."""
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
-"""The names of the one weight that `tie_word_embeddings` makes of two."""
+"""The two names of the weight that embeddings and head share under `tie_word_embeddings`."""
 _COMPARED_AT_ONCE = 1 << 24  # elements
 
-# Old Llama checkpoints store this table; it follows from config.json.
+# Old Llama checkpoints store this table. It can be computed from config.json, so it is ignored.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the safetensors header describes it."""
+    """A tensor as its safetensors header describes it: file name, shape, dtype."""
 
     file: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class HFIndex:
     folder: Path
     tensors: dict[str, StoredTensor]
     has_index_file: bool
-    """Whether model.safetensors.index.json says which they are."""
+    """Whether the tensors were listed by model.safetensors.index.json."""
 
     @property
     def files(self) -> list[str]:
@@ -64,8 +64,8 @@ class HFIndex:
 
 
 def read_index(folder: Path) -> HFIndex:
-    """Reads the headers of a folder's safetensors. Raises UserError (one line) for anything that cannot be
-    loaded.
+    """Reads the safetensors headers of a folder. Raises UserError if the folder cannot be loaded: no
+    safetensors, an adapter, a run's folder, a file that is missing or damaged, a dtype that is not a float.
     """
     check_model_folder(folder)
     check_model_files(folder)
@@ -78,8 +78,8 @@ def read_index(folder: Path) -> HFIndex:
             f"model.path: {folder} is a run's folder; the model it trained is {folder / 'export'}"
         )
     index_path = folder / INDEX_NAME
-    # Where both are there, transformers takes the single file. And some folders hold the same weights in
-    # another layout, under another name, beside it.
+    # If both exist, transformers reads the single file. Some folders also contain the same weights in another
+    # layout, in other files.
     if (folder / SINGLE_NAME).is_file():
         return HFIndex(folder, read_header(folder / SINGLE_NAME), False)
     if index_path.exists():
@@ -122,38 +122,37 @@ def read_index(folder: Path) -> HFIndex:
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a run starts from: a folder's tensors, of which only the headers are read, and the
-    decoder that its config.json describes.
-    """
+    """The base checkpoint of a run: the headers of its tensors, and its config.json as a DecoderConfig."""
 
     index: HFIndex
     config: models.DecoderConfig
 
     @property
     def folder(self) -> Path:
-        """Of config.json, the tensors and the tokenizer."""
+        """The folder of config.json, the weight files and the tokenizer."""
         return self.index.folder
 
     def build_on_meta(self) -> models.Decoder:
-        """The decoder without storage. Raises UserError where its parameters are not the folder's tensors."""
+        """The decoder without storage. Raises UserError if its parameters do not match the stored tensors."""
         model = models.build_on_meta(self.config)
         match_tensors(model, self.index)
         return model
 
 
 def read_base(path: str, say: Callable[[str], None]) -> Base:
-    """The folder at `path`, which may begin with ~. say, errors: as of `read_config`."""
+    """Reads the headers and config.json of the folder `path`, which may begin with ~. say: as in
+    `read_config`. Raises UserError as `read_index` and `read_config` do.
+    """
     index = read_index(Path(path).expanduser())
     return Base(index, read_config(index, say))
 
 
 def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:
-    """The decoder of a folder: config.json, and what the stored tensors say of its head.
+    """The DecoderConfig of a folder, from config.json and from the stored tensors.
 
-    A folder whose config.json ties the head to the embeddings, but which stores both with different values,
-    has a head of its own, as in transformers 5. say: gets a line for this, for an index that is not
-    read, and for each setting of config.json that is not applied. Raises UserError as `models.read_config`
-    does.
+    If config.json ties the head to the embeddings, but the folder stores both with different values, the head
+    is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, and for
+    each setting of config.json that is not applied. Raises UserError as `models.read_config` does.
     """
     config = models.read_config(index.folder)
     for note in config.notes:
@@ -163,15 +162,15 @@ def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderCon
     if config.tied and not _equal_values(index, [name for name in TIED if name in index.tensors]):
         say(
             f"note: {index.folder}: lm_head.weight differs from model.embed_tokens.weight, so the head is "
-            "not tied, although config.json says so (tie_word_embeddings); an export of it says false"
+            "not tied, although config.json says so (tie_word_embeddings); an export sets it to false"
         )
         return replace(config, tied=False)
     return config
 
 
 def _equal_values(index: HFIndex, names: list[str]) -> bool:
-    """Whether the stored tensors are one, in float32, as they are loaded. Of other shapes: left to
-    `match_tensors`.
+    """Whether the stored tensors have equal values in float32. True if shapes differ: `match_tensors` then
+    raises the error.
     """
     shapes = {tuple(index.tensors[name].shape) for name in names}
     if len(shapes) != 1 or () in shapes or len(names) < 2:
@@ -187,11 +186,11 @@ def _equal_values(index: HFIndex, names: list[str]) -> bool:
 
 
 def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
-    """For each parameter of `model`, the stored names it is loaded from and exported to.
+    """For each parameter of `model`, the stored names from which it is loaded, and to which it is exported.
 
-    A tied parameter has several names in the model; a checkpoint may store any of them, or all with the same
-    values. Raises UserError when a tensor is missing, unexpected or of another shape, and when a tied
-    parameter is stored with several values: `read_config` builds no such model.
+    A tied parameter has several names in the model. A folder may store one of them, or several with the same
+    values. Raises UserError if a tensor is missing, unexpected or of another shape, or if a tied parameter is
+    stored with different values (which cannot happen with a config of `read_config`).
     """
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -213,8 +212,8 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
                 )
         if not _equal_values(index, stored):
             raise UserError(
-                f"{index.folder}: {' and '.join(stored)} are one weight of this model, but differ; "
-                "checkpoint.read_config tells that they are not tied"
+                f"{index.folder}: {' and '.join(stored)} are one weight of this model, but differ; make the "
+                "model with the config that checkpoint.read_config returns, which does not tie them"
             )
         matched[name] = stored
     if missing:
@@ -232,10 +231,10 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A digest that tells one checkpoint's weights from another's without reading them all.
+    """A digest that recognises the weights of a folder without reading them completely.
 
-    Name, size, and the first and last MiB of each safetensors file: the header (names, shapes, offsets) is in
-    the first.
+    It covers name, size, and the first and last MiB of each safetensors file. The header (names, shapes,
+    offsets) begins in the first MiB.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
@@ -251,9 +250,9 @@ def weights_digest(folder: Path) -> str:
 def load_hf(model: nn.Module, index: HFIndex, world: World | None = None) -> None:
     """Reads this rank's part of each parameter from the folder, in place, cast to the parameter's dtype.
 
-    `model` has real storage; `match_tensors` has been satisfied before sharding or is checked here.
-    world: all of its ranks call this; None: there is this process alone. Raises UserError, the same on all
-    ranks, for a weight that is not finite and for a file that cannot be read.
+    model: must have storage; may be sharded. world: all of its ranks call this; None: this process alone.
+    Raises UserError, the same on all ranks: as `match_tensors` does, for a weight that is not finite, and for
+    a file that cannot be read.
     """
     with side_group(world) as group, group.together((UserError,), str):
         _load(model, index)
@@ -283,27 +282,27 @@ def _load(model: nn.Module, index: HFIndex) -> None:
 
 @torch.no_grad()
 def read_piece(tensors: Any, name: str, piece: Piece, file: Path) -> int:
-    """Copies its box of the stored tensor `name` into `piece`; returns the elements read.
+    """Copies the box of `piece` from the stored tensor `name`; returns the number of elements.
 
-    UserError for one that is not finite: the loss would be NaN from the first step on.
+    Raises UserError if a value is not finite, because the loss would be NaN from the first step on.
     """
     values = piece.values
-    # safetensors takes no empty index.
+    # safetensors does not accept an empty index, for a tensor without dimensions.
     part = tensors.get_slice(name)[piece.region] if piece.start else tensors.get_tensor(name)
     assert part.shape == values.shape, (name, part.shape, values.shape)
-    # Smallest and largest value, both NaN if one is: one pass, of 0.5 ns per element; isfinite takes 20 ns.
+    # Both extremes are NaN if any value is. aminmax takes 0.5 ns per element, isfinite 20 ns.
     smallest, largest = (part.float() if part.dtype == torch.float64 else part).aminmax()
     if not (smallest.isfinite() and largest.isfinite()):
         raise UserError(
-            f"{file}: tensor {name!r} holds NaN or infinite values, from which nothing can be trained; get "
-            "the checkpoint again (`lptune verify` counts them)"
+            f"{file}: tensor {name!r} holds NaN or infinite values, so training would fail; download the "
+            "checkpoint again (`lptune verify` counts these values)"
         )
     values.copy_(part)
     return int(part.numel())
 
 
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor, one at a time."""
+    """Yields (name, tensor) of every stored tensor, one at a time, file by file."""
     for file in index.files:
         with _open(index.folder / file) as tensors:
             for name, stored in index.tensors.items():
@@ -325,7 +324,9 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. UserError for what is none, or not in a float dtype."""
+    """The tensors of a safetensors file, by name. Raises UserError if it is not such a file, or if the dtype
+    of a tensor is not a float dtype.
+    """
     found = {}
     for name, (stored_as, shape) in read_shapes(path).items():
         dtype = DTYPES.get(stored_as)
@@ -339,8 +340,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype, as the format calls it, and shape of every tensor of a safetensors file, by name. UserError for
-    what is none.
+    """(dtype in the format's spelling, shape) of every tensor of a safetensors file, by name. Raises
+    UserError if it is not such a file.
     """
     with _open(path) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (no mapping)
@@ -356,7 +357,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_header_size(path: Path) -> None:
-    """The library's own limits, said before it maps the file, and in the words that its errors lack."""
+    """Checks the limits of the safetensors library before it maps the file, for a clearer error message."""
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -364,16 +365,16 @@ def _check_header_size(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     header_bytes = int.from_bytes(start, "little")
-    # Text or a pickle, too, begins with eight bytes that are a large number: `_why` knows these.
+    # The first 8 bytes of text or of a pickle are a large number too. `_why` explains these files.
     if len(start) == 8 and start[4:] == bytes(4) and header_bytes > min(MAX_HEADER_BYTES, size - 8):
         raise UserError(
             f"{path}: is no readable safetensors file: its header is said to have {header_bytes:,} bytes, "
-            f"the file has {size:,} (and {MAX_HEADER_BYTES:,} is the limit); download it again"
+            f"but the file has {size:,} ({MAX_HEADER_BYTES:,} is the limit); download it again"
         )
 
 
 def _why(path: Path, error: Exception) -> str:
-    """What the file is instead, where its first bytes tell, and what to do."""
+    """What the file is, if its first bytes show it, and what to do."""
     try:
         with path.open("rb") as file:
             start = file.read(16)

@@ -1,8 +1,8 @@
-"""Loading a checkpoint: each rank reads its own boxes of every tensor, whatever ranks wrote them.
+"""Loads a checkpoint: each rank reads its own boxes of every tensor, from the files of any number of ranks.
 
-A file is mapped into memory, once, and a tensor of it is a view of the mapping, so what is needed of a tensor
-is copied a single time: from the mapping (disk, or the page cache that verification has just filled) to where
-it belongs, cast on the way. The cost is that of touching new memory, page by page; several threads share it.
+Each file is mapped into memory once, and its tensors are views of the mapping. So data is copied only once:
+from the mapping (disk, or the page cache that verification has just filled) to its destination, with a cast.
+Most of the time goes into touching new memory, page by page; several threads do this in parallel.
 """
 
 import itertools
@@ -35,13 +35,13 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fills parameters and optimizer state from a verified checkpoint, each rank reading its own part.
+    """Fills parameters and optimizer state from a verified checkpoint. Each rank reads its own part.
 
-    optimizer: see `stored.ListsState`. tensors: those that `CheckpointWriter.save` was given, filled in place
-    as far as the checkpoint has them; a run that used another precision has others there, or none.
+    optimizer: see `stored.ListsState`. tensors: further tensors, as in `CheckpointWriter.save`. They are
+    filled in place if the checkpoint has them; a run with another precision stored others, or none.
 
-    Raises UserError where the checkpoint lacks what is listed, has it in another shape or dtype, or holds the
-    state of another optimizer.
+    Raises UserError if a parameter or a tensor of the optimizer is missing in the checkpoint or has another
+    shape or dtype there, or if the checkpoint has the state of another optimizer.
     """
     num_updates = read_state(manifest).num_updates
     optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
@@ -59,9 +59,9 @@ def load_state(
 
 
 class StoredFiles:
-    """The tensors of a checkpoint, read from files that stay mapped as long as this object lives.
+    """Reads tensors of a checkpoint, from files that stay mapped as long as this object exists.
 
-    Safe to use from several threads.
+    Several threads can use it at the same time.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -69,17 +69,17 @@ class StoredFiles:
         self._open: dict[str, Any] = {}
         self._opening = threading.Lock()
 
-    @torch.no_grad()  # which every thread has to say for itself
+    @torch.no_grad()  # here, because grad mode is a setting of each thread
     def read(
         self, name: str, pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype | None
     ) -> None:
-        """Fills `pieces` of the tensor `name`, casting to their dtype.
+        """Fills `pieces` of the tensor `name`, with a cast to their dtype.
 
-        shape, dtype: what the whole tensor must be in the checkpoint; None: any float dtype. Raises UserError
-        where it is not, and unless exactly the elements of `pieces` were read.
+        shape, dtype: of the whole tensor in the checkpoint; dtype None: any float dtype. Raises UserError if
+        the checkpoint has another shape or dtype, or does not have each element of `pieces` exactly once.
         """
         if 0 in shape:
-            return  # no element, so no file has it
+            return  # the tensor has no element, so no file contains it
         shards, stored = self.manifest.shards.get(name, []), self.manifest.extents(name)
         needed = _extents(shape)[: len(stored)]
         if stored != needed:
@@ -99,7 +99,7 @@ class StoredFiles:
     def _read_overlap(
         self, name: str, shard: Shard, piece: Piece, shape: Sequence[int], dtype: torch.dtype | None
     ) -> int:
-        """Copies what `piece` has in common with `shard`; returns how many elements."""
+        """Copies the intersection of `piece` and `shard`; returns its number of elements."""
         here, there = list[slice](), list[slice]()
         for (begin, size), (other, other_size) in zip(_box(piece), _box(shard, shape), strict=True):
             first, end = max(begin, other), min(begin + size, other + other_size)
@@ -115,7 +115,7 @@ class StoredFiles:
         return part.numel()
 
     def _view(self, name: str, shard: Shard, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-        """What the shard's file holds under `name`; a view of the mapped file."""
+        """The tensor `name` of the shard's file, as a view of the mapped file. Checks its shape and dtype."""
         path = self.manifest.folder / shard.file
         try:
             with self._opening:
@@ -140,8 +140,8 @@ class StoredFiles:
 
 
 def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
-    """Makes the calls in `at_once` threads. The first error is raised, after what was begun has ended; no
-    further call is begun.
+    """Makes the calls in `at_once` threads. After an error no further call begins; the error is raised when
+    all running calls have ended.
     """
     with ThreadPoolExecutor(at_once) as pool:
         for _ in pool.map(lambda call: call(), calls):
@@ -149,38 +149,41 @@ def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
 
 
 def num_reading_threads() -> int:
-    """Two at least; more where torch's own threads leave cores of this rank's share unused."""
+    """Number of threads for reading: at least 2; more if torch's threads leave cores of this rank idle."""
     return max(2, min(8, num_threads() // torch.get_num_threads()))
 
 
 def _check_all_listed(
     manifest: Manifest, optimized: Iterable[Stored], optimizer: torch.optim.Optimizer
 ) -> None:
-    """State that nobody loads would be lost without a word: it is another optimizer's."""
+    """Raises UserError if the checkpoint has optimizer state that this optimizer does not list: it would be
+    lost silently. Another optimizer wrote it.
+    """
     listed = {each.name for each in optimized}
     for name, parts in manifest.shards.items():
         if parts[0].file.startswith(_OPTIMIZER_FILES) and name not in listed:
             raise UserError(
-                f"{manifest.folder}: holds {name!r}, which {type(optimizer).__name__} does not keep; go on "
-                "with the optimizer and the model that saved it, or start anew in another output_dir"
+                f"{manifest.folder}: holds {name!r}, which {type(optimizer).__name__} does not keep; "
+                "continue with the optimizer and the model that saved it, or start anew in another output_dir"
             )
 
 
 def _read_later(files: StoredFiles, stored: Stored) -> Callable[[], None]:
-    # Meshes are asked here, in the thread that owns them.
+    # Shapes of DTensors are computed here, in the main thread, which made the meshes.
     tensor = stored.tensor
     return partial(files.read, stored.name, stored.pieces(), tuple(tensor.shape), tensor.dtype)
 
 
 @torch.no_grad()
 def _fill(files: StoredFiles, weight: Stored) -> None:
-    """Loads a weight that is kept otherwise than as its values, which are needed all at once."""
+    """Loads a weight that is not stored in place (linear/weights/stored.py); needs all its values at once."""
     values = dequantized(weight.tensor)
     _read_later(files, replace(weight, tensor=values))()
     beside = dict[str, Tensor]()
     for prefix, tensor in stored_beside(weight.tensor).items():
         name = f"{prefix}/{weight.name}"
-        # Of this very layout alone: a row that tensor parallelism cuts has a scale in each part.
+        # Use stored scales only if their layout is equal: tensor parallelism may cut a row, and each part of
+        # the row then has its own scale.
         stored = files.manifest.extents(name)
         if stored == _extents(tensor.shape)[: len(stored)]:
             beside[prefix] = tensor.clone()
@@ -189,13 +192,13 @@ def _fill(files: StoredFiles, weight: Stored) -> None:
 
 
 def _extents(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows, columns and further sizes; 1 for rows or columns that there are not."""
+    """Sizes of the dimensions, at least two: rows and columns are 1 if `shape` has no such dimension."""
     return (*shape, *(2 - len(shape)) * (1,))
 
 
 def _box(part: Piece | Shard, shape: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """(first, number) of each dimension, of two at least. shape: of the whole tensor, for the dimensions that
-    a shard does not cut.
+    """(first, number) of each dimension, at least two. shape: of the whole tensor, for the dimensions that
+    are not cut in a shard.
     """
     if isinstance(part, Shard):
         box = part.box

@@ -1,17 +1,17 @@
-"""manifest.json: what a checkpoint folder must hold, byte for byte.
+"""manifest.json: lists the files and tensors of a checkpoint, so that every changed byte is noticed.
 
-safetensors notices truncation but no flipped bit, and nothing notices a file of another step. The manifest
-lists every file's size and sha256, the step, and which part of which tensor lies where. Its last line is the
-sha256 of all bytes before it, so that no byte of the manifest itself can change unnoticed either, be it a
-space.
+safetensors notices a truncated file, but neither a flipped bit nor a file of another step. The manifest lists
+the step, the size and sha256 of every file, and the file and position of each part of each tensor. Its last
+line is the sha256 of all bytes before it, so a change of the manifest is noticed too.
 
-A digest tells damage, not intent: whoever writes a checkpoint on purpose writes a right one. What the
-manifest says is therefore checked like any other input before it is used: types and ranges, names that
-stay inside the folder, boxes that tile their tensor, and that the files hold just these. A tensor's dtype and
-further dimensions stand in the headers of its files, and must be the same in all of them.
+A digest finds damage, but not a forged checkpoint, whose digests can be right. So the content of the manifest
+is checked like any other input: types and ranges, file names without folders, boxes that tile their tensor,
+and files that contain exactly the listed tensors. Dtypes and the dimensions after the first two are in the
+headers of the files, and must agree in all files of a tensor.
 
-The version says what a reader must know. 3: the parts of a tensor are rectangles of its first two dimensions.
-4: some are boxes that are cut in a further dimension. A checkpoint that needs no more is of version 3.
+Versions. 3: the parts of a tensor are rectangles in its first two dimensions. 4: some parts are boxes that
+are cut in another dimension too. A checkpoint without such boxes is written as version 3, so that older
+versions of lptune can read it.
 """
 
 import hashlib
@@ -34,20 +34,20 @@ from lptune.distributed import SideGroup
 
 NAME = "manifest.json"
 _RECTANGLES, _BOXES = 3, 4
-"""The versions; see above."""
+"""The two versions of the manifest; see above."""
 _MAX_BEYOND = 6
-"""Further dimensions. A box has 2 ** dimensions corners (tiling)."""
+"""Limit of dimensions after the first two. Tiling looks at all corners of a box: 2 ** dimensions."""
 _MAX_BYTES = 1024 * MEBI
-"""A thousand ranks with a thousand tensors each take a quarter of it."""
+"""A manifest of 1,000 ranks with 1,000 tensors each has a quarter of this size."""
 _MAX_INTEGER = 2**53
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(safetensors|json)")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor: rows [start, start + rows), columns [column, column + columns), and so on.
+    """A box of a tensor: rows [start, start + rows), columns [column, column + columns), and `beyond`.
 
-    `file` stores it under the tensor's name, beginning with row `at`.
+    It is stored in `file`, under the tensor's name, from row `at` of the stored tensor on.
     """
 
     file: str
@@ -55,69 +55,69 @@ class Shard:
     rows: int
     column: int
     columns: int
-    """1 for what has fewer than two dimensions."""
+    """1 if the tensor has fewer than two dimensions."""
     at: int
     beyond: tuple[tuple[int, int], ...] = ()
-    """(first, number) of each further dimension where one of them is cut; empty: all of them are whole."""
+    """(first, number) of each dimension after the first two; empty if none of these is cut."""
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """(first, number) of rows, of columns and of what `beyond` has."""
+        """(first, number) of rows, of columns and of the dimensions in `beyond`."""
         return (self.start, self.rows), (self.column, self.columns), *self.beyond
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file; `beyond` where it is not empty."""
+        """The shard as a JSON object, without `beyond` if that is empty."""
         return {key: value for key, value in asdict(self).items() if key != "beyond" or value}
 
     @staticmethod
     def from_json(part: Mapping[str, Any]) -> "Shard":
-        """The opposite, of what this process wrote."""
+        """The inverse of `to_json`. Does not check values: see `_shard`."""
         beyond = tuple((first, number) for first, number in part.get("beyond", ()))
         return Shard(**{**part, "beyond": beyond})
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's entry in the manifest."""
+    """Size and digest of a file, from the manifest."""
 
     size: int
-    """In bytes."""
+    """Size of the file in bytes."""
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint folder says it holds."""
+    """The content of a manifest whose values were checked."""
 
     folder: Path
     step: int
     world_size: int
     shards: dict[str, list[Shard]]
-    """Tensor name -> where its parts are."""
+    """By tensor name: the boxes of the tensor and their files."""
     files: dict[str, FileEntry]
-    """By name, all but the manifest itself."""
+    """By file name: all files of the checkpoint except the manifest."""
 
     def extents(self, name: str) -> tuple[int, ...]:
-        """Rows and columns of a whole tensor, and its further sizes where `Shard.beyond` has them; 0 x 0
-        where the checkpoint has no such tensor.
+        """Sizes of a whole tensor: rows, columns, and the dimensions that `Shard.beyond` has. (0, 0) if the
+        checkpoint has no such tensor.
         """
         boxes = [shard.box for shard in self.shards.get(name, [])] or [((0, 0), (0, 0))]
         return tuple(max(first + number for first, number in dim) for dim in zip(*boxes, strict=True))
 
 
 def step_folder_name(step: int) -> str:
-    """`step-00000100`."""
+    """The folder name of a checkpoint: `step-00000100` for 100."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """100 for `step-00000100`."""
+    """The step in the name of a checkpoint's folder: 100 for `step-00000100`."""
     return int(folder.name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, newest first."""
-    # [0-9] and not isdigit, which takes the ² of step-² for a digit and int() does not.
+    # [0-9], not isdigit: isdigit accepts the ² of step-², which int() refuses.
     found = [
         path for path in folder.glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]) and path.is_dir()
     ]
@@ -125,14 +125,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest; the rank that wrote the file makes it."""
+    """The manifest's entry of a file: its size and sha256. The rank that wrote the file calls this."""
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def write_manifest(
     folder: Path, step: int, world_size: int, files: dict[str, dict[str, Any]], shards: dict[str, list[Shard]]
 ) -> None:
-    """files: `describe_file` of every file in `folder`."""
+    """Writes manifest.json durably. files: by name, `describe_file` of every file in `folder`. shards: by
+    tensor name.
+    """
     missing = {path.name for path in folder.iterdir()} ^ set(files)
     assert not missing, missing
     has_boxes = any(shard.beyond for parts in shards.values() for shard in parts)
@@ -149,24 +151,24 @@ def write_manifest(
 
 
 def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
-    """Checks every byte of a checkpoint folder against its manifest. Raises UserError naming the first
-    fault.
+    """Compares every byte of a checkpoint with its manifest. Raises UserError that names the first fault.
 
-    group: all its ranks call this, each hashes its share of the files, and all of them raise alike.
+    group: all its ranks call this. Each rank hashes its share of the files, and all ranks raise the same
+    error. None: this process alone.
     """
     group = group or SideGroup()
     with group.together((UserError, OSError), why):
         manifest = read_manifest(folder)
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         mine = largest_first[group.rank :: group.size]
-        with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
+        with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
             list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
         _check_stored(manifest)
     return manifest
 
 
 def check_sizes(folder: Path) -> None:
-    """`verify` without reading the files: that all are there, with as many bytes as the manifest says."""
+    """Checks that all files exist with the sizes of the manifest, without reading them. Raises UserError."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
@@ -187,7 +189,7 @@ def _check_size(file: Path, entry: FileEntry) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, whose files are not read."""
+    """Reads and checks the manifest of a checkpoint, but not its other files. Raises UserError."""
     path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
@@ -199,7 +201,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(sealed)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not the JSON that was written: {error}; the file was changed") from None
+        raise UserError(f"{path}: is not valid JSON: {error}; the file was changed") from None
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version not in (_RECTANGLES, _BOXES):
         raise UserError(
@@ -214,7 +216,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{path}: {error}; lptune did not write this") from None
     name = step_folder_name(manifest.step)
-    # A link may have any name. old-…: as files.set_aside calls it.
+    # A link may have any name. files.set_aside gives names old-….
     names = (folder.name, folder.resolve().name)
     if not any(re.fullmatch(rf"{name}|old-{name}-[0-9]+", each) for each in names):
         raise UserError(
@@ -230,8 +232,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_stored(manifest: Manifest) -> None:
-    """The files' headers against the shards: the files hold these tensors, every row of a tensor is in one
-    shard, and all parts of a tensor have one dtype and one number of dimensions.
+    """Compares the headers of the files with the shards: the files contain exactly the listed tensors, every
+    row of a stored tensor is in one shard, and all parts of a tensor agree in dtype and dimensions.
     """
     headers = {
         file: read_shapes(manifest.folder / file) for file in manifest.files if file.endswith(".safetensors")
@@ -269,17 +271,17 @@ def _check_stored(manifest: Manifest) -> None:
 
 
 def _seal(body: bytes) -> str:
-    """What follows `body` in the file: the digest of it, as the last key of the object."""
+    """The last line of the manifest: the digest of `body`, as the last key of the JSON object."""
     return f',\n  "digest": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
 
 
 def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
-    """The manifest that `content` is. ValueError names the first thing in it that cannot be."""
+    """Makes a Manifest of the JSON object `content`. Raises ValueError that names the first wrong value."""
     step, world_size = (_integer(content, key, minimum) for key, minimum in (("step", 0), ("world_size", 1)))
     files, listed = _table(content, "files"), _table(content, "shards")
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"files: {name!r} is no name of a file of a checkpoint")
+            raise ValueError(f"files: {name!r} cannot be the name of a checkpoint's file")
         _integer(_object(entry, f"files: {name}"), "size", 0)
         if not re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
             raise ValueError(f"files: {name}: sha256: expected 64 hex digits, found {entry.get('sha256')!r}")
@@ -293,7 +295,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         shards[name] = [_shard(_object(part, f"shards: {name!r}"), name, has_boxes) for part in parts]
         unknown = [part.file for part in shards[name] if part.file not in tensor_files]
         if unknown:
-            raise ValueError(f"shards: {name!r}: lies in {unknown[0]!r}, which is no file of tensors here")
+            raise ValueError(f"shards: {name!r}: is in {unknown[0]!r}, which `files` does not list")
         check_tiling(name, [part.box for part in shards[name]])
     entries = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in files.items()}
     return Manifest(folder, step, world_size, shards, entries)
@@ -331,6 +333,6 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 def _integer(values: Mapping[str, Any], key: str, minimum: int, where: str = "") -> int:
     value = values.get(key)
-    if type(value) is not int or not minimum <= value < _MAX_INTEGER:  # a bool is an int, to isinstance
+    if type(value) is not int or not minimum <= value < _MAX_INTEGER:  # isinstance would accept a bool
         raise ValueError(f"{where}{key}: expected an integer from {minimum}, found {value!r:.60}")
     return value

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run goes on from, and whether it may."""
+"""Resuming: finds the checkpoint that a run continues, and checks that model, data and seed are the same."""
 
 import hashlib
 import re
@@ -31,7 +31,7 @@ _MEANING = {
     "config.json": " (a digest of that file in model.path)",
     "tokenizer.json": " (a digest of that file in model.path)",
 }
-"""What the values in a fingerprint that say nothing by themselves are."""
+"""Explanations of values in a fingerprint, for messages."""
 
 _TEMPLATE = "the text of data.chat_template"
 
@@ -39,17 +39,17 @@ _WITHOUT_EFFECT = re.compile(
     r"(output_dir|resume|num_epochs|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
     r"|data\.(?!eval_s)\w+)"
 )
-"""Keys that leave the weights and metrics of a run as they are, or are compared otherwise: the model and the
-training rows by their digests, the export by export.json, num_epochs by the number of steps that it makes."""
+"""Keys that do not change the weights and metrics of a run, and keys that are compared in another way: the
+model and the training rows by digests, the export by export.json, num_epochs by the number of steps."""
 
 
 def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str], None]) -> Manifest | None:
-    """The checkpoint to continue from: the one at `resume`, or with `auto` the newest in `folder` that
-    verifies.
+    """Finds and verifies the checkpoint to continue from: the path `resume`, or with `auto` the newest intact
+    checkpoint in `folder`. None: the run starts from the base checkpoint. A collective.
 
-    All ranks call it, and share the hashing. warn: called with a line for each damaged checkpoint that is
-    passed over, and with one for checkpoints of this run under another precision's name. Damaged ones are
-    never deleted. Raises UserError when there are checkpoints and all are damaged.
+    Damaged checkpoints are never deleted. warn: gets a line for each damaged checkpoint that is skipped, and
+    a line if a folder named after another precision.kind has checkpoints. Raises UserError if the checkpoint
+    at `resume` is damaged, or if `folder` has checkpoints and all are damaged.
     """
     if resume == "none":
         return None
@@ -68,10 +68,11 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
 
 
 def _of_other_precisions(run: Path) -> dict[Path, int]:
-    """Folders beside `run` whose names differ from its name in the precision.kind at its end, or lack it, and
-    the steps of their newest checkpoints, the latest first.
+    """Folders beside `run` whose names have another precision.kind at the end, or none, with the steps of
+    their newest checkpoints; the latest step first.
 
-    A resume may change precision.kind, and with `output_dir: runs/x-${precision.kind}` it changes the folder.
+    A user may resume with another precision.kind, and `output_dir: runs/x-${precision.kind}` then names
+    another folder.
     """
     names: set[str] = set()
     for ending in (f"-{kind}" for kind in PRECISION_KINDS):
@@ -85,11 +86,13 @@ def _of_other_precisions(run: Path) -> dict[Path, int]:
 def newest_verified(
     folder: Path, warn: Callable[[str], None], group: SideGroup | None = None
 ) -> Manifest | None:
-    """`find_checkpoint` with `auto`. group: None is this process alone."""
+    """The newest intact checkpoint in `folder`, as `find_checkpoint` with `auto`; None if there is none.
+    group: all its ranks call this; None: this process alone.
+    """
     group = group or SideGroup()
     is_main = group.rank == 0
     steps = [step_of(path) for path in list_checkpoints(folder)] if is_main else []
-    # As many as the main rank sees: the others' view of a network folder may be older.
+    # The main rank's list counts. Other ranks may see an older state of a network folder.
     num_found = group.of_main(len(steps))
     for number in range(num_found):
         step = group.of_main(steps[number] if is_main else 0)
@@ -109,10 +112,10 @@ def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
         manifest = verify(path, group)
     except UserError as error:
         raise UserError(f"resume: {error}; give another checkpoint, auto or none") from None
-    # Two pasts in one folder: retention and the next resume=auto would take one for the other.
+    # The folder would have checkpoints of two runs, and retention and resume=auto would confuse them.
     if path.resolve().parent != folder.resolve() and group.of_main(len(list_checkpoints(folder))):
         raise UserError(
-            f"resume: {path} is of another run than the checkpoints in {folder}; go on from those with "
+            f"resume: {path} is of another run than the checkpoints in {folder}; continue from these with "
             "resume=auto, or choose another output_dir"
         )
     return manifest
@@ -127,17 +130,18 @@ def state_of_run(
     started_on: date,
     chat_template: str | None,
 ) -> RunState:
-    """What the checkpoints of this part of a run say, beside their step.
+    """The state.json of the checkpoints that this run will write, without their step.
 
-    plan: the precision of the steps to come. saved: of the checkpoint that the run continues. num_steps: that
-    `cfg` resolves to. data_digest: of the training rows. started_on: the day that chat templates see which
-    write a date, in every part of the run. chat_template: the tokenizer's, as the run sees it.
+    plan: the precision of the steps to come. saved: the state of the checkpoint that the run continues; None
+    for a new run. num_steps: the number of steps that `cfg` resolves to. data_digest: of the training rows.
+    started_on: the day that chat templates print; the same after a resume. chat_template: the tokenizer's
+    template, as the run uses it.
 
-    Precision, compilation, ranks and length may change between the parts of one run; what is in `fingerprint`
-    may not.
+    Precision, compilation, ranks and number of steps may change when a run is resumed. The values in
+    `fingerprint` may not.
     """
     fingerprint = {
-        # What decides the data comes before the data, so that the cause is named and not its consequence.
+        # Settings that change the data come before the data, so that an error names the cause.
         "seed": cfg.seed,
         "data.seq_len": cfg.data.seq_len,
         "global_batch_size": cfg.global_batch_size,
@@ -160,8 +164,8 @@ def state_of_run(
 
 
 def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> None:
-    """Raises UserError where ranks have different data, models or seeds, and where a run continues the
-    checkpoint `saved` with others than that says; names both values. A collective.
+    """Raises UserError if ranks differ in data, model or seed, or if the run differs from `saved`, the
+    checkpoint that it continues. The error gives both values. A collective.
     """
     fingerprint = now.fingerprint
     _check_same_on_all_ranks(fingerprint, world)
@@ -178,7 +182,7 @@ def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> No
 
 
 def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
-    """What the training rows are made by, beside the files of data.source: value or digest by name."""
+    """By name, values and digests of what determines the training rows, except the files of data.source."""
     values = as_written(cfg)["data"].items()
     found = {f"data.{key}": value for key, value in values if not key.startswith("eval_s") and key != "cache"}
     folder = Path(cfg.model.path).expanduser()
@@ -190,19 +194,20 @@ def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
 
 
 def _what_changed(saved: RunState, now: RunState) -> str:
-    """Which of `_decides_rows`; empty where the checkpoint is older than these."""
+    """A note on which values of `_decides_rows` changed; empty if an older version wrote the checkpoint."""
     before, after = (state.content.get("decides_rows") for state in (saved, now))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return ""
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    # It changes with data.chat_template or a file of the model, and by itself if the file was edited.
+    # The template's text also changes with data.chat_template or with a file of the model. Then name only the
+    # cause.
     causes = [name for name in changed if name != _TEMPLATE] or changed
     what = ", ".join(causes) or "none of data.* but the content of the files that data.source names"
     return f" (a digest of the training rows; changed: {what})"
 
 
 def _check_same_on_all_ranks(fingerprint: Mapping[str, Any], world: World) -> None:
-    """Each machine reads its own files, and each has its own command."""
+    """Raises UserError if ranks differ: each machine reads its own files, and was given its own command."""
     hashes = [hashlib.sha256(repr(value).encode()).digest() for value in fingerprint.values()]
     numbers = torch.tensor([int.from_bytes(digest[:7], "little") for digest in hashes], device=world.device)
     extremes = torch.stack([numbers, -numbers])
@@ -218,12 +223,12 @@ def _check_same_on_all_ranks(fingerprint: Mapping[str, Any], world: World) -> No
 def check_unchanged(
     saved: RunState, now: RunState, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
 ) -> None:
-    """Refuses to call a run finished whose config has changed, naming every changed key and both values.
+    """Raises UserError if no step is left to train but the config has changed, since the change would have no
+    effect. The error gives each changed key with both values.
 
-    saved: the checkpoint after which no step is left. A change has an effect only on steps that are still
-    to come. say: called with one line where another version of lptune wrote a checkpoint that cannot be
-    compared, or not in whole. cls: the config's class, whose default stands for a key that the checkpoint
-    does not have.
+    saved: the state of the last checkpoint. say: gets a line if the checkpoint cannot be compared completely,
+    because another version of lptune wrote it. cls: the config class; its default is used for a key that the
+    checkpoint lacks.
     """
     config = saved.content.get("config")
     if not isinstance(config, dict):
@@ -243,8 +248,8 @@ def check_unchanged(
     if changed:
         raise UserError(
             f"{saved.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
-            "choose another output_dir for another run, raise num_steps to go on with the change, or take it "
-            "back (`lptune export` exports the checkpoint as it is)"
+            "choose another output_dir for another run, raise num_steps to continue with the change, or undo "
+            "it (`lptune export` exports the checkpoint as it is)"
         )
 
 

@@ -1,7 +1,7 @@
-"""Retention: which checkpoints stay. The newest always does, whatever the keys say.
+"""Retention: removes old checkpoints. The newest checkpoint always stays.
 
-A checkpoint that goes is renamed first: a kill in the middle of a removal must not leave half a `step-…`.
-Files in it that lptune did not write stay, in a folder `old-step-…`.
+A checkpoint is renamed before it is removed, so that a kill during the removal leaves no incomplete `step-…`.
+Files in it that lptune did not write are kept, in a folder `old-step-…`.
 """
 
 import json
@@ -33,10 +33,7 @@ _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(st
 
 
 def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig) -> set[int]:
-    """Of the steps with a checkpoint, those that stay.
-
-    eval_losses: step -> its eval_loss; None where there is none.
-    """
+    """The steps whose checkpoints stay. eval_losses: eval_loss, or None, of each step with a checkpoint."""
     steps = sorted(eval_losses, reverse=True)
     keep = set(steps[: cfg.keep_last])
     if cfg.keep_every:
@@ -46,12 +43,10 @@ def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig
 
 
 def remove_old(folder: Path, newest: int, cfg: CheckpointConfig, metrics: Path | None = None) -> None:
-    """Removes what need not stay beside the checkpoint of step `newest`, which has just been published.
+    """Removes old checkpoints by the keys of `cfg`. newest: the step that was just published.
 
-    metrics: where the run writes its held-out losses. An evaluation that a stop left out is made up for after
-    the checkpoint was published, and is only there.
-
-    What the folder holds of later steps is neither counted nor removed.
+    metrics: metrics.jsonl of the run. If a stop left an evaluation to the next launch, only it has the loss.
+    Checkpoints of later steps are neither counted nor removed. Raises UserError if `newest` is incomplete.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder) if step_of(path) <= newest}
     if newest not in checkpoints:
@@ -81,7 +76,7 @@ def _remove(checkpoint: Path) -> None:
 def _eval_loss(checkpoint: Path) -> float | None:
     try:
         state = read_json(checkpoint / "state.json")
-    except UserError:  # a damaged one: it is no candidate for the best
+    except UserError:  # a damaged checkpoint cannot be the best one
         return None
     return _number(state)
 

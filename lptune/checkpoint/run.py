@@ -1,4 +1,4 @@
-"""A run, as its recipe holds it: its folder, the checkpoint that it continues, its saves and its export.
+"""Run: the files of one run, for its recipe: folder, checkpoint to continue, saves and export.
 
     with checkpoint.open_run(cfg, world) as run:
         run.find_checkpoint()                                 which step to continue from, if any
@@ -11,8 +11,8 @@
             ...                                               train; writer.save(step)
         run.export(base)
 
-A recipe decides when each of these happens. A Run never trains: none of its methods takes a batch, a loss or
-a function to call.
+The recipe decides when each of these happens. A Run does not train: no method of it takes a batch, a loss or
+a callable.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,20 +43,20 @@ class Counts(Protocol):
     """The part of `training.Update` that a checkpoint stores."""
 
     def counts(self) -> dict[str, int]:
-        """How many steps were skipped, by name."""
+        """The numbers of skipped steps, by their name in state.json."""
 
 
 class Run:
-    """One run on this rank. All ranks make one and call its methods in the same order."""
+    """One run, on this rank. Every rank makes a Run, and all call its methods in the same order."""
 
     def __init__(self, cfg: RunConfig, world: World, folder: RunFolder) -> None:
         self.folder = folder
         self.step = 0
-        """Of the newest checkpoint: the one that the run continues, or has saved since; 0: there is none."""
+        """The step of the newest checkpoint, from which the run continued or which it saved; 0: none."""
         self.started_on = date.today()
-        """The date that chat templates print; a resumed run keeps it."""
+        """The date that chat templates print. A resumed run keeps it."""
         self.skipped: dict[str, int] = {}
-        """`training.Update.counts` of the checkpoint that the run continues."""
+        """The counts of skipped steps (`training.Update.counts`) in the checkpoint that the run continues."""
         self._cfg, self._world = cfg, world
         self._continues: Manifest | None = None
         self._saved: RunState | None = None
@@ -75,12 +75,12 @@ class Run:
         return self.folder.metrics
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether metrics.jsonl holds a held-out loss of `step`. A collective."""
+        """Whether metrics.jsonl has an eval_loss for `step`. A collective."""
         return self.folder.has_evaluation(step)
 
     def find_checkpoint(self) -> None:
-        """Finds and verifies the checkpoint that `resume` asks for, and sets `step`, `started_on` and
-        `skipped` by it. A collective. Raises UserError as `resume.find_checkpoint` does.
+        """Finds and verifies the checkpoint to continue (the key `resume`), and sets `step`, `started_on` and
+        `skipped` from it. A collective. Raises UserError as `resume.find_checkpoint` does.
         """
         found = find_checkpoint(self.folder.checkpoints, self._cfg.resume, self._world, self._world.print)
         if found is not None:
@@ -91,11 +91,11 @@ class Run:
     def check_continues(
         self, plan: Plan, num_steps: int, data_digest: str, chat_template: str | None
     ) -> None:
-        """Raises UserError where the ranks, or this run and its checkpoint, differ in what must not change.
-        Keeps what checkpoints of this run will say of it.
+        """Raises UserError if ranks differ, or the run differs from the checkpoint that it continues, in
+        data, model or seed. Also prepares state.json for the checkpoints of this run. A collective.
 
-        plan: the precision of the steps to come. num_steps: at which the run ends. data_digest: of the
-        training rows. chat_template: the tokenizer's, as the run uses it. A collective.
+        plan: the precision of the steps to come. num_steps: the step after which the run ends. data_digest:
+        of the training rows. chat_template: the tokenizer's template, as the run uses it.
         """
         self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template
@@ -103,8 +103,8 @@ class Run:
         check_fingerprint(self._saved, self._state, self._world)
 
     def is_finished(self, num_steps: int) -> bool:
-        """Whether nothing is left to train or to export; says so. Raises UserError where the config has
-        changed since the last step, or the export is there in another form than the config asks for.
+        """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
+        left to train but the config has changed, or the export exists with other `export.*` settings.
         """
         if self._saved is None or self.step < num_steps:
             return False
@@ -120,8 +120,8 @@ class Run:
         return True
 
     def load(self, base: Base, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision) -> int:
-        """Fills `model`, `optimizer` and `low` from the checkpoint that the run continues, or `model` from
-        `base`. Returns the step to go on from. A collective.
+        """Fills `model`, `optimizer` and `low` from the checkpoint that the run continues, or only `model`
+        from `base` in a new run. Returns the number of steps already done. A collective.
         """
         if self._continues is None:
             load_hf(model, base.index, self._world)
@@ -131,8 +131,8 @@ class Run:
         return self.step
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:
-        """Makes the run's folder or prepares it for the steps to come, and prints the plan and `report`.
-        A collective.
+        """Makes the run's folder, or prepares an existing one; writes config.yaml and precision_plan.json;
+        prints the plan and `report`. A collective.
         """
         self.folder.create(self._continues, self._world.print)
         with self.folder.together():
@@ -146,15 +146,17 @@ class Run:
     def writer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
     ) -> "RunWriter":
-        """For the saves of the steps to come. A context; a collective. Raises UserError where the folder went
-        away since `begin`: it would be made anew.
+        """The writer of checkpoints; use it as a context manager. A collective. Raises UserError if the run's
+        folder has disappeared since `begin`.
         """
         with self.folder.together():
             self.folder.check_held()
         return RunWriter(self, model, optimizer, low, update)
 
     def stopped(self, by: Signals) -> SystemExit:
-        """What ends a run that the signal `by` stopped between two steps: exit code 143, with a line."""
+        """The exception to raise when the signal `by` stopped the run between two steps: exit code 143.
+        Prints a line.
+        """
         again = "run again" if self._cfg.resume == "auto" else "run again with resume=auto"
         what = (
             f" after step {self.step}, saved; {again} to continue"
@@ -165,14 +167,14 @@ class Run:
         return SystemExit(143)
 
     def export(self, base: Base) -> None:
-        """Writes the newest checkpoint as a Hugging Face folder if `export.enabled`. Prints where the result
-        is. A collective.
+        """Exports the newest checkpoint as a Hugging Face folder, if `export.enabled`. Prints the path of the
+        result. A collective. Raises UserError as `export_hf` does.
         """
         if not self._cfg.export.enabled:
             newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
             self._world.print(f"no export (export.enabled: false); {newest}")
             return
-        assert self._newest is not None  # the config's own check: an export needs checkpoint.at_end
+        assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
         export_hf(self._newest, base.index, self.folder.export, self._cfg.export, self._world)
         with self.folder.together():
             if self._world.is_main:
@@ -181,11 +183,10 @@ class Run:
 
 
 class RunWriter:
-    """Saves of a run: tensors of the model, the optimizer and low precision, and what state.json says of
-    them.
+    """Saves checkpoints of a run: tensors of the model, the optimizer and low precision, and state.json.
 
-    As a context it waits at its end until the last save is published; not after an error on several ranks,
-    one of which may be gone.
+    As a context manager it waits at its end until the last save is published. After an error on several ranks
+    it does not wait, because a rank may have ended.
     """
 
     def __init__(
@@ -216,10 +217,11 @@ class RunWriter:
         self._files.__exit__(kind, error, traceback)
 
     def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
-        """Starts a save of the state after `step` as checkpoints/step-N. A collective.
+        """Saves the state after `step` as checkpoints/step-N, in the background if checkpoint.async_save. A
+        collective.
 
-        eval_loss: of this step, for checkpoint.keep_best. wait: return when it is published, and not already
-        when it is being written in the background. Raises UserError as `CheckpointWriter.save` does.
+        eval_loss: of this step, for checkpoint.keep_best. wait: return only when the checkpoint is published.
+        Raises UserError as `CheckpointWriter.save` does.
         """
         run = self._run
         assert run._state is not None, "check_continues comes first: it says what checkpoints record"
@@ -228,26 +230,26 @@ class RunWriter:
         run.step, run._has_saved = step, True
 
     def is_overdue(self) -> bool:
-        """`CheckpointWriter.is_overdue`: by `checkpoint.every_minutes`, on this rank's clock."""
+        """Whether checkpoint.every_minutes have passed since the last save, by this rank's clock."""
         return self._files.is_overdue()
 
     def check(self) -> None:
-        """Raises what a save in the background failed with, if it has."""
+        """Raises the error of a save in the background, if it has failed."""
         self._files.check()
 
     def wait(self) -> Path | None:
-        """Waits until nothing is being written. Returns the newest checkpoint: of this run, or the one that
-        it continues. Raises as `check` does.
+        """Waits until no save is running. Returns the newest checkpoint of this run, or the checkpoint that
+        it continues, or None. Raises as `check` does.
         """
         return self._files.wait() or self._run._newest
 
 
 @contextmanager
 def open_run(cfg: RunConfig, world: World) -> Iterator[Run]:
-    """The run of `cfg`, whose folder is checked, and locked if it is there already. A collective.
+    """Opens the run of `cfg`: checks its folder, and locks it if it is a run's already. A collective.
 
-    Raises UserError where the folder cannot be a run's. An OSError within the context that names a path of
-    that folder is a UserError too (run_folder.py).
+    Raises UserError if the folder cannot be used for a run, and, in place of an OSError in the context, if
+    that names a path in the folder (run_folder.py).
     """
     with open_run_folder(cfg, world) as folder:
         yield Run(cfg, world, folder)

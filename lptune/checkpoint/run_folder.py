@@ -1,14 +1,16 @@
-"""One run, one folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/, logs/.
+"""The run folder: config.yaml, metrics.jsonl, precision_plan.json, checkpoints/, export/, logs/.
 
-A lock on OUTPUT_DIR/.lock keeps a second run out for as long as the first lives; the kernel drops it with the
-process, so a killed run never leaves a stale one. A folder that holds a run is locked once the names, kinds
-and rights in it were looked at, and before a checkpoint or export.json is read: what these say stays true.
-Any other folder is made, locked and written to only after everything the user can have wrong was checked.
-Its .lock must then be a new file: one that is there means that another run came first.
+A lock on OUTPUT_DIR/.lock keeps a second run out while the first one lives. The kernel releases the lock when
+the process ends, so a killed run leaves no stale lock. When the lock is taken depends on the folder:
 
-The folder may have been made by others. No link in it is followed, and nothing but regular files and folders
-is used. A run continues its folder only from a checkpoint of that folder. What any other start finds there,
-of another tool or another run, is renamed, never overwritten.
+- A folder that contains a run is locked after names, file types and permissions in it were checked, and
+  before a checkpoint or export.json is read, so that their content cannot change afterwards.
+- Any other folder is made and locked only after all checks of the user's input. Its .lock must be a new file;
+  if it exists, another run came first.
+
+Others may have made the folder, so no link in it is followed, and only regular files and folders are used. A
+run continues in its folder only from a checkpoint in this folder. Any other start renames the results that
+it finds there, of a run or of another tool, and never overwrites them.
 """
 
 import json
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lptune import ranks
+from lptune import launch
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.checkpoint.retention import MAX_LINE_BYTES, evaluations
@@ -49,7 +51,7 @@ _RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_
 
 
 class RunFolder:
-    """Where a run writes. The main rank writes; the others only know the paths."""
+    """The folder to which a run writes. Only the main rank writes; other ranks use the paths."""
 
     def __init__(self, path: Path, world: World) -> None:
         self.path = path
@@ -64,12 +66,12 @@ class RunFolder:
 
     @property
     def export(self) -> Path:
-        """Folder of the exported Hugging Face checkpoint."""
+        """The folder of the export, a Hugging Face folder."""
         return self.path / "export"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """metrics.jsonl: one JSON object for each step."""
         return self.path / "metrics.jsonl"
 
     @contextmanager
@@ -81,7 +83,7 @@ class RunFolder:
             yield
 
     def write_config(self, cfg: Any) -> None:
-        """config.yaml: every key, so that it runs as it is whatever defaults become."""
+        """Writes config.yaml with every key, so that it stays the same config if defaults change."""
         self.check_held()
         write_text(self.path / "config.yaml", to_yaml(cfg))
 
@@ -90,9 +92,8 @@ class RunFolder:
         write_json(self.path / "precision_plan.json", plan)
 
     def keep_metrics_until(self, step: int, say: Callable[[str], None]) -> None:
-        """Drops the metrics of later steps, which the resumed run writes again (and a torn last line).
-
-        A file with other lines that no run writes is set aside, with a line; the new one has its metrics.
+        """Removes the metrics of steps after `step`, which the resumed run writes again, and an incomplete
+        last line. If the file has lines that no run writes, the original is renamed and `say` gets a line.
         """
         kept, num_odd, why_odd = list[str](), 0, ""
         if self.metrics.exists():
@@ -114,7 +115,7 @@ class RunFolder:
         write_text(self.metrics, "".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the metrics hold a held-out loss of `step`, as the main rank reads them. A collective."""
+        """Whether the metrics have an eval_loss for `step`, as the main rank reads them. A collective."""
         found = False
         with self.together():
             if self._world.is_main:
@@ -122,9 +123,9 @@ class RunFolder:
         return self._world.sum(found) > 0
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
-        """Whether export/ holds the weights of `step`, as the main rank reads it: the others' view of a
-        network folder may be older. Raises UserError where it holds them otherwise than `cfg` asks, and where
-        export.json does not tell. A collective.
+        """Whether export/ has the weights of `step`, as the main rank reads it: other ranks may see an older
+        state of a network folder. Raises UserError if it has them with other settings than `cfg`, or if
+        export.json cannot be read. A collective.
         """
         found = False
         with self.together():
@@ -142,22 +143,27 @@ class RunFolder:
         for key, value in _form(cfg).items():
             if held.get(key, value) != value:
                 raise UserError(
-                    f"{self.export}: is there already, with export.{key} {held[key]!r} (now {value!r}); "
-                    "delete that folder to have it written anew, or use `lptune export`"
+                    f"{self.export}: exists already, with export.{key} {held[key]!r} (now {value!r}); "
+                    "delete that folder to export again, or use `lptune export`"
                 )
         return True
 
     def write_exported(self, step: int, cfg: ExportConfig) -> None:
-        """Says that export/ holds the weights of `step`, as `cfg` asks."""
+        """Writes export.json, which says that export/ has the weights of `step`, with the settings `cfg`."""
         self.check_held()
         write_json(self.path / "export.json", {"step": step, **_form(cfg)})
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
-        """Makes the folder, or prepares it for going on from `resumed`. All ranks call it."""
+        """Makes and locks the folder, or prepares an existing folder. A collective.
+
+        resumed: the checkpoint that the run continues. If it is in this folder, checkpoints and metrics of
+        later steps are set aside or removed; else all results are renamed. say: gets a line for each rename.
+        Raises UserError if the folder cannot be made or another run has locked it.
+        """
         with self.together():
             if self._world.is_main:
                 self._create(resumed, say)
-        ranks.keep_log(self.path / "logs")
+        launch.keep_log(self.path / "logs")
 
     def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         self.check_held()
@@ -195,35 +201,35 @@ class RunFolder:
             ) from None
 
     def _is_own(self, resumed: Manifest) -> bool:
-        """Whether the checkpoint is one of this folder, be it by a link here or a link to here."""
+        """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
         return any(is_within(path, self.checkpoints) for path in (resumed.folder.parent, resumed.folder))
 
     def _set_aside_results(self, say: Callable[[str], None]) -> None:
-        """Renames what a run that continues nothing here would write over. Nothing is lost with an empty
-        file, as an interrupted start leaves it.
+        """Renames files and folders that this run would overwrite, if it does not continue from here. Empty
+        files are not renamed: an interrupted start leaves them.
         """
         for path in (self.path / name for name in _RESULTS):
             if (found := kind_of(path)) and (found != "a file" or path.stat().st_size):
                 say(f"set aside: {path} -> {set_aside(path).name}")
 
     def check_held(self) -> None:
-        """Raises UserError where the folder is no longer the one that this run began in."""
+        """Raises UserError if the path no longer leads to the folder in which this run began."""
         if self._held is not None:
             self._held.check()
 
     def hold(self) -> None:
-        """Opens the folder: from now on it is noticed when it goes away."""
+        """Opens the folder, so that `check_held` notices if it is removed or replaced."""
         if self._held is None:
             self._held = HeldFolder(self.path)
 
     def is_a_run(self) -> bool:
-        """Whether there is something that a run would continue, or another run that may be at it."""
+        """Whether the folder contains a run to continue, or another run may be using it."""
         return any(kind_of(self.path / name) for name in (".lock", "checkpoints", "export.json"))
 
     def lock(self, flags: int = 0) -> None:
-        """Keeps other runs out until `unlock`.
+        """Locks the folder until `unlock`. Raises UserError if another run has locked it.
 
-        flags: os.O_EXCL raises FileExistsError where there is a lock, held or not.
+        flags: with os.O_EXCL, raises FileExistsError if .lock exists, locked or not.
         """
         self.hold()
         path = self.path / ".lock"
@@ -238,12 +244,12 @@ class RunFolder:
             ) from None
         if why_not:
             self._world.print(
-                f"note: {path} cannot be locked ({why_not}); nothing keeps a second run out of that folder, "
-                "so start none"
+                f"note: {path} cannot be locked ({why_not}); do not start a second run in that folder, since "
+                "nothing would stop it"
             )
 
     def unlock(self) -> None:
-        """Lets other runs use the folder again."""
+        """Releases the lock, so that other runs can use the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -252,7 +258,7 @@ class RunFolder:
             self._held = None
 
     def check(self, resume: str) -> None:
-        """Raises UserError when a run cannot write here; writes nothing."""
+        """Raises UserError if a run cannot use this folder. resume: the key. Writes nothing."""
         if resume == "none" and (self.metrics.exists() or self.checkpoints.exists()):
             raise UserError(
                 f"output_dir: {self.path} holds another run; choose a new folder, or continue it with "
@@ -266,12 +272,12 @@ class RunFolder:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """That what is there of a run is of the right kind, and this user's to write."""
+        """Raises UserError if a file or folder of a run has the wrong type, or may not be written to."""
         parts = [(self.path / name, "a file" if name in RUN_FILES else "a folder") for name in _PARTS]
-        # A name that a checkpoint will need: found at the first save, it would cost what was trained.
+        # A file with the name of a future checkpoint would make a save fail, and lose what was trained.
         steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
         parts += [(path, "a folder") for path in steps if not path.is_dir()]
-        # Anything else where a file is first written is replaced.
+        # Temporary names: a file there is replaced, a folder is an error.
         scratch = [self.path / f"{TEMPORARY}{name}" for name in RUN_FILES]
         parts += [(path, "a file") for path in scratch if kind_of(path) == "a folder"]
         for path, wanted in parts:
@@ -286,7 +292,7 @@ class RunFolder:
                 f"output_dir: {self.export} is a mount point, which a run cannot replace by its export; "
                 "unmount it or choose another folder"
             )
-        # Of the other files the old ones are replaced by a rename, whoever they belong to.
+        # Other files are replaced by a rename, which needs no permission for the old file.
         written = [self.path / name for name in (".lock", *RUN_FOLDERS)]
         written += [*list_checkpoints(self.checkpoints), *_leftovers(self.checkpoints)]
         written += (self.path / "logs").glob("rank-*.log")
@@ -309,7 +315,7 @@ def _step_of_line(line: bytes) -> int | None:
 
 
 def _leftovers(checkpoints: Path) -> list[Path]:
-    """What a killed run left in its folder of checkpoints, by the names that only a run gives."""
+    """Files and folders that a killed run left among its checkpoints, by their temporary names."""
     return [
         path for name in ("step", "removed-step") for path in checkpoints.glob(f"{TEMPORARY}{name}-[0-9]*")
     ]
@@ -327,7 +333,7 @@ def _form(cfg: ExportConfig) -> dict[str, Any]:
 
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
-    """`step` and `_form` of export.json; what an older version did not write may be missing."""
+    """`step` and the keys of `_form` from export.json. Keys are missing if an older version wrote it."""
     try:
         held = read_json(path)
         form = {key: type(value) for key, value in _form(ExportConfig()).items()}
@@ -337,16 +343,17 @@ def _read_exported(path: Path, export: Path) -> dict[str, Any]:
             if key in held and (type(held[key]) is not type_ or held[key] != held[key]):
                 raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
     except UserError as error:
-        raise UserError(f"{error}; remove that file to have {export} written anew") from None
+        raise UserError(f"{error}; remove that file to export again to {export}") from None
     return held
 
 
 @contextmanager
 def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
-    """The folder of a run, checked, and locked if it holds one; `create` makes it. All ranks call it.
+    """Opens the run folder: checks it, and locks it if it contains a run. `create` makes a new folder. A
+    collective.
 
-    An OSError within that names a path of that folder (a disk that fills up, fails or vanishes) is a
-    UserError: the run is stopped, what it had saved stays. Any other OSError goes on as it is.
+    An OSError in the context that names a path in the folder becomes a UserError: the disk is full, has
+    failed or was removed, and saved checkpoints stay. Other OSErrors are raised unchanged.
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     try:
@@ -371,7 +378,7 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         name = error.filename
-        if not isinstance(name, (str, bytes, os.PathLike)):  # none, or the number of a descriptor
+        if not isinstance(name, (str, bytes, os.PathLike)):  # None, or the number of a file descriptor
             raise
         file = Path(os.fsdecode(name))
         if not file.absolute().is_relative_to(folder.absolute()):

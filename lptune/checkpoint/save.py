@@ -1,24 +1,24 @@
-"""Saving: a checkpoint appears whole or not at all, and training hardly waits for it.
+"""Saves checkpoints: a checkpoint appears completely or not at all, and training hardly waits for it.
 
-    step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …a pair per rank, or more
-                    replicated-00000.safetensors, sharded-00000.safetensors  what `save` was given beside
-                    these: amax histories, averages of weights
+    step-00000100/  model-00000.safetensors  optimizer-00000.safetensors  …one or more of each per rank
+                    replicated-00000.safetensors, sharded-00000.safetensors  further tensors given to `save`:
+                    amax histories, averages of weights
                     state.json  manifest.json
 
-The position in the data is the step (the order of rows is a function of seed and epoch), and all random
-numbers are functions of the seed and the step. So weights, the optimizer's state, step and fingerprint are
-all that an exact continuation needs; the objects that keep them list them (stored.py). Weights are plain and
-in high precision: a run may resume under another precision, compile mode or number of ranks.
+The step is also the position in the data, because the order of rows is a function of seed and epoch. All
+random numbers are functions of seed and step. So an exact continuation needs only the weights, the state of
+the optimizer, the step and the fingerprint. The objects that own such tensors list them (stored.py). Weights
+are stored as float values, so a run can resume with another precision, compile mode or number of ranks.
 
-Publishing. All files are written and flushed in `.tmp-step-N`; ranks agree that theirs are; rank 0 adds the
-manifest, flushes the folder, renames it and flushes its parent. A kill at any moment leaves the old
-checkpoints and perhaps a `.tmp-…` behind. An error on any rank is an error on all, with one message, and
-removes only what was being written.
+Publishing. All ranks write and flush their files in `.tmp-step-N` and agree that all have succeeded. Then
+rank 0 adds the manifest, flushes the folder, renames it and flushes its parent. After a kill at any moment,
+the old checkpoints are intact, and a `.tmp-…` may be left. An error on one rank is raised on all ranks with
+the same message, and only the incomplete checkpoint is removed.
 
-In the background. Between two optimizer steps nobody writes to weights and the optimizer's state. So the copy
-to host memory runs beside the next forward and backward, and the optimizer's next step waits for its end, if
-it comes that soon; files are written and hashed from the copy. That costs host memory, with AdamW 12 bytes
-for each parameter on this rank. A failure surfaces at the next `check`, which the loop calls every step.
+In the background. Weights and optimizer state change only in the optimizer's step. So they are copied to host
+memory during the next forward and backward, and the next step of the optimizer waits for the end of the copy.
+Files are written and hashed from the copy. It costs host memory: with AdamW, 12 bytes for each parameter on
+this rank. An error is raised by the next `check`, which the loop calls in every step.
 """
 
 import math
@@ -66,12 +66,11 @@ from lptune.checkpoint.stored import (
     parameters_of,
     state_of,
 )
-from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy
+from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy, size_text
 from lptune.distributed import SideGroup, World, reshard
-from lptune.distributed.collectives import size_text
 from lptune.linear import dequantized
 
-# A rank's files: several, so that they are written and hashed side by side, but not thousands in a folder.
+# A rank writes several files, so that threads write and hash them in parallel, but not thousands of files.
 _PARTS = 8
 _SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30
 
@@ -79,9 +78,9 @@ _SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30
 class CheckpointWriter:
     """Publishes checkpoints of `model` and `optimizer` as `folder/step-N`, and removes old ones.
 
-    All ranks make one and call its methods in the same order. As a context it waits at its end for what is
-    being written. With cfg.async_save, `save` returns at once; until the next step of `optimizer` nobody may
-    write to parameters or moments.
+    Every rank makes a CheckpointWriter, and all call its methods in the same order. As a context manager it
+    waits at its end for a running save. With cfg.async_save, `save` returns at once, and only `optimizer` may
+    then write to parameters and optimizer state, in its next step.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class CheckpointWriter:
         clock: Callable[[], float] = time.monotonic,
         metrics: Path | None = None,
     ) -> None:
-        """optimizer: see `stored.ListsState`; ValueError for one that does not list its state. clock: in
-        seconds, for cfg.every_minutes; it starts now. metrics: see `retention.remove_old`.
+        """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
+        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`.
         """
         listing(optimizer)
         self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
@@ -103,7 +102,7 @@ class CheckpointWriter:
         self._world = world
         self._group = SideGroup(world)
         self._held: HeldFolder | None = None
-        with self._group.together((*WRITE_ERRORS, UserError), _why_no_folder):
+        with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
             if world.is_main:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._held = HeldFolder(folder)
@@ -126,7 +125,7 @@ class CheckpointWriter:
             self.wait()
             self._group.close()
         elif self._thread is not None and self._world.size == 1:
-            self._thread.join()  # with several ranks it may wait for one that is gone
+            self._thread.join()  # with several ranks, the thread may wait forever for a rank that has ended
         if self._thread is None or not self._thread.is_alive():
             self._copies.clear()
             if self._held is not None:
@@ -141,13 +140,13 @@ class CheckpointWriter:
         eval_loss: float | None = None,
         wait: bool = False,
     ) -> Path:
-        """Publishes the state after `step`; waits for an earlier save first, and raises what it failed with.
-        Returns where the checkpoint is, or will be.
+        """Saves the state after `step`; returns the path of the checkpoint, which may still be in writing.
+        First waits for an earlier save, and raises its error if it failed.
 
-        state: what state.json says beside the step. tensors: further ones by name, copied to the host before
-        this returns: plain ones, the same on every rank, and DTensors. eval_loss: of this step, for
-        checkpoint.keep_best. wait: return when the checkpoint is published, whatever cfg.async_save says.
-        Raises UserError when the disk is full or refuses; the checkpoints that were there stay.
+        state: the content of state.json without the step. tensors: further tensors by name: DTensors, or
+        tensors that are equal on all ranks; they are copied to the host before this method returns.
+        eval_loss: of this step, for checkpoint.keep_best. wait: return only when the checkpoint is published,
+        even with cfg.async_save. Raises UserError if the disk cannot be written to; checkpoints stay.
         """
         self.wait()
         self._last_save_s = self._clock()
@@ -173,8 +172,8 @@ class CheckpointWriter:
         return final
 
     def is_overdue(self) -> bool:
-        """Whether cfg.every_minutes have passed since the last save, by this rank's clock. Ranks' clocks
-        differ: `World.at_boundary` makes the main rank's answer everybody's.
+        """Whether cfg.every_minutes have passed since the last save, by this rank's clock. Clocks of ranks
+        differ; `World.at_boundary` gives all ranks the answer of the main rank.
         """
         leaves_none = not (self._cfg.every_steps or self._cfg.at_end)
         is_writing = self._thread is not None and self._thread.is_alive()
@@ -183,12 +182,12 @@ class CheckpointWriter:
         return self._clock() - self._last_save_s >= 60 * self._cfg.every_minutes
 
     def check(self) -> None:
-        """Raises what a save in the background failed with, if it has."""
+        """Raises the error of a save in the background, if it has failed. Does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def wait(self) -> Path | None:
-        """Waits until nothing is being written; returns the newest checkpoint. Raises like `check`."""
+        """Waits for a running save; returns the newest checkpoint, or None. Raises as `check` does."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -200,7 +199,7 @@ class CheckpointWriter:
     # ---- what
 
     def _contents(self, tensors: Mapping[str, Tensor], num_updates: int) -> dict[str, list["_Part"]]:
-        """Name of file -> what this rank writes into it."""
+        """By file name: the parts that this rank writes into the file."""
         beside = further(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
@@ -211,7 +210,8 @@ class CheckpointWriter:
         check_names(stored for group in groups.values() for stored in group)
         files: dict[str, list[_Part]] = {}
         for kind, group in groups.items():
-            # What several ranks hold is stored by the first of them, what a rank holds nothing of by others.
+            # If several ranks have the same part, the first of them stores it. A rank without elements of a
+            # tensor stores nothing.
             mine = [stored for stored in group if stored.is_written_by(self._world)]
             parts = [_Part(each.name, each.local(), as_shards(each)) for each in mine]
             name = f"{kind}-{self._world.rank:05d}"
@@ -244,7 +244,7 @@ class CheckpointWriter:
         if saved is None:
             self._copy(parts)
             return
-        # A new thread's device is the first GPU, on which leaving the stream would make a context of ours.
+        # A new thread starts on the first GPU, and leaving the stream would create a CUDA context there.
         torch.cuda.set_device(self._world.device)
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
@@ -254,7 +254,7 @@ class CheckpointWriter:
 
     def _wait_for_copy(self) -> None:
         self._copied.wait()
-        if self._copied_on_device is not None:  # the device waits, the host goes on launching
+        if self._copied_on_device is not None:  # the device waits; the host continues to launch kernels
             torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
 
     def _write(self, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
@@ -302,7 +302,7 @@ class CheckpointWriter:
             save_tensors(partial / name, {part.name: on_host(part) for part in job.files[name]})
             return name, describe_file(partial / name)
 
-        # safetensors, hashlib and fsync let go of the GIL.
+        # safetensors, hashlib and fsync release the GIL, so threads run in parallel.
         with ThreadPoolExecutor(num_threads()) as pool:
             files = dict(pool.map(write, job.files))
         shards = {
@@ -318,19 +318,19 @@ class CheckpointWriter:
         files["state.json"] = describe_file(partial / "state.json")
         write_manifest(partial, job.step, self._world.size, files, shards)
         final = self._folder / step_folder_name(job.step)
-        if final.exists():  # published folders are never written into
+        if final.exists():  # a published checkpoint is never overwritten
             set_aside(final)
         publish_folder(partial, final)
 
 
 class _Part(NamedTuple):
-    """What this rank writes of one tensor."""
+    """This rank's part of one tensor."""
 
     name: str
     local: Tensor
-    """On its device, live. `dequantized` makes plain values of it."""
+    """The live tensor, on its device. It may be quantized; `dequantized` gives the values to store."""
     shards: list[Shard]
-    """Where it lies in the whole; the file is still to be named."""
+    """Its boxes in the whole tensor, without a file name yet."""
 
     @property
     def num_bytes(self) -> int:
@@ -352,17 +352,13 @@ class _Job(NamedTuple):
         return sum(part.num_bytes for part in self.parts)
 
 
-def _why_no_folder(error: Exception) -> str:
-    return f"checkpoints cannot be written: {why(error)}; {remedy(error, 'mend it')}, and run again"
-
-
 @torch.no_grad()
 def _on_host(part: _Part) -> Tensor:
     return dequantized(part.local).cpu().contiguous()
 
 
 def _copied(part: _Part, buffer: Tensor | None, pinned: bool = False) -> Tensor:
-    """A copy in host memory, in `buffer` if that fits."""
+    """A copy of the values in host memory, in `buffer` if shape and dtype fit."""
     values = dequantized(part.local)
     if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
         buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
@@ -370,7 +366,9 @@ def _copied(part: _Part, buffer: Tensor | None, pinned: bool = False) -> Tensor:
 
 
 def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
-    """(suffix of the file's name, what goes into it): files of about equal size, one where all is small."""
+    """Divides the parts over files of about equal size; one file if all parts are small. Returns (suffix of
+    the file name, its parts) for each file.
+    """
     total = sum(part.num_bytes for part in parts)
     limit = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
     files: list[list[_Part]] = []
@@ -387,7 +385,7 @@ def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
 
 
 def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:
-    """What each rank said of its files and shards."""
+    """Reads and removes the rank-N.json of all ranks; returns their files and shards together."""
     files: dict[str, dict[str, Any]] = {}
     shards: dict[str, list[Shard]] = {}
     for rank in range(world_size):

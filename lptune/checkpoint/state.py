@@ -1,15 +1,15 @@
-"""state.json: what a checkpoint says of the run that wrote it, enough to continue or export it.
+"""state.json: describes the run that wrote a checkpoint, so that the run can be continued or exported.
 
-    step, num_skipped, num_skipped_in_a_row, eval_loss        where the run stood
+    step, num_skipped, num_skipped_in_a_row, eval_loss        the state of the run
     fingerprint                                               digests and settings that must not change
-    decides_rows                                              what the digest of the rows follows from
-    config                                                    every key that decides the result
-    started_on                                                the day that chat templates see
+    decides_rows                                              the settings and files that decide the rows
+    config                                                    all keys that decide the result
+    started_on                                                the day that chat templates print
     parts                                                     precision and versions of all steps (card.py)
-    about                                                     where the imported model is, how to export
+    about                                                     path of the base checkpoint, export settings
 
-`RunState` is this file, whether it was read or will be written. A block is checked when it is asked for,
-since a checkpoint of an older version may lack it.
+A `RunState` is the content of this file, read or to be written. Each block is checked when it is used,
+because a checkpoint of an older version may lack it.
 """
 
 from collections.abc import Mapping
@@ -29,26 +29,26 @@ from lptune.config import RunConfig, SourceConfig, UserError, as_written, source
 
 @dataclass(frozen=True)
 class About:
-    """A run, as its checkpoints describe it."""
+    """The block `about` of state.json: what an export needs to know about the run."""
 
     model: str
-    """Absolute path of the imported folder."""
+    """Absolute path of the base checkpoint."""
     data: str
-    """Names of the training data's sources."""
+    """Names of the data sources for training."""
     precision: str
-    """`precision.kind` of its last steps; of all of them: card.py."""
+    """`precision.kind` of the last steps. `parts` has the precision of all steps (card.py)."""
     chat_template: str | None
-    """Text of the template, where the run used another than the tokenizer's own."""
+    """Text of the chat template, if the run did not use the tokenizer's template; else None."""
     dtype: str
     max_shard_gib: float
-    """`export.*`."""
+    """`export.dtype` and `export.max_shard_gib`."""
     lptune: str
     torch: str
-    """Versions."""
+    """Versions of lptune and torch."""
 
 
 def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
-    """The block `about` of state.json. chat_template: the tokenizer's, as the run sees it."""
+    """The block `about` of state.json. chat_template: the tokenizer's template, as the run uses it."""
     about = About(
         model=str(Path(cfg.model.path).expanduser().absolute()),
         data=source_names(_sources_as_written(cfg)),
@@ -63,7 +63,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
 
 
 def _sources_as_written(cfg: RunConfig) -> tuple[SourceConfig, ...]:
-    """As the config names them: no value of the environment goes into a model card."""
+    """The data sources as the config names them, so that no environment variable gets into a model card."""
     written = as_written(cfg)["data"]["source"]
     if isinstance(written, str):
         return (SourceConfig(source=written),)
@@ -73,14 +73,14 @@ def _sources_as_written(cfg: RunConfig) -> tuple[SourceConfig, ...]:
 
 @dataclass(frozen=True)
 class RunState:
-    """The content of state.json. Each property raises UserError where its block is not what lptune writes."""
+    """The content of state.json. Each property raises UserError if lptune cannot have written its block."""
 
     content: Mapping[str, Any]
-    """Blocks by name."""
+    """The blocks by name."""
     step: int = 0
-    """Of the checkpoint; 0: not of one."""
+    """The step of the checkpoint; 0 if the state was not read from a checkpoint."""
     folder: Path = Path()
-    """The checkpoint's."""
+    """The folder of the checkpoint."""
 
     @property
     def path(self) -> Path:
@@ -89,7 +89,9 @@ class RunState:
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """What the parts of one run, and the model of its export, must agree in."""
+        """Digests and settings that must be equal in all parts of a run, and in the base checkpoint of its
+        export.
+        """
         fingerprint = self.content.get("fingerprint")
         if not isinstance(fingerprint, dict):
             raise UserError(f"{self.path}: has no fingerprint; lptune did not write it")
@@ -97,7 +99,7 @@ class RunState:
 
     @property
     def started_on(self) -> date:
-        """The day the run began."""
+        """The day on which the run began."""
         day = self.content.get("started_on", "")
         try:
             return date.fromisoformat(day)
@@ -106,9 +108,9 @@ class RunState:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """What `training.Update.counts` said when the checkpoint was saved."""
+        """The counts of skipped steps (`training.Update.counts`) when the checkpoint was saved."""
         found, most = dict[str, int](), self.step
-        # No more in a row than in all, and no more in all than steps.
+        # num_skipped is at most the step, num_skipped_in_a_row at most num_skipped.
         for key in ("num_skipped", "num_skipped_in_a_row"):
             count = self.content.get(key, 0)
             if type(count) is not int or not 0 <= count <= most:
@@ -123,12 +125,12 @@ class RunState:
 
     @property
     def about(self) -> About:
-        """What an export needs to know."""
+        """The block `about`, which an export needs."""
         block, types = self.content.get("about"), get_type_hints(About)
         if not isinstance(block, dict) or block.keys() != types.keys():
             raise UserError(
                 f"{self.path}: does not say what it is a checkpoint of; another version of lptune wrote it: "
-                "export with that one"
+                "export it with that version"
             )
         for key, type_ in types.items():
             if not isinstance(block[key], type_):
@@ -137,8 +139,8 @@ class RunState:
 
 
 def read_state(manifest: Manifest) -> RunState:
-    """state.json of a verified checkpoint. Raises UserError where it is of another step, or nothing of
-    lptune's.
+    """Reads state.json of a verified checkpoint. Raises UserError if its step is not the manifest's, or if
+    lptune did not write it.
     """
     path = manifest.folder / "state.json"
     content = read_json(path)
@@ -150,7 +152,7 @@ def read_state(manifest: Manifest) -> RunState:
 
 
 def base_digests(folder: Path) -> dict[str, str]:
-    """By which an imported folder is recognised; part of a run's fingerprint."""
+    """The digests that identify a base checkpoint, by name; a part of a run's fingerprint."""
     return {
         "config.json": sha256(folder / "config.json")[:16],
         "weights": weights_digest(folder)[:16],
@@ -159,7 +161,7 @@ def base_digests(folder: Path) -> dict[str, str]:
 
 
 def check_base(state: RunState, folder: Path) -> None:
-    """Raises UserError for a folder that is not the model which the run of a checkpoint started from."""
+    """Raises UserError if `folder` is not the base checkpoint of the run that wrote `state`."""
     saved = state.fingerprint
     for key, found in base_digests(folder).items():
         wanted = saved.get(key)

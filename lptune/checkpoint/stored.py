@@ -1,17 +1,17 @@
-"""What a checkpoint stores: a list of named tensors, of any dtype and any number of dimensions.
+"""The tensors of a checkpoint: a list of named tensors, of any dtype and any number of dimensions.
 
-    listed by                               name             tensors
-    the model                               NAME             its parameters, as plain float values
-    a kind of weight (linear/stored.py)     PREFIX/NAME      what it keeps beside the values
-    the optimizer (training/listed.py)      KEY/NAME         its state of the parameter NAME
-    the caller of `CheckpointWriter.save`   any              amax histories, averages of weights, ...
+    listed by                                     name             tensors
+    the model                                     NAME             its parameters, as float values
+    a quantized weight (linear/weights/stored.py) PREFIX/NAME      tensors beside the values
+    the optimizer (training/listed.py)            KEY/NAME         its state of the parameter NAME
+    the caller of `CheckpointWriter.save`         any              amax histories, averages of weights, ...
 
-This package knows no PREFIX and no KEY. A tensor lies in files by boxes of the whole (manifest.Shard), so
-nothing of a mesh or a number of ranks is in a checkpoint.
+This package does not know any PREFIX or KEY. Each file stores boxes of whole tensors (manifest.Shard), so a
+checkpoint does not depend on a mesh or a number of ranks.
 
-An optimizer lists its state by two methods (`ListsState`; lptune.training has them for optimizers that keep
-tensors of their parameters' shape). A DTensor is stored by the ranks that hold its parts. A plain tensor is
-the same on every rank: one of them stores it, all of them load it.
+An optimizer lists its state by the two methods of `ListsState`. lptune.training implements them for
+optimizers whose state has the shapes of the parameters. A DTensor is stored by the ranks that have its parts.
+Any other tensor must be equal on all ranks: one rank stores it, all ranks load it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,32 +29,34 @@ from lptune.linear import stored_beside
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a run, as a checkpoint stores it."""
+    """A tensor of a run, with its name in a checkpoint."""
 
     name: str
     tensor: Tensor
-    """Live: saved as it is, filled by loading. A quantized weight is stored by its dequantized values."""
+    """The live tensor, which is saved, or filled in place. Of a quantized weight, the dequantized values are
+    stored.
+    """
     fused_rows: Sequence[int] = ()
-    """See `local_pieces`."""
+    """Rows of the matrices that are fused into this tensor; see `local_pieces`."""
 
     def pieces(self) -> list[Piece]:
-        """The boxes that this rank has, views of its storage."""
+        """The boxes of the tensor that this rank has, as views. Raises ValueError if it cannot be stored."""
         try:
             return local_pieces(self.tensor, self.fused_rows)
         except ValueError as error:
             raise ValueError(f"{self.name!r} cannot be stored: {error}") from None
 
     def local(self) -> Tensor:
-        """This rank's part in one tensor."""
+        """This rank's part of the tensor, as one tensor."""
         return on_this_rank(self.tensor).detach()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks may hold different parts; otherwise all of them hold the same."""
+        """Whether ranks may have different parts. If not, the tensor is equal on all ranks."""
         return isinstance(self.tensor, DTensor)
 
     def is_written_by(self, world: World) -> bool:
-        """Whether this rank is the first of those that hold this part."""
+        """Whether this rank is the first of the ranks that have this part."""
         return is_first_holder(self.tensor) if self.is_sharded else world.is_main
 
 
@@ -62,29 +64,30 @@ class Stored:
 class ListsState(Protocol):
     """An optimizer that lists its state for a checkpoint.
 
-    names: of the model's parameters. Both return live tensors by the names under which a checkpoint stores
-    them: `KEY/NAME` for state of the parameter NAME, with a KEY of the optimizer's choice.
+    names: the name of each parameter of the model. Both methods return live tensors by their names in a
+    checkpoint: `KEY/NAME` for state of the parameter NAME. The optimizer chooses KEY.
     """
 
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> Mapping[str, Tensor]:
-        """What is to be saved: all that an exact continuation needs. num_updates: as in `restored`."""
+        """The tensors to save: all state that an exact continuation needs. num_updates: as in `restored`."""
 
     def restored(
         self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
     ) -> Mapping[str, Tensor]:
-        """Makes the state that `stored` had listed, of unspecified values, and lists it to be filled.
+        """Creates the state that `stored` listed when saving, with unspecified values, and lists it; loading
+        fills it in place.
 
-        saved: the names of all tensors in the checkpoint. num_updates: how often the optimizer has stepped.
+        saved: the names of all tensors in the checkpoint. num_updates: the number of updates so far.
         """
 
 
 def parameters_of(model: nn.Module) -> list[Stored]:
-    """Every parameter, by its name."""
+    """All parameters of the model, by name."""
     return _named(model, dict(model.named_parameters()))
 
 
 def beside_parameters_of(model: nn.Module) -> list[Stored]:
-    """What kinds of weights store beside their values, as `PREFIX/NAME`."""
+    """The tensors that quantized weights store beside their values, as `PREFIX/NAME`."""
     beside = {
         f"{prefix}/{name}": tensor
         for name, parameter in model.named_parameters()
@@ -94,24 +97,24 @@ def beside_parameters_of(model: nn.Module) -> list[Stored]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int) -> list[Stored]:
-    """The optimizer's state, as it lists it; see `ListsState.stored`."""
+    """The state of the optimizer, as `ListsState.stored` lists it."""
     return _named(model, listing(optimizer).stored(_names(model), num_updates))
 
 
 def state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], num_updates: int
 ) -> list[Stored]:
-    """The optimizer's state, made new; see `ListsState.restored`."""
+    """The state of the optimizer, created by `ListsState.restored`, to be filled."""
     return _named(model, listing(optimizer).restored(_names(model), saved, num_updates))
 
 
 def further(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
-    """What `CheckpointWriter.save` was given. `PREFIX/NAME` is cut as the parameter NAME is."""
+    """The further tensors of `CheckpointWriter.save`. `PREFIX/NAME` is cut in the same way as NAME."""
     return _named(model, tensors)
 
 
 def listing(optimizer: torch.optim.Optimizer) -> ListsState:
-    """The optimizer itself. Raises ValueError where it does not list its state: checkpoints would lack it."""
+    """`optimizer` as a ListsState. Raises ValueError if it is none: checkpoints would lack its state."""
     if not isinstance(optimizer, ListsState):
         raise ValueError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} does not list its state for a "
@@ -122,7 +125,7 @@ def listing(optimizer: torch.optim.Optimizer) -> ListsState:
 
 
 def check_names(stored: Iterable[Stored]) -> None:
-    """Raises ValueError where two tensors have one name: a checkpoint would lack one of them."""
+    """Raises ValueError if two tensors have the same name, since a checkpoint would lack one of them."""
     seen = set[str]()
     for each in stored:
         if each.name in seen:
@@ -131,7 +134,7 @@ def check_names(stored: Iterable[Stored]) -> None:
 
 
 def as_shards(stored: Stored) -> list[Shard]:
-    """The boxes that this rank has, as a manifest says it; the file is still to be named."""
+    """The boxes that this rank has, as entries of a manifest, with an empty file name."""
     shape = tuple(stored.tensor.shape)
     found = []
     for values, start, at in stored.pieces():
@@ -149,5 +152,5 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def _named(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
     fused = fused_rows(model)
-    # A parameter's own name, or PREFIX/NAME.
+    # The name is NAME or PREFIX/NAME; fused rows are those of NAME.
     return [Stored(name, t, fused.get(name.rpartition("/")[2], ())) for name, t in tensors.items()]

@@ -1,7 +1,8 @@
 """SHA256SUMS: the digests of an export's files, as `sha256sum` writes and `sha256sum --check` reads them.
 
-An index and finite values do not tell a flipped bit. README.md is left out, being there to be edited; a
-comment holds its digest as it was written, by which an edited one is known.
+Digests find a flipped bit, which a check of the index and of finite values misses. README.md is not listed,
+because users may edit it. A comment has the digest of the original README.md, which shows whether it was
+edited.
 """
 
 import re
@@ -20,13 +21,13 @@ _MAX_BYTES = MEBI  # ten thousand files
 
 
 def write_part(folder: Path, rank: int, files: Iterable[str]) -> None:
-    """What `rank` has written into `folder`, for `write_sums`."""
+    """Writes the digests of the files that `rank` wrote into `folder`. `write_sums` collects them."""
     write_text(folder / f".{NAME}-{rank:05d}", "".join(_lines(folder, files)))
 
 
 def write_sums(folder: Path) -> None:
-    """SHA256SUMS of all that is in `folder`, README.md among it: from the ranks' parts, and of files that no
-    rank named.
+    """Writes SHA256SUMS of all files in `folder`: lines from `write_part` of all ranks, digests of files that
+    no rank listed, and the comment for README.md.
     """
     parts = sorted(folder.glob(f".{NAME}-*"))
     lines = [line for part in parts for line in part.read_text("utf-8").splitlines(keepends=True)]
@@ -39,7 +40,9 @@ def write_sums(folder: Path) -> None:
 
 
 def verify_sums(folder: Path) -> int:
-    """Compares the files with SHA256SUMS, where there is one; returns how many. UserError names a fault."""
+    """Compares the files of an export with SHA256SUMS; returns their number, 0 without SHA256SUMS. Raises
+    UserError that names the first fault.
+    """
     wanted, _ = _read_sums(folder)
     try:
         found = dict(zip(wanted, _digests(folder, wanted), strict=True))
@@ -52,7 +55,7 @@ def verify_sums(folder: Path) -> int:
 
 
 def is_as_written(folder: Path) -> bool:
-    """Whether `folder` is an export to which nothing was added, and of which nothing was changed."""
+    """Whether `folder` is an unchanged export: no file was added, removed or changed."""
     if folder.is_symlink() or not (folder / NAME).is_file():
         return False
     if any(kind_of(path) != "a file" for path in folder.iterdir()):
@@ -67,7 +70,7 @@ def is_as_written(folder: Path) -> bool:
 
 
 def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
-    """Name -> digest of each file, and that of README.md as it was written; empty without SHA256SUMS."""
+    """(digests by file name, digest of the original README.md). Both are empty without SHA256SUMS."""
     path = folder / NAME
     if not path.is_file():
         return {}, ""
@@ -85,5 +88,5 @@ def _lines(folder: Path, files: Iterable[str]) -> list[str]:
 
 
 def _digests(folder: Path, names: Iterable[str]) -> list[str]:
-    with ThreadPoolExecutor(num_threads()) as pool:  # hashing lets go of the GIL
+    with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
         return list(pool.map(lambda name: sha256(folder / name), names))

@@ -1,13 +1,13 @@
-"""Do boxes tile a tensor: no gap, no overlap? And do the rows of a file belong to one of them each?
+"""Checks that boxes tile a tensor, without gap or overlap, and that each row of a file is in one box.
 
-Where several ranks wrote their parts of a tensor, a gap is weights that would stay as they were before
-loading, and an overlap is two answers to one question.
+Several ranks write parts of a tensor. After a gap, some weights would keep the values from before loading.
+With an overlap, an element would have two values.
 
-Compared pair by pair, the parts of a thousand ranks would take half a million comparisons per tensor. A count
-of corners does it in one pass. Let f(point) be the number of boxes over a point. Each corner flips the parity
-of f for all points beyond it in every dimension, so if the corners that occur an odd number of times are
-exactly those of the whole tensor, f is odd inside it, hence at least 1. If the volumes also add up to the
-tensor's, f is 1 everywhere.
+Comparing all pairs of parts takes half a million comparisons per tensor for a thousand ranks. Counting
+corners takes one pass. Let f(point) be the number of boxes that contain a point. Each corner flips the parity
+of f for all points beyond it in every dimension. So if the corners that occur an odd number of times are
+exactly the corners of the whole tensor, f is odd inside it, hence at least 1. If the volumes of the boxes
+also add up to the volume of the tensor, f is 1 everywhere.
 """
 
 import itertools
@@ -15,11 +15,11 @@ import math
 from collections.abc import Sequence
 
 Box = Sequence[tuple[int, int]]
-"""(first, number) of each dimension, at least one element each. A matrix: rows and columns."""
+"""(first, number) of each dimension, with number >= 1. For a matrix: rows, columns."""
 
 
 def check_tiling(name: str, parts: Sequence[Box]) -> None:
-    """ValueError unless `parts` tile the tensor from its first element to the end of the last of them."""
+    """Raises ValueError unless `parts` tile a tensor, whose sizes are the largest ends of the parts."""
     if len({len(part) for part in parts}) > 1:
         raise ValueError(f"shards: {name!r}: its parts have different numbers of dimensions")
     odd: set[tuple[int, ...]] = set()
@@ -35,7 +35,7 @@ def check_tiling(name: str, parts: Sequence[Box]) -> None:
 
 
 def check_rows(name: str, parts: Sequence[tuple[int, int]], num_rows: int) -> None:
-    """ValueError unless the runs (first row, number of rows) of a file follow each other up to `num_rows`."""
+    """Raises ValueError unless the row ranges (first, number) in a file follow one another to `num_rows`."""
     end = 0
     for at, rows in sorted(parts):
         if at != end:
@@ -43,7 +43,7 @@ def check_rows(name: str, parts: Sequence[tuple[int, int]], num_rows: int) -> No
         end = at + rows
     if end != num_rows:
         raise ValueError(
-            f"{name!r} has {num_rows} rows, the manifest knows {end} of them one after the other"
+            f"{name!r} has {num_rows} rows, but the manifest lists only {end} without gap or overlap"
         )
 
 

@@ -1,6 +1,6 @@
 """The `lptune` command: one file per subcommand, nothing heavy imported before a command needs it.
 
-A run imports this package first, and listens to signals from then on (lptune/ranks/preemption.py).
+A run imports this package first, and listens to signals from then on (lptune/launch/preemption.py).
 """
 
 import sys
@@ -12,7 +12,8 @@ if import_path.is_program():
     from lptune.cli import interrupts  # then this: Python's own reaction to Ctrl-C is a traceback
 
     interrupts.listen()
-    from lptune.ranks import preemption, streams  # not above: they import more standard modules
+    from lptune.cli import streams  # not above: it and `launch` import more standard modules
+    from lptune.launch import preemption
 
     _command = sys.argv[1:2]
     _is_run = _command == ["run"]

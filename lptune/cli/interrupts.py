@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in all commands but `run`, which saves first (lptune/ranks/preemption.py).
+"""Ctrl-C, SIGTERM and SIGHUP in all commands but `run`, which saves first (lptune/launch/preemption.py).
 
 Python's own reaction, a KeyboardInterrupt, prints a traceback while modules are imported, and is lost if a
 module catches every exception. So the process ends at once, with code 128 + n. An exception is raised only

@@ -31,10 +31,10 @@ from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
 from lptune.cli.run import run
+from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
 from lptune.config import DivergedError, UserError, closest
-from lptune.ranks.streams import OutputLostError
 
 
 @click.group(

@@ -11,7 +11,7 @@ import click
 
 from lptune.cli import catalog, recipe
 from lptune.config import RunConfig, UserError, check_batches, closest, key_paths, load_config
-from lptune.devices import Device, known_device, named_device, unknown_device
+from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig

@@ -20,7 +20,7 @@ from lptune.config import (
     no_gpu_error,
     too_many_ranks_error,
 )
-from lptune.devices import FLOAT8_CAPABILITY, known_device
+from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
 _NVIDIA = Path("/proc/driver/nvidia/gpus")

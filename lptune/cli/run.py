@@ -10,8 +10,9 @@ import re
 
 import click
 
-from lptune.cli import catalog, launch, preflight, recipe
+from lptune.cli import catalog, preflight, recipe
 from lptune.config import RunConfig, UserError, check_given_files_stay, closest, load_config
+from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
 
@@ -46,12 +47,12 @@ def run(
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
     cls = recipe.config_class(recipe_path)
-    if launch.is_rank():
+    if rank.is_rank():
         if torchrun_flags or any(counts.values()):
             raise UserError(
                 "run: this process is a rank already (RANK is set); leave torchrun's flags to its launcher"
             )
-        launch.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
+        rank.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
         return
     cfg = load_config(cls, config_path, overrides)
     if isinstance(cfg, RunConfig):
@@ -60,12 +61,12 @@ def run(
         preflight.check(cfg, *_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
-        launch.torchrun(
+        launcher.torchrun(
             torchrun_flags,
             ["run", str(recipe_path), "--config", str(config_path), *overrides],
             getattr(cfg, "output_dir", None),
         )
-    launch.stay_on_loopback()
+    flags.stay_on_loopback()
     recipe.load_main(recipe_path)(cfg)
 
 
@@ -104,11 +105,11 @@ def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
     Only torchrun's own parser knows which flag takes a value, so the first flag that is not ours costs an
     import of torch.
     """
-    flags, positional = list[str](), list(arguments)
+    torchrun_flags, positional = list[str](), list(arguments)
     if arguments and arguments[0].startswith("-"):
-        flags, positional = launch.split_flags(arguments, _OWN_FLAGS)
+        torchrun_flags, positional = flags.split_flags(arguments, _OWN_FLAGS)
     for argument in positional:
         if argument.startswith("-"):
             hint = closest(argument.partition("=")[0], _OWN_FLAGS) or "; torchrun's flags stand before RECIPE"
             raise UserError(f"run: no such option here: {argument}{hint}")
-    return flags, positional
+    return torchrun_flags, positional

@@ -44,7 +44,15 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, LongLineError, printable, raw_lines, read_text
+from lptune.config.text import (
+    MEBI,
+    LongLineError,
+    flop_text,
+    printable,
+    raw_lines,
+    read_text,
+    size_text,
+)
 
 __all__ = [
     "MEBI",
@@ -101,6 +109,8 @@ __all__ = [
     "printable",
     "raw_lines",
     "read_text",
+    "flop_text",
+    "size_text",
     "remedy",
     "source_names",
     "to_yaml",

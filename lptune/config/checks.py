@@ -27,6 +27,16 @@ def at_least(key: str, value: float, minimum: float) -> None:
         )
 
 
+def num_micro_batches(global_batch_size: int, micro_batch_size: int) -> int:
+    """The number of micro-batches of a global batch. Raises UserError if the last one would not be full."""
+    if global_batch_size % micro_batch_size:
+        raise UserError(
+            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
+            f"({micro_batch_size})"
+        )
+    return global_batch_size // micro_batch_size
+
+
 def check_path(key: str, value: str) -> None:
     """Raises UserError for a path that is empty, that no file system can hold, or that is not printable text.
 

@@ -1,5 +1,6 @@
 """Checks of the number of ranks: against the mesh of `parallel.*`, and against the batch sizes."""
 
+from lptune.config.checks import num_micro_batches
 from lptune.config.errors import UserError
 from lptune.config.schema import ParallelConfig
 
@@ -24,12 +25,7 @@ def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int)
     """Raises UserError when the global batch cannot be cut into whole micro-batches, equally many per
     rank.
     """
-    if global_batch_size % micro_batch_size:
-        raise UserError(
-            f"global_batch_size: {global_batch_size} is not a multiple of micro_batch_size "
-            f"({micro_batch_size})"
-        )
-    num_micro = global_batch_size // micro_batch_size
+    num_micro = num_micro_batches(global_batch_size, micro_batch_size)
     if num_micro % num_ranks:
         fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
         raise UserError(

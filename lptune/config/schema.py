@@ -11,7 +11,7 @@ the code that opens the file, loads the tensor or runs the kernel.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lptune.config.checks import at_least, check_path, one_of, positive
+from lptune.config.checks import at_least, check_path, num_micro_batches, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
@@ -309,11 +309,7 @@ class RunConfig:
         one_of("activation_checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
         at_least("global_batch_size", self.global_batch_size, 1)
         at_least("micro_batch_size", self.micro_batch_size, 1)
-        if self.global_batch_size % self.micro_batch_size:
-            raise UserError(
-                f"global_batch_size: {self.global_batch_size} is not a multiple of micro_batch_size "
-                f"({self.micro_batch_size})"
-            )
+        num_micro_batches(self.global_batch_size, self.micro_batch_size)
         if self.micro_batch_size * self.data.seq_len >= 2**31:
             raise UserError(
                 f"micro_batch_size: {self.micro_batch_size} rows of data.seq_len={self.data.seq_len} are "

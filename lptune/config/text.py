@@ -1,7 +1,7 @@
-"""Reading a text file that may come from anyone: a regular file, UTF-8, not larger than its kind can be.
+"""Text: sizes as text, text that is safe to print, and text files that may come from anyone.
 
-Each kind of file has a largest size, far above any real file and far below what fills the memory. A larger
-file is refused before it is read.
+A file is read if it is regular, UTF-8 and not larger than its kind can be. Each kind of file has a largest
+size, far above any real file and far below what fills the memory. A larger file is refused before it is read.
 """
 
 import stat
@@ -35,6 +35,24 @@ def raw_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
         if len(line) > max_bytes:
             raise LongLineError(f"is longer than {max_bytes:,} bytes")
         yield line
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes as text: `512 B`, `12.3 MB`, in powers of 1000."""
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB"))
+
+
+def flop_text(num_flops: float) -> str:
+    """A number of FLOPs as text: `300 FLOP`, `12.3 MFLOP`, in powers of 1000."""
+    return _scaled(num_flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP"))
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        if number < 1000 or unit == units[-1]:
+            break
+        number /= 1000
+    return f"{number:,.{0 if unit == units[0] else 1}f} {unit}"
 
 
 def read_text(path: Path, max_chars: int, encoding: str = "utf-8") -> str:

@@ -54,10 +54,14 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     and the files. Tokenized documents are stored in the folder that `cfg.cache` names, and read from there.
 
     Documents are held out before weights apply: evaluation sees each once, and training sees none of its
-    copies. vocab_size: of the model; a larger token id is a UserError. Applies `cfg.chat_template`.
+    copies. vocab_size: of the model; a larger token id is a UserError. tokenizer: loaded with
+    `cfg.chat_template`; ValueError otherwise.
     """
-    if cfg.chat_template is not None:
-        tokenizer = tokenizer.with_chat_template(cfg.chat_template)
+    if cfg.chat_template is not None and cfg.chat_template != tokenizer.given_template:
+        raise ValueError(
+            "prepare: the tokenizer has another chat template than data.chat_template; make it by "
+            "load_tokenizer(folder, cfg.data.chat_template)"
+        )
     check_sources("data.source", cfg.sources)
     check_sources("data.eval_source", cfg.eval_sources)
     read = partial(_read_all, cfg, tokenizer, vocab_size)

@@ -61,6 +61,8 @@ class Tokenizer:
 
     infill_token: str = ""
     """A text with this token is refused: transformers splits such a text into prefix and suffix."""
+    given_template: str | None = None
+    """`data.chat_template` of the config, which `template` was made from; None: it is that of the folder."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -137,7 +139,7 @@ class Tokenizer:
                 where="data.chat_template",
                 date=base.date if base else None,
             )
-        return dataclasses.replace(self, template=template)
+        return dataclasses.replace(self, template=template, given_template=chat_template)
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -192,7 +194,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
         alphabet=alphabet_of(spec, special_texts),
-        continuation=continuation, infill_token=kind.infill_token,
+        continuation=continuation, infill_token=kind.infill_token, given_template=chat_template,
     )  # fmt: skip
     where, sources = _own_templates(folder, config)
     if chat_template is not None:

@@ -5,7 +5,7 @@ of tokenizer.json, and rebuilds normalizer, pre-tokenizer and decoder from the c
 Llama 2 puts "▁" before every piece between two special tokens, the class only before the first. The file and
 the library then give different ids. A model that is fine-tuned here is used through transformers (or vLLM,
 which calls it), so lptune follows transformers. A class is refused unless its ids are known to be equal:
-`python -m tests.data.fuzz_tokenizers` compares all classes of transformers id for id.
+`python -m tests.proofs.fuzz_tokenizers` compares all classes of transformers id for id.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Ranks, meshes, and how a model is spread over them."""
 
 from lptune.config import mesh_axes
-from lptune.distributed.collectives import (
+from lptune.distributed.collective_counts import (
     Collective,
     Collectives,
     axis_names,
@@ -28,7 +28,6 @@ from lptune.distributed.shards import (
     is_first_holder,
     local_pieces,
     local_rows,
-    on_this_rank,
     whole_piece,
     zeros_by_rows,
 )
@@ -45,7 +44,8 @@ from lptune.distributed.styles import (
     WordParallelHead,
 )
 from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
-from lptune.distributed.verify import planned_gathers, verify_collectives
+from lptune.distributed.verify_gathers import planned_gathers, verify_collectives
+from lptune.linear import on_this_rank
 
 __all__ = [
     "Collective",

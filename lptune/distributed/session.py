@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
-from lptune import ranks
+from lptune import launch
 from lptune.config import (
     ParallelConfig,
     UserError,
@@ -31,8 +31,8 @@ from lptune.config import (
     printable,
     too_many_ranks_error,
 )
-from lptune.ranks import preemption
-from lptune.trials import check_trials
+from lptune.hardware.trials import check_trials
+from lptune.launch import preemption
 
 _HINT_S = 15.0  # as the launcher's, which waits for other machines
 
@@ -117,7 +117,7 @@ class World:
         """The signal that asked any rank to stop, or None; all ranks get the same answer. A collective.
 
         A recipe calls it before its first step and after each step. Before the first call a signal ends the
-        process at once (lptune/ranks/preemption.py).
+        process at once (lptune/launch/preemption.py).
         """
         return self.at_boundary().stopped
 
@@ -206,7 +206,7 @@ def session(
     except BaseException as error:
         # Must come before the connections close: other ranks then fail, and would be taken for the cause.
         # With NCCL, closing would wait for ranks that wait for this one.
-        ranks.hold(error)
+        launch.hold(error)
         raise
     finally:
         preemption.release()
@@ -251,7 +251,7 @@ def _meeting(rank: int, size: int) -> Iterator[None]:
     silence. Raises UserError where the ranks cannot meet, unless a launcher of lptune finds the cause.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    has_launcher = ranks.LAUNCHER in os.environ
+    has_launcher = launch.LAUNCHER in os.environ
     todo = "" if has_launcher else "; if no launcher started it, unset RANK and WORLD_SIZE"
 
     def say() -> None:

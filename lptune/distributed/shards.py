@@ -88,11 +88,6 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     )
 
 
-def on_this_rank(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a tensor whose rows alone are cut, and the number of its first row."""
     tensor = plain_rows(tensor)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lptune.config import UserError
-from lptune.distributed.activations import (
+from lptune.distributed.activation_collectives import (
     Group,
     RankWords,
     copy_tokens,

@@ -2,8 +2,8 @@
 
 Megatron's plan (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that each
 rank has whole heads and its share of the MLP, o and down by input features; two collectives around each pair
-(activations.py) are all there is. The vocabulary is cut in the embedding, the head and the loss. With
-sequence parallelism, what lies between (norms, residuals) is cut by tokens.
+(activation_collectives.py) are all there is. The vocabulary is cut in the embedding, the head and the loss.
+With sequence parallelism, what lies between (norms, residuals) is cut by tokens.
 
 How one module is cut stands in styles.py. A model of your own takes a plan like the one below
 (docs/distributed.md).

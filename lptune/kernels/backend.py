@@ -1,4 +1,4 @@
-"""Chooses the implementation (backend) of each 8-bit operation; no other code chooses."""
+"""Chooses the implementation (backend) of each 8-bit operation. No other code makes this choice."""
 
 import functools
 import importlib.util
@@ -9,10 +9,10 @@ from types import ModuleType
 import torch
 
 from lptune.config import UserError, how_to_install
-from lptune.devices import FLOAT8_CAPABILITY
+from lptune.hardware.devices import FLOAT8_CAPABILITY
+from lptune.hardware.planned import HOPPER, planned, planned_device_type
+from lptune.hardware.trials import tries
 from lptune.kernels import cublaslt, native
-from lptune.planned import HOPPER, planned, planned_device_type
-from lptune.trials import tries
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def choose_backend(operation: str, device_type: str) -> str:
     reference  plain torch: float64 for INT8 (exact), float32 for float8
 
     `LPTUNE_KERNELS` overrides the choice if the operation has a backend of that name (for debugging).
-    `LPTUNE_TRY` (lptune/trials.py) takes cuBLASLt instead of Triton; UserError if the device cannot.
+    `LPTUNE_TRY` (lptune/hardware/trials.py) takes cuBLASLt instead of Triton; UserError if the device cannot.
     """
     candidates = BACKENDS[operation].get(device_type, ("reference",))
     name, trial = requested_backend(), _TRIALS.get(operation)

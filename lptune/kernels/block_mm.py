@@ -10,12 +10,21 @@ from torch import Tensor
 
 from lptune.kernels import cublaslt
 from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.op import op
 from lptune.kernels.record import GRAD_WEIGHT, note
 from lptune.numerics import MX_BLOCK, expand_blocks
 
 _TRITON_BLOCKS = (MX_BLOCK, 128)  # block sizes of the Triton GEMM
 
 
+def _empty_product(
+    a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, block: int, out_dtype: torch.dtype
+) -> Tensor:
+    _check(a_MK, b_KN, scale_a, scale_b, block)
+    return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
+
+
+@op(fake=_empty_product)
 def block_scaled_mm(
     a_MK: Tensor,
     b_KN: Tensor,
@@ -34,37 +43,7 @@ def block_scaled_mm(
     (ceil(K / block), ceil(N / block)) for square blocks. Scales: float32 or float8_e8m0fnu. layer, gemm,
     emulate: as for `scaled_mm`. Raises ValueError for other shapes.
     """
-    (m, k), n = a_MK.shape, b_KN.shape[1]
-    num_blocks = -(-k // block)
-    if b_KN.shape[0] != k:
-        raise ValueError(
-            f"block_scaled_mm needs (M, K) and (K, N), got {tuple(a_MK.shape)} and {tuple(b_KN.shape)}"
-        )
-    if scale_a.shape != (m, num_blocks):
-        raise ValueError(
-            f"block_scaled_mm needs scale_a of shape {(m, num_blocks)}, got {tuple(scale_a.shape)}"
-        )
-    if scale_b.shape not in ((num_blocks, n), (num_blocks, -(-n // block))):
-        raise ValueError(
-            f"block_scaled_mm needs scale_b of shape {(num_blocks, n)} or {(num_blocks, -(-n // block))}, "
-            f"got {tuple(scale_b.shape)}"
-        )
-    out_MN: Tensor = _block_scaled_mm(a_MK, b_KN, scale_a, scale_b, block, out_dtype, layer, gemm, emulate)
-    return out_MN
-
-
-@torch.library.custom_op("lptune::block_scaled_mm", mutates_args=())
-def _block_scaled_mm(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block: int,
-    out_dtype: torch.dtype,
-    layer: Tensor,
-    gemm: int,
-    emulate: bool,
-) -> Tensor:
+    _check(a_MK, b_KN, scale_a, scale_b, block)
     whole = block == cublaslt.BLOCK and cublaslt.takes_blocks(a_MK, b_KN)
     operation = "block_gemm" if whole else "other_block_gemm"
     backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
@@ -85,16 +64,19 @@ def _block_scaled_mm(
     return out_MN
 
 
-@_block_scaled_mm.register_fake
-def _(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block: int,
-    out_dtype: torch.dtype,
-    layer: Tensor,
-    gemm: int,
-    emulate: bool,
-) -> Tensor:
-    return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
+def _check(a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, block: int) -> None:
+    (m, k), n = a_MK.shape, b_KN.shape[1]
+    num_blocks = -(-k // block)
+    if b_KN.shape[0] != k:
+        raise ValueError(
+            f"block_scaled_mm needs (M, K) and (K, N), got {tuple(a_MK.shape)} and {tuple(b_KN.shape)}"
+        )
+    if scale_a.shape != (m, num_blocks):
+        raise ValueError(
+            f"block_scaled_mm needs scale_a of shape {(m, num_blocks)}, got {tuple(scale_a.shape)}"
+        )
+    if scale_b.shape not in ((num_blocks, n), (num_blocks, -(-n // block))):
+        raise ValueError(
+            f"block_scaled_mm needs scale_b of shape {(num_blocks, n)} or {(num_blocks, -(-n // block))}, "
+            f"got {tuple(scale_b.shape)}"
+        )

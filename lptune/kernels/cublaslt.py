@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.config import UserError
-from lptune.planned import planned
+from lptune.hardware.planned import planned
 
 BLOCK = 128
 

@@ -1,51 +1,49 @@
 """Delayed scaling: quantize by the amaxes of past steps.
 
-A tensor's own amax must be known before its first element can be quantized: a reduction on the critical path,
-and for a sharded weight a collective. Delayed scaling takes the largest amax of the last steps instead and
-measures this one's for the next step (arXiv:2209.05433, section 3). What grows past its history saturates,
-once. Here the two are separate passes of plain torch on every device: the numerics of the recipe are there,
-its speed wants a kernel that measures while it quantizes.
+A tensor's own amax must be known before its first element can be quantized. That is a reduction on the
+critical path, and for a sharded weight a collective. Delayed scaling quantizes by the largest amax of the
+last steps instead, and measures the amax of this step for the next one (arXiv:2209.05433, section 3). A value
+beyond the past amax saturates in this step; the next scale is large enough for it. Measuring and quantizing
+are two passes of plain torch here, on every device. The numerics are those of the recipe. Its speed would
+need a kernel that measures while it quantizes.
 
-The measurements are written from inside the op into the layer's live state (live.py): what an opaque op does
-at run time really happened. Recomputation measures the same tensor twice, which a
-maximum does not notice. Before there is a history, a tensor's own amax is used.
+The op itself writes the measured amax into the layer's live state (live.py), so an amax is measured if and
+only if the op runs. Recomputation measures the same tensor twice, which does not change a maximum. A tensor
+without a history is quantized by its own amax.
 
-`linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. A layer that none of them
-knows is an error, and so is a gradient outside of a step, which would enter no history: both would train by
-tensorwise scaling under the name of delayed scaling. A negative number is no layer: a tensor by itself.
+`linear.DelayedScaling` keeps the histories and merges them over ranks, once a step. Two cases raise an error,
+because they would be tensorwise scaling under the name of delayed scaling: a layer without histories, and a
+gradient outside of a step, whose amax would enter no history. A negative layer number means that the tensor
+belongs to no layer.
 """
 
 import torch
 from torch import Tensor
 
+from lptune.kernels.fakes import empty_tensor
 from lptune.kernels.live import LIVE
+from lptune.kernels.op import op
 from lptune.kernels.record import NUMBER
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")
-WEIGHT, GRADIENT = OPERANDS.index("w"), OPERANDS.index("g")
+WEIGHT = OPERANDS.index("w")
 
 
+@op(fake=empty_tensor)
 def quantize_delayed(
     x_MK: Tensor, fmt: str, layer: Tensor, operand: str, *, transposed: bool = False
 ) -> QuantizedTensor:
-    """`x` by the scale of its history. layer: `layer_handle`; operand: one of OPERANDS. transposed: q_MK is
-    stored column by column.
+    """`x` quantized by one scale, from the amaxes of past steps. An inf or NaN in x makes the scale NaN.
 
-    An inf or NaN in x makes the scale NaN, as everywhere.
+    layer: `layer_handle`; operand: one of OPERANDS. transposed: q_MK is stored column by column.
     """
-    return QuantizedTensor(*_quantize_delayed(x_MK, fmt, layer, OPERANDS.index(operand), transposed))
-
-
-@torch.library.custom_op("lptune::quantize_delayed", mutates_args=())
-def _quantize_delayed(
-    x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool
-) -> tuple[Tensor, Tensor]:
+    index = OPERANDS.index(operand)
     amax = x_MK.abs().amax().to(torch.float32) if x_MK.numel() else x_MK.new_zeros((), dtype=torch.float32)
     number, chosen = int(layer[NUMBER]), amax
     state = LIVE.get(number)
     amaxes = state.amaxes if state is not None else None
-    if number >= 0 and (amaxes is None or (operand == GRADIENT and not amaxes.in_step())):
+    if number >= 0 and (amaxes is None or (operand == "g" and not amaxes.in_step())):
         raise RuntimeError(
             "float8_delayed needs its amax histories: make low = linear.LowPrecision(model, plan, optimizer) "
             "after convert() and run the forward and backward passes of each optimizer step within "
@@ -53,20 +51,13 @@ def _quantize_delayed(
             "none: unconvert() and convert() it)"
         )
     if amaxes is not None:
-        # A maximum with NaN is NaN: that step is lost anyway, and the history is not (DelayedScaling.step).
-        # A weight is one and the same for a whole step.
-        before = amax if operand == WEIGHT else amaxes.current_3[operand]
-        amaxes.current_3[operand] = torch.maximum(before, amax)
-        past = amaxes.past_3[operand]
+        # A NaN here skips the step anyway, and does not enter the history (DelayedScaling.step). A weight
+        # does not change within a step, so its last amax is enough.
+        before = amax if operand == "w" else amaxes.current_3[index]
+        amaxes.current_3[index] = torch.maximum(before, amax)
+        past = amaxes.past_3[index]
         chosen = torch.where(past > 0, past, amax)
     scale, inverse = scale_from_amax(chosen, FORMATS[fmt])
     q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     q = q.t().contiguous().t() if transposed else q.contiguous()
-    return q, torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1)
-
-
-@_quantize_delayed.register_fake
-def _(x_MK: Tensor, fmt: str, layer: Tensor, operand: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    shape, dtype = x_MK.shape, FORMATS[fmt].dtype
-    q = x_MK.new_empty(shape[::-1], dtype=dtype).t() if transposed else x_MK.new_empty(shape, dtype=dtype)
-    return q, x_MK.new_empty((1, 1), dtype=torch.float32)
+    return QuantizedTensor(q, torch.where(amax.isfinite(), scale, torch.nan).reshape(1, 1))

@@ -1,15 +1,15 @@
-"""What is live of each low-precision layer while it trains: one registry, by the layer's number.
+"""The live state of the low-precision layers: one registry, by layer number.
 
-An op is opaque to torch.compile and takes nothing but tensors and plain values. It knows its layer by the
-number in the layer's handle (record.py), and a gather that FSDP starts knows it by the same number. What they
-need of the layer beyond that, and what they find out, is in its LayerState:
+An op takes tensors and plain values, no module. It knows its layer by the number in the layer's handle
+(record.py). A gather that FSDP starts knows the layer by the same number. LayerState holds what ops and
+gathers read of a layer, and what they write:
 
     amaxes            of past steps, and measured in this one   read and written by quantize_delayed
     amax_source       knows the amax of a whole weight          asked by a gather of its shards
-    gathered_bytes    what the last 8-bit gather brought        written by it, read by the verification
+    gathered_bytes    number of bytes of the last 8-bit gather  written by it, read by the verification
 
-`linear.convert` enters a layer, the parts of `linear.LowPrecision` fill in the first two, and the layer
-leaves when it is released or dies. Nothing else of a layer is kept outside of its module.
+`linear.convert` enters a layer. The parts of `linear.LowPrecision` set the first two fields. The layer leaves
+when it is released or garbage-collected. All other state of a layer is in its module.
 """
 
 import itertools
@@ -22,36 +22,36 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class LayerAmaxes(NamedTuple):
-    """Of one layer, a number for each of delayed.OPERANDS; float32, (3,), on the layer's device."""
+    """The amaxes of one layer, one for each of delayed.OPERANDS; float32, (3,), on the layer's device."""
 
-    past_3: Tensor  # largest amax of the steps remembered; 0: none
-    current_3: Tensor  # of x and g the largest amax since it was last set to 0; of w that of its last use
-    in_step: Callable[[], bool]  # whether what is measured now enters the history
+    past_3: Tensor  # the largest amax of the remembered steps; 0: no step is remembered
+    current_3: Tensor  # x and g: the largest amax since it was last set to 0; w: the amax of its last use
+    in_step: Callable[[], bool]  # whether an amax that is measured now enters the history
 
 
 class AmaxSource(Protocol):
-    """What knows the amaxes of some weights without a collective at each gather."""
+    """An object that knows the amaxes of weights without a collective at each gather."""
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
-        """By which the weight of layer `number` is quantized now, float32 (B, C), the same on all ranks of
-        `mesh`.
+        """The amax by which to quantize the weight of layer `number` now: float32 (B, C), the same on all
+        ranks of `mesh`.
 
-        mine_BC: of this rank's rows alone, in compute dtype. All ranks ask at the same time.
+        mine_BC: the amax of this rank's rows alone, in compute dtype. All ranks call it at the same time.
         """
 
     def weight_changed(self) -> None:
-        """Weights are no longer what they were, on all ranks."""
+        """Called on all ranks after something other than the optimizer has written weights."""
 
 
 @dataclass
 class LayerState:
-    """Of one layer; None: there is none."""
+    """The live state of one layer. A field is None if the layer has no such thing."""
 
     amaxes: LayerAmaxes | None = None
     amax_source: AmaxSource | None = None
     gathered_bytes: int | None = None
-    """0: an 8-bit gather is expected, and there was none yet. Not the last step's: a weight that stayed
-    gathered after an evaluation is not gathered again.
+    """Number of bytes of the last 8-bit gather. 0: a gather is expected, but there was none yet. The gather
+    may be older than the last step: a weight that stayed gathered after an evaluation is not gathered again.
     """
 
 
@@ -63,17 +63,17 @@ class LiveLayers:
         self._numbers = itertools.count()
 
     def enter(self) -> int:
-        """A number that no other layer of this process has or had, with an empty state."""
+        """A new layer number, which no other layer of this process has or had; its state is empty."""
         number = next(self._numbers)
         self._states[number] = LayerState()
         return number
 
     def leave(self, number: int) -> None:
-        """When a layer is released, or gone."""
+        """Removes the state of a layer that was released or garbage-collected."""
         self._states.pop(number, None)
 
     def get(self, number: int) -> LayerState | None:
-        """None: no such layer is alive."""
+        """The state of layer `number`; None if no such layer is alive."""
         return self._states.get(number)
 
     def __getitem__(self, number: int) -> LayerState:
@@ -84,4 +84,4 @@ class LiveLayers:
 
 
 LIVE = LiveLayers()
-"""The one of this process."""
+"""The registry of this process."""

@@ -1,8 +1,8 @@
 """Quantizers as custom ops: they make the operands of 8-bit GEMMs.
 
 On every device and with every backend, an op gives the same bits as the function of the same name in
-`lptune.numerics`; backends differ in how often they read x. An op is opaque to torch.compile, so compiled and
-eager runs quantize alike by construction.
+`lptune.numerics`; backends differ in how often they read x. An op is opaque to torch.compile (op.py), so
+compiled and eager runs quantize alike by construction.
 
 `multiplier` folds the scales of another operand in before quantization (lptune/linear/kinds/rowwise.py): rows
 of `x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded to float32.
@@ -11,9 +11,11 @@ of `x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded
 want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; another layout costs 1.5x to
 2.6x on Hopper). The cheapest moment to transpose a matrix is when it is written.
 
-`quantize_by_amax` is for some rows of a matrix whose other rows are on other ranks: the caller gives the
-amax.
+`quantize_by_amax` quantizes some rows of a matrix whose other rows are on other ranks: the caller gives the
+amax of the whole matrix.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.fakes import empty_blocks, empty_columns, empty_mx, empty_q, empty_rows, empty_tensor
+from lptune.kernels.op import op
 from lptune.numerics import (
     FORMATS,
     QuantizedBlocks,
@@ -30,9 +34,8 @@ from lptune.numerics import (
     QuantizedTensor,
 )
 
-_OPTIONAL = Tensor | None
 
-
+@op(fake=empty_rows)
 def quantize_rows(
     x_MK: Tensor,
     fmt: str,
@@ -45,9 +48,19 @@ def quantize_rows(
 
     fmt: a key of `numerics.FORMATS`. multiplier_1K: float32. transposed: q_MK is stored column by column.
     """
-    return QuantizedRows(*_quantize_rows(x_MK, multiplier_1K, fmt, power_of_two, transposed))
+    backend = _backend(x_MK, fmt, power_of_two)
+    if backend == "triton":
+        quantize = triton_kernels().quantize_rows
+        return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed))
+    if backend == "native":
+        q, scale = native.quantize_rows(x_MK, multiplier_1K)
+    else:
+        folded = _fold(x_MK, multiplier_1K)
+        q, scale = numerics.quantize_rows(folded, FORMATS[fmt], power_of_two=power_of_two)
+    return QuantizedRows(_store(q, transposed), scale)
 
 
+@op(fake=empty_columns)
 def quantize_columns(
     x_MK: Tensor,
     fmt: str,
@@ -57,9 +70,25 @@ def quantize_columns(
     transposed: bool = False,
 ) -> QuantizedColumns:
     """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`."""
-    return QuantizedColumns(*_quantize_columns(x_MK, multiplier_M1, fmt, power_of_two, transposed))
+    backend = _backend(x_MK, fmt, power_of_two)
+    if backend == "triton":
+        quantize = triton_kernels().quantize_columns
+        return QuantizedColumns(*quantize(x_MK, multiplier_M1, fmt, power_of_two, transposed))
+    if backend == "native":
+        q, scale = native.quantize_columns(x_MK, multiplier_M1)
+    else:
+        folded = _fold(x_MK, multiplier_M1)
+        q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)
+    return QuantizedColumns(_store(q, transposed), scale)
 
 
+def _empty_rows_and_columns(
+    x_MK: Tensor, fmt: str, transposed: bool
+) -> tuple[QuantizedRows, QuantizedColumns]:
+    return empty_rows(x_MK, fmt), empty_columns(x_MK, fmt, transposed)
+
+
+@op(fake=_empty_rows_and_columns)
 def quantize_rows_and_columns(
     x_MK: Tensor,
     fmt: str,
@@ -72,44 +101,72 @@ def quantize_rows_and_columns(
 
     transposed: for the columns; the rows are always stored row by row.
     """
-    q_rows, scale_M1, q_columns, scale_1K = _quantize_rows_and_columns(
-        x_MK, multiplier_1K, fmt, power_of_two, transposed
-    )
-    return QuantizedRows(q_rows, scale_M1), QuantizedColumns(q_columns, scale_1K)
+    backend = _backend(x_MK, fmt, power_of_two)
+    if backend == "triton":
+        quantize = triton_kernels().quantize_rows_and_columns
+        q_rows, scale_M1, q_columns, scale_1K = quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed)
+        return QuantizedRows(q_rows, scale_M1), QuantizedColumns(q_columns, scale_1K)
+    if backend == "native":
+        q_rows, scale_M1, q_columns, scale_1K = native.quantize_rows_and_columns(x_MK, multiplier_1K)
+    else:
+        form, folded = FORMATS[fmt], _fold(x_MK, multiplier_1K)
+        q_rows, scale_M1 = numerics.quantize_rows(folded, form, power_of_two=power_of_two)
+        q_columns, scale_1K = numerics.quantize_columns(x_MK, form, power_of_two=power_of_two)
+    return QuantizedRows(_store(q_rows), scale_M1), QuantizedColumns(_store(q_columns, transposed), scale_1K)
 
 
+@op(fake=empty_tensor)
 def quantize_tensor(
     x_MK: Tensor, fmt: str, *, power_of_two: bool = False, transposed: bool = False
 ) -> QuantizedTensor:
     """`numerics.quantize_tensor(x_MK)`. transposed: q_MK is stored column by column."""
-    return QuantizedTensor(*_quantize_tensor(x_MK, fmt, power_of_two, transposed))
+    backend = _backend(x_MK, fmt, power_of_two)
+    if backend == "triton":
+        return QuantizedTensor(*triton_kernels().quantize_tensor(x_MK, fmt, power_of_two, transposed))
+    if backend == "native":
+        q, scale = native.quantize_tensor(x_MK)
+    else:
+        q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
+    return QuantizedTensor(_store(q, transposed), scale)
 
 
+def _empty_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
+    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
+
+
+@op(fake=_empty_both_ways)
 def quantize_tensor_both_ways(
     x_MK: Tensor, fmt: str, *, power_of_two: bool = False
-) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """`numerics.quantize_tensor(x_MK)`, stored row by row and stored column by column."""
-    by_rows, by_columns, scale = _quantize_tensor_both_ways(x_MK, fmt, power_of_two)
-    return QuantizedTensor(by_rows, scale), QuantizedTensor(by_columns, scale)
+) -> tuple[QuantizedTensor, Tensor]:
+    """`numerics.quantize_tensor(x_MK)` stored row by row, and its q_MK again, stored column by column."""
+    if _backend(x_MK, fmt, power_of_two) == "triton":
+        q, by_columns, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
+        return QuantizedTensor(q, scale), by_columns
+    quantized = quantize_tensor(x_MK, fmt, power_of_two=power_of_two)
+    # Not transposed_copy: results of an op are separate tensors also where nothing needs to move.
+    return quantized, quantized.q_MK.t().clone(memory_format=torch.contiguous_format).t()
 
 
+@op(fake=empty_blocks)
 def quantize_blocks(
-    x_MK: Tensor,
-    block: tuple[int, int],
-    fmt: str,
-    *,
-    power_of_two: bool = False,
-    transposed: bool = False,
+    x_MK: Tensor, block: Sequence[int], fmt: str, *, power_of_two: bool = False, transposed: bool = False
 ) -> QuantizedBlocks:
     """`numerics.quantize_blocks(x_MK, block)`. transposed: q_MK is stored column by column."""
-    return QuantizedBlocks(*_quantize_blocks(x_MK, block[0], block[1], fmt, power_of_two, transposed))
+    rows, columns = block
+    if _has_tile(x_MK, rows, columns):
+        quantize = triton_kernels().quantize_blocks
+        return QuantizedBlocks(*quantize(x_MK, (rows, columns), fmt, power_of_two, transposed))
+    q, scale = numerics.quantize_blocks(x_MK, (rows, columns), FORMATS[fmt], power_of_two=power_of_two)
+    return QuantizedBlocks(_store(q, transposed), scale.contiguous())
 
 
-def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedMX:
-    """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
-    return QuantizedMX(*_quantize_mx(x_MK, dim, fmt, transposed))
+def _empty_row_and_column_blocks(
+    x_MK: Tensor, size: int, fmt: str, transposed: bool
+) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+    return empty_blocks(x_MK, (1, size), fmt), empty_blocks(x_MK, (size, 1), fmt, transposed)
 
 
+@op(fake=_empty_row_and_column_blocks)
 def quantize_row_and_column_blocks(
     x_MK: Tensor, size: int, fmt: str, *, transposed: bool = False
 ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
@@ -117,27 +174,46 @@ def quantize_row_and_column_blocks(
 
     transposed: for the second; the first is always stored row by row.
     """
-    row_q, row_scale, column_q, column_scale = _quantize_row_and_column_blocks(
-        x_MK, size, fmt, False, transposed
-    )
-    return QuantizedBlocks(row_q, row_scale), QuantizedBlocks(column_q, column_scale)
+    if _has_tile(x_MK, 1, size):
+        quantize = triton_kernels().quantize_row_and_column_blocks
+        row_q, row_scale, column_q, column_scale = quantize(x_MK, size, fmt, False, transposed)
+        return QuantizedBlocks(row_q, row_scale), QuantizedBlocks(column_q, column_scale)
+    rows = quantize_blocks(x_MK, (1, size), fmt)
+    return rows, quantize_blocks(x_MK, (size, 1), fmt, transposed=transposed)
 
 
+@op(fake=empty_mx)
+def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedMX:
+    """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
+    if _has_tile(x_MK, 1, numerics.MX_BLOCK):
+        block = (1, numerics.MX_BLOCK) if dim == 1 else (numerics.MX_BLOCK, 1)
+        quantize = triton_kernels().quantize_blocks
+        return QuantizedMX(*quantize(x_MK, block, fmt, True, transposed, e8m0=True))
+    q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
+    return QuantizedMX(_store(q, transposed), scale.contiguous())
+
+
+def _empty_mx_rows_and_columns(x_MK: Tensor, fmt: str, transposed: bool) -> tuple[QuantizedMX, QuantizedMX]:
+    return empty_mx(x_MK, 1, fmt), empty_mx(x_MK, 0, fmt, transposed)
+
+
+@op(fake=_empty_mx_rows_and_columns)
 def quantize_mx_rows_and_columns(
     x_MK: Tensor, fmt: str, *, transposed: bool = False
 ) -> tuple[QuantizedMX, QuantizedMX]:
     """`quantize_mx` along dim 1 and along dim 0; `transposed` as for `quantize_row_and_column_blocks`."""
-    row_q, row_scale, column_q, column_scale = _quantize_row_and_column_blocks(
-        x_MK, numerics.MX_BLOCK, fmt, True, transposed
-    )
-    return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
+    if _has_tile(x_MK, 1, numerics.MX_BLOCK):
+        quantize = triton_kernels().quantize_row_and_column_blocks
+        row_q, row_scale, column_q, column_scale = quantize(x_MK, numerics.MX_BLOCK, fmt, True, transposed)
+        return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
+    return quantize_mx(x_MK, 1, fmt), quantize_mx(x_MK, 0, fmt, transposed=transposed)
 
 
-def transposed_copy(q_MK: Tensor) -> Tensor:
-    """A copy of `q_MK` that is stored column by column, for values that were stored row by row."""
-    return q_MK.t().contiguous().t()
+def _empty_by_amax(x_MK: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    return empty_q(x_MK, fmt), torch.empty_like(amax)
 
 
+@op(fake=_empty_by_amax)
 def quantize_by_amax(
     x_MK: Tensor,
     amax: Tensor,
@@ -153,124 +229,6 @@ def quantize_by_amax(
     its shape. first_row: row of the larger matrix at which x begins. Values above the amax saturate, but inf
     and NaN become NaN in float8.
     """
-    q_MK, scale = _quantize_by_amax(x_MK, amax, fmt, power_of_two, block, first_row)
-    return q_MK, scale
-
-
-@torch.library.custom_op("lptune::quantize_rows", mutates_args=())
-def _quantize_rows(
-    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    backend = choose_backend("quantize", x_MK.device.type)
-    if backend == "triton":
-        q, scale = triton_kernels().quantize_rows(x_MK, multiplier_1K, fmt, power_of_two, transposed)
-        return q, scale
-    if backend == "native" and fmt == "int8" and not power_of_two:
-        q, scale = native.quantize_rows(x_MK, multiplier_1K)
-    else:
-        q, scale = numerics.quantize_rows(_fold(x_MK, multiplier_1K), FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, transposed), scale
-
-
-@torch.library.custom_op("lptune::quantize_columns", mutates_args=())
-def _quantize_columns(
-    x_MK: Tensor, multiplier_M1: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    backend = choose_backend("quantize", x_MK.device.type)
-    if backend == "triton":
-        q, scale = triton_kernels().quantize_columns(x_MK, multiplier_M1, fmt, power_of_two, transposed)
-        return q, scale
-    if backend == "native" and fmt == "int8" and not power_of_two:
-        q, scale = native.quantize_columns(x_MK, multiplier_M1)
-    else:
-        folded = _fold(x_MK, multiplier_M1)
-        q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, transposed), scale
-
-
-@torch.library.custom_op("lptune::quantize_rows_and_columns", mutates_args=())
-def _quantize_rows_and_columns(
-    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    backend = choose_backend("quantize", x_MK.device.type)
-    if backend == "triton":
-        q_rows, scale_M1, q_columns, scale_1K = triton_kernels().quantize_rows_and_columns(
-            x_MK, multiplier_1K, fmt, power_of_two, transposed
-        )
-        return q_rows, scale_M1, q_columns, scale_1K
-    if backend == "native" and fmt == "int8" and not power_of_two:
-        q_rows, scale_M1, q_columns, scale_1K = native.quantize_rows_and_columns(x_MK, multiplier_1K)
-    else:
-        q_rows, scale_M1 = numerics.quantize_rows(
-            _fold(x_MK, multiplier_1K), FORMATS[fmt], power_of_two=power_of_two
-        )
-        q_columns, scale_1K = numerics.quantize_columns(x_MK, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q_rows, False), scale_M1, _store(q_columns, transposed), scale_1K
-
-
-@torch.library.custom_op("lptune::quantize_tensor", mutates_args=())
-def _quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    backend = choose_backend("quantize", x_MK.device.type)
-    if backend == "triton":
-        q, scale = triton_kernels().quantize_tensor(x_MK, fmt, power_of_two, transposed)
-        return q, scale
-    if backend == "native" and fmt == "int8" and not power_of_two:
-        q, scale = native.quantize_tensor(x_MK)
-    else:
-        q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, transposed), scale
-
-
-@torch.library.custom_op("lptune::quantize_tensor_both_ways", mutates_args=())
-def _quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "triton":
-        q, by_columns, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
-        return q, by_columns, scale
-    q, scale = _quantize_tensor(x_MK, fmt, power_of_two, False)
-    return q, q.t().clone(memory_format=torch.contiguous_format).t(), scale
-
-
-@torch.library.custom_op("lptune::quantize_blocks", mutates_args=())
-def _quantize_blocks(
-    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    block = (block_rows, block_columns)
-    if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile(block):
-        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, power_of_two, transposed)
-        return q, scale
-    q, scale = numerics.quantize_blocks(x_MK, block, FORMATS[fmt], power_of_two=power_of_two)
-    return _store(q, transposed), scale.contiguous()
-
-
-@torch.library.custom_op("lptune::quantize_mx", mutates_args=())
-def _quantize_mx(x_MK: Tensor, dim: int, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "triton":
-        block = (1, numerics.MX_BLOCK) if dim == 1 else (numerics.MX_BLOCK, 1)
-        q, scale = triton_kernels().quantize_blocks(x_MK, block, fmt, True, transposed, e8m0=True)
-        return q, scale
-    q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
-    return _store(q, transposed), scale.contiguous()
-
-
-@torch.library.custom_op("lptune::quantize_row_and_column_blocks", mutates_args=())
-def _quantize_row_and_column_blocks(
-    x_MK: Tensor, size: int, fmt: str, mx: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if choose_backend("quantize", x_MK.device.type) == "triton" and _has_tile((1, size)):
-        row_q, row_scale, column_q, column_scale = triton_kernels().quantize_row_and_column_blocks(
-            x_MK, size, fmt, mx, transposed
-        )
-        return row_q, row_scale, column_q, column_scale
-    if mx:
-        return *_quantize_mx(x_MK, 1, fmt, False), *_quantize_mx(x_MK, 0, fmt, transposed)
-    rows = _quantize_blocks(x_MK, 1, size, fmt, False, False)
-    return *rows, *_quantize_blocks(x_MK, size, 1, fmt, False, transposed)
-
-
-@torch.library.custom_op("lptune::quantize_by_amax", mutates_args=())
-def _quantize_by_amax(
-    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
-) -> tuple[Tensor, Tensor]:
     # Plain torch on every device. A kernel for it would be the second phase of quantize_tensor.
     (m, k), form = x_MK.shape, FORMATS[fmt]
     scale, inverse = numerics.scale_from_amax(amax, form, power_of_two)
@@ -286,93 +244,26 @@ def _quantize_by_amax(
     return numerics.round_to(scaled, form).contiguous(), scale
 
 
-def _has_tile(block: tuple[int, int]) -> bool:
-    # A Triton tile is a power of two on each side, and holds whole blocks.
-    return all(size <= 128 and size & (size - 1) == 0 for size in block)
+def transposed_copy(q_MK: Tensor) -> Tensor:
+    """A copy of `q_MK` that is stored column by column, for values that were stored row by row."""
+    return q_MK.t().contiguous().t()
+
+
+def _backend(x: Tensor, fmt: str, power_of_two: bool) -> str:
+    backend = choose_backend("quantize", x.device.type)
+    # The C++ has INT8 with plain scales.
+    return "reference" if backend == "native" and (fmt != "int8" or power_of_two) else backend
+
+
+def _has_tile(x: Tensor, rows: int, columns: int) -> bool:
+    """Whether Triton quantizes x: its tiles are powers of two on each side and hold whole blocks."""
+    whole = all(size <= 128 and size & (size - 1) == 0 for size in (rows, columns))
+    return whole and choose_backend("quantize", x.device.type) == "triton"
 
 
 def _fold(x: Tensor, multiplier: Tensor | None) -> Tensor:
     return x if multiplier is None else x.to(torch.float32) * multiplier
 
 
-def _store(q: Tensor, transposed: bool) -> Tensor:
+def _store(q: Tensor, transposed: bool = False) -> Tensor:
     return q.t().contiguous().t() if transposed else q.contiguous()
-
-
-def _empty(x: Tensor, fmt: str, transposed: bool) -> Tensor:
-    dtype = FORMATS[fmt].dtype
-    return x.new_empty(x.shape[::-1], dtype=dtype).t() if transposed else x.new_empty(x.shape, dtype=dtype)
-
-
-def _scale(x: Tensor, *shape: int) -> Tensor:
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-@_quantize_rows.register_fake
-def _(
-    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    return _empty(x_MK, fmt, transposed), _scale(x_MK, x_MK.shape[0], 1)
-
-
-@_quantize_columns.register_fake
-def _(
-    x_MK: Tensor, multiplier_M1: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    return _empty(x_MK, fmt, transposed), _scale(x_MK, 1, x_MK.shape[1])
-
-
-@_quantize_rows_and_columns.register_fake
-def _(
-    x_MK: Tensor, multiplier_1K: _OPTIONAL, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = x_MK.shape
-    return (
-        _empty(x_MK, fmt, False),
-        _scale(x_MK, m, 1),
-        _empty(x_MK, fmt, transposed),
-        _scale(x_MK, 1, k),
-    )
-
-
-@_quantize_tensor.register_fake
-def _(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    return _empty(x_MK, fmt, transposed), _scale(x_MK, 1, 1)
-
-
-@_quantize_tensor_both_ways.register_fake
-def _(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(x_MK, fmt, False), _empty(x_MK, fmt, True), _scale(x_MK, 1, 1)
-
-
-@_quantize_blocks.register_fake
-def _(
-    x_MK: Tensor, block_rows: int, block_columns: int, fmt: str, power_of_two: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    m, k = x_MK.shape
-    return _empty(x_MK, fmt, transposed), _scale(x_MK, -(-m // block_rows), -(-k // block_columns))
-
-
-@_quantize_row_and_column_blocks.register_fake
-def _(x_MK: Tensor, size: int, fmt: str, mx: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, k), dtype = x_MK.shape, torch.float8_e8m0fnu if mx else torch.float32
-    return (
-        _empty(x_MK, fmt, False),
-        x_MK.new_empty((m, -(-k // size)), dtype=dtype),
-        _empty(x_MK, fmt, transposed),
-        x_MK.new_empty((-(-m // size), k), dtype=dtype),
-    )
-
-
-@_quantize_by_amax.register_fake
-def _(
-    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
-) -> tuple[Tensor, Tensor]:
-    return _empty(x_MK, fmt, False), torch.empty_like(amax)
-
-
-@_quantize_mx.register_fake
-def _(x_MK: Tensor, dim: int, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    (m, k), size = x_MK.shape, numerics.MX_BLOCK
-    shape = (m, -(-k // size)) if dim == 1 else (-(-m // size), k)
-    return _empty(x_MK, fmt, transposed), x_MK.new_empty(shape, dtype=torch.float8_e8m0fnu)

@@ -7,7 +7,7 @@ values that change from call to call and must not be compiled in: the random key
 the micro-batch, and the part of the gradient that a rank has, for stochastic rounding.
 
 An `output` that executes while autograd runs backward is a recomputation (activation checkpointing, eager or
-planned by the compiler). It is counted separately, so that the count of forward is exact in any case.
+planned by the compiler). It is counted separately, so that the count of forward passes stays exact.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ def record_gemms() -> Iterator[Executed]:
     try:
         yield executed
     finally:
-        # By identity: two recorders with equal counts compare equal.
+        # Compared by identity: two recorders with the same counts are equal.
         _active[:] = [other for other in _active if other is not executed]
 
 
@@ -81,7 +81,10 @@ def gathered_bytes(number: int) -> int | None:
 
 
 def note(layer: Tensor, gemm: int) -> None:
-    """Called by an op after it ran. The state is global, since backward runs on threads of autograd."""
+    """Counts one GEMM of `layer`; called inside the op. gemm: index into GEMMS.
+
+    The counters are global, not per thread: backward runs on threads of autograd.
+    """
     if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is not in a backward
         gemm = RECOMPUTED
     for executed in _active:

@@ -10,11 +10,12 @@ are split into parts of 133,120, each exact, whose sum is rounded to float32.
 
 Float8 accumulates in float32, where products of two float8 numbers are exact. The order of the sum, and so
 the last bits, depend on the backend. On CUDA, torch (cuBLASLt) runs GEMMs with one scale per tensor. torch
-also runs `output` with row scales and a bfloat16 result, with "fast accumulation" in the tensor core, which
-on Hopper keeps about 14 bits; torchao uses it for `output` only, too. `grad_input`, `grad_weight` and other
-dtypes run on lptune's kernel, since torch applies their scales in a second pass over the result before CUDA
-12.9. With 12.9 on Hopper it does not; `LPTUNE_TRY=cublaslt_rowwise` takes torch there, until a measurement
-decides. Sizes that are not multiples of 16, which torch refuses, always run on lptune's kernel.
+also runs `output` with row scales and a bfloat16 result. It uses "fast accumulation" in the tensor core,
+which keeps about 14 bits on Hopper; torchao, too, uses that for `output` only. `grad_input`, `grad_weight`
+and other dtypes run on lptune's kernel, because before CUDA 12.9 torch applies their scales in a second pass
+over the result. On Hopper with CUDA 12.9 torch applies them in the GEMM. `LPTUNE_TRY=cublaslt_rowwise`
+selects torch there; the default waits for a measurement. Sizes that are not multiples of 16, which torch
+refuses, always run on lptune's kernel.
 """
 
 import functools
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from lptune.kernels import cublaslt, native
 from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.op import op
 from lptune.kernels.record import GRAD_WEIGHT, OUTPUT, note
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
@@ -35,6 +37,18 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LONGEST_CONTRACTION = INT32_SAFE_CONTRACTION // 128 * 128
 
 
+def _empty_product(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
+    return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
+
+
+@op(fake=_empty_product)
 def scaled_mm(
     a_MK: Tensor,
     b_KN: Tensor,
@@ -57,59 +71,24 @@ def scaled_mm(
     Raises ValueError for other dtypes and shapes.
     """
     _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
-    out_MN: Tensor = _scaled_mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, layer, gemm, emulate)
-    return out_MN
-
-
-@torch.library.custom_op("lptune::scaled_mm", mutates_args=())
-def _scaled_mm(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a_M1: Tensor | None,
-    scale_b_1N: Tensor | None,
-    out_dtype: torch.dtype,
-    layer: Tensor,
-    gemm: int,
-    emulate: bool,
-) -> Tensor:
     mm = _int8_mm if a_MK.dtype == torch.int8 else _float8_mm
     out_MN = mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, gemm, emulate)
     note(layer, gemm)
     return out_MN
 
 
-@_scaled_mm.register_fake
-def _(
-    a_MK: Tensor,
-    b_KN: Tensor,
-    scale_a_M1: Tensor | None,
-    scale_b_1N: Tensor | None,
-    out_dtype: torch.dtype,
-    layer: Tensor,
-    gemm: int,
-    emulate: bool,
-) -> Tensor:
-    return a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=out_dtype)
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
 
+@op(fake=_empty_like)
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)` that survives torch.compile.
 
     Inductor drops a float32 -> bfloat16 -> float32 round trip. The weight would then not be rounded before
     its quantization, and compiled and eager runs would differ in every scale.
     """
-    out: Tensor = _cast(x, dtype)
-    return out
-
-
-@torch.library.custom_op("lptune::cast", mutates_args=())
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True)
-
-
-@_cast.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
 
 
 def _check(a_MK: Tensor, b_KN: Tensor, scale_a_M1: Tensor | None, scale_b_1N: Tensor | None) -> None:

@@ -4,13 +4,18 @@ The whole weight is dequantized before a GEMM in bfloat16 or float32. This saves
 GEMMs, and bytes of gathers, but no arithmetic; so it does not count in low_precision_flops_fraction.
 """
 
-import torch
 from torch import Tensor
 
+from lptune.kernels.op import op
 from lptune.kernels.record import note
 from lptune.numerics import QuantizedRows, dequantize
 
 
+def _empty_product(a_TM: Tensor, q_NK: Tensor, transposed: bool) -> Tensor:
+    return a_TM.new_empty((a_TM.shape[0], q_NK.shape[0 if transposed else 1]))
+
+
+@op(fake=_empty_product)
 def weight_only_mm(
     a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int
 ) -> Tensor:
@@ -19,20 +24,7 @@ def weight_only_mm(
     a_TM: float, (T, K) if transposed, else (T, N). q_NK: int8, rows of any stride. scale_N1: float32. layer:
     `layer_handle` of the calling layer; gemm: index into GEMMS. Both are used by `record_gemms` only.
     """
-    out: Tensor = _weight_only_mm(a_TM, q_NK, scale_N1, transposed, layer, gemm)
-    return out
-
-
-@torch.library.custom_op("lptune::weight_only_mm", mutates_args=())
-def _weight_only_mm(
-    a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int
-) -> Tensor:
     w_NK = dequantize(QuantizedRows(q_NK, scale_N1), a_TM.dtype)
     out = a_TM @ (w_NK.t() if transposed else w_NK)
     note(layer, gemm)
     return out
-
-
-@_weight_only_mm.register_fake
-def _(a_TM: Tensor, q_NK: Tensor, scale_N1: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
-    return a_TM.new_empty((a_TM.shape[0], q_NK.shape[0 if transposed else 1]))

@@ -1,18 +1,18 @@
-"""The linear layer whose three GEMMs run in low precision, and how a model gets it.
+"""Linear layers whose three GEMMs run in low precision, and the function that puts them into a model.
 
     plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
     print(plan.table())
     ... train as before; state dict and parameters are unchanged ...
 
-`convert` works on any module tree; parameters keep their names and stay plain, except with
-`int8_weight_only`, whose parameters are Int8Weights.
+`convert` works on any module tree. Parameters keep their names and remain ordinary tensors. Only the kind
+`int8_weight_only` replaces weights, by Int8Weights.
 """
 
 from lptune.linear import kinds
 from lptune.linear.autograd import QuantizedTokens
 from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
-from lptune.linear.dtensors import check_part
+from lptune.linear.dtensors import check_part, on_this_rank
 from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
 from lptune.linear.low_precision import LowPrecision
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
@@ -20,7 +20,7 @@ from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError, Verified, verify_step
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.row_tensor import RowTensor, pack_rows, unpack_rows
@@ -57,6 +57,7 @@ __all__ = [
     "kind_of",
     "kinds",
     "local_part",
+    "on_this_rank",
     "pack_rows",
     "plain_rows",
     "predicted_errors",

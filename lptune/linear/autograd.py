@@ -1,13 +1,12 @@
 """The three GEMMs of a linear layer as one differentiable function.
 
-What they compute stands in the file of each kind (lptune/linear/kinds/). Here stands what kinds have in
-common:
+The file of each kind (lptune/linear/kinds/) computes them. This file has what all kinds have in common:
 
-- the weight is cast to the compute dtype first and quantized from there, on every path: quantizing what was
-  gathered in compute dtype and gathering what was quantized then give the same bits;
-- backward keeps the weight itself, not its 8-bit copy: FSDP frees and gathers the weight's storage between
-  forward and backward, while a saved copy would hold the whole unsharded model. Quantizing again gives the
-  same bits.
+- The weight is always cast to the compute dtype before it is quantized. So both orders give the same bits:
+  gather in the compute dtype and then quantize, or quantize and then gather.
+- Autograd saves the weight itself, not its 8-bit copy. FSDP frees the weight after forward and gathers it
+  again for backward; saved 8-bit copies would keep the whole unsharded model in memory. Backward quantizes
+  the weight again and gets the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +20,9 @@ from lptune.linear.weights.row_tensor import RowTensor
 
 
 class QuantizedTokens(NamedTuple):
-    """Activations that came out of an 8-bit gather, for the layers that would have quantized them so.
+    """Activations that were gathered in 8 bits, as input of layers that would quantize them the same way.
 
-    8-bit tensors have no gradient; `carrier` has it, and no values.
+    Autograd gives 8-bit tensors no gradient. The gradient flows through `carrier`, which has no values.
     """
 
     carrier_BSK: Tensor  # compute dtype, all elements one: only its shape and its gradient matter
@@ -38,12 +37,12 @@ def low_precision_linear(
     spec: LinearSpec,
     quantized_x: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`x @ w.T`, differentiable, with each of its three GEMMs as `spec` says.
+    """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
 
-    x_TK: compute dtype. w_NK: any float dtype; it is cast to x's dtype before anything else sees it.
-    One that is stored or gathered in 8 bits is taken as it is.
-    layer: `layer_handle` under which the executed GEMMs are counted. quantized_x: q and scale of x, where it
-    was gathered so (spec.token_gather); x then only carries the gradient. Returns (T, N) in x's dtype.
+    x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
+    gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
+    quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
+    gradient. Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _LowPrecisionLinear.apply(  # type: ignore[no-untyped-call]
@@ -86,5 +85,5 @@ class _LowPrecisionLinear(torch.autograd.Function):
 def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(w_NK, RowTensor):  # stored or gathered in 8 bits
         return w_NK
-    # FSDP hands the weight over in compute dtype already. Without FSDP the cast must survive compilation.
+    # FSDP has cast the weight already. Without FSDP, `cast` is an op that the compiler cannot remove.
     return w_NK if w_NK.dtype == dtype else cast(w_NK, dtype)

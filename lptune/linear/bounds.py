@@ -1,33 +1,34 @@
-"""How large the error of each of the three GEMMs must be, from the formats alone.
+"""Predicts the error of each of the three GEMMs from the formats alone.
 
-Rounding an element to a step d adds independent noise of mean 0 and variance d**2 / 12; near zero it is no
-noise but a known error (lptune/numerics/error.py). A GEMM `c = a @ b` of two rounded operands is then off by
+Rounding an element to multiples of a step d adds independent noise of mean 0 and variance d**2 / 12. Near
+zero the error is not noise: it is known (lptune/numerics/error.py). For a GEMM `c = a @ b` of two rounded
+operands, the expected squared error is
 
     E ‖c' - c‖² = ‖m‖² + sum over k of  va_k * B_k  +  A_k * vb_k  +  va_k * vb_k
 
-where m is what the known errors make, A_k and va_k are the sums of squares and of variances over a's column
-k, B_k and vb_k those over b's row k. For operands without structure this is "the relative errors of both,
-added as variances"; with the weighting by k it also holds where channels or tokens differ by orders of
-magnitude, as in real activations.
+where m is the contribution of the known errors, A_k and va_k are the sums of squares and of variances over
+a's column k, and B_k and vb_k the same over b's row k. For operands without structure this adds the relative
+errors of both operands as variances. Because each k has its own weight, the formula also holds where channels
+or tokens differ by orders of magnitude, as in real activations.
 
-How far a single draw strays from that expectation follows from the same noise: `‖c' - c‖²` is a quadratic
-form in it, whose variance is at most 2 * sum over k, l of v_k G_kl**2 v_l for each row of a, G being the Gram
-matrix of b's rows (equal for Gaussian noise; uniform noise varies less), and the known errors add
-4 * sum of v * (m @ b.T)**2. The bound is four such deviations away.
+The deviation of a single draw from this expectation follows from the same noise. `‖c' - c‖²` is a quadratic
+form in the noise. For each row of a, its variance is at most 2 * sum over k, l of v_k G_kl**2 v_l, where G is
+the Gram matrix of b's rows (equality for Gaussian noise; uniform noise varies less). The known errors add
+4 * sum of v * (m @ b.T)**2 to the variance. `bound` is the expectation plus four standard deviations.
 
-Which operands a kind multiplies, and how they are rounded, stands in its file in lptune/linear/kinds/. A
-folded operand is looked at as it is multiplied: its noise is that of g * s, and W / s carries W's.
+The file of each kind in lptune/linear/kinds/ says which operands it multiplies and how it rounds them. A
+folded operand is described as it is multiplied: the noise of g * s, and the noise of W divided by s.
 
-A result much better than predicted says as clearly as one much worse that the layer did not compute what its
-spec says; `least` is four deviations below, without what the compute dtype adds.
+`least` is the expectation minus four standard deviations, without the rounding of the compute dtype. An error
+below `least` is a fault like an error above `bound`: the layer did not compute what its spec says.
 
-Independence is an assumption, and what repeats is rounded alike. Where whole rows do, as the same token's do
-before the first attention, they are counted as one: without that grad_weight of the first q, k and v of a
-trained Llama is up to 1.5 times the bound. (Stochastic rounding would round them independently.) Values that
-lie on a grid as coarse as the format's own err less than predicted. Where single values repeat, errors need
-not average out: the -1 + p that every token's gradient holds at its label, in the head of a model, or all the
-other p while the model knows nothing yet. What half a step allows at most is sqrt(3) times the noise assumed
-here.
+The formulas assume independent errors, but equal values are rounded equally. Whole rows repeat, for example
+the rows of a repeated token before the first attention. Equal rows are therefore counted as one row: without
+this, grad_weight of the first q, k and v of a trained Llama exceeds the bound by a factor of up to 1.5.
+(Stochastic rounding would round equal rows independently.) Values on a grid as coarse as the format's grid
+have a smaller error than predicted. Where single values repeat, errors need not average out: in the head of a
+model, the gradient of every token has -1 + p at its label, and all other p are equal in an untrained model.
+The largest possible error, half a step everywhere, is sqrt(3) times the noise that is assumed here.
 """
 
 import math
@@ -41,7 +42,7 @@ from lptune.linear.noise import Operand, Operands, dequantized, exact
 
 
 class Predicted(NamedTuple):
-    """‖result - truth‖ / ‖truth‖ of one GEMM, truth being float64's; NaN where the truth is zero."""
+    """Relative errors ‖result - truth‖ / ‖truth‖ of one GEMM. truth: the GEMM in float64. NaN if it is 0."""
 
     least: float
     expected: float
@@ -51,13 +52,13 @@ class Predicted(NamedTuple):
 def predicted_errors(
     spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor
 ) -> dict[str, Predicted]:
-    """What to expect of output, grad_input and grad_weight, the keys, for these very operands.
+    """The predicted errors for these operands, by GEMM: "output", "grad_input", "grad_weight".
 
-    x, g: compute dtype. w_NK: any float dtype; it is cast to the compute dtype first, like everywhere, and
-    the truth is that of the cast weight. spec None: a plain layer, off by the rounding of the compute dtype
-    alone. `float8_delayed` is taken at its first step, when there is no history. `int8_weight_only` computes
-    like a plain layer with the dequantized weight, which is w_NK here. Costs a float64 GEMM and two Gram
-    matrices of the contraction for each of the three.
+    x_TK, g_TN: compute dtype. w_NK: any float dtype; it is cast to the compute dtype first, and the truth
+    uses the cast weight. spec=None: a plain layer, whose only error is the rounding of the compute dtype.
+    For `float8_delayed` the prediction is for the first step, without a history. For `int8_weight_only` pass
+    the dequantized weight as w_NK: the layer computes like a plain layer with that weight. Cost for each of
+    the three GEMMs: one float64 GEMM, and two Gram matrices of the size of the contraction.
     """
     w_NK = w_NK.to(x_TK.dtype)
     operands = (
@@ -78,7 +79,7 @@ def _predict(a_MK: Operand, b_KN: Operand, dtype: torch.dtype) -> Predicted:
     signal = float((a_MK.value @ b_KN.value).square().sum())
     if signal == 0:
         return Predicted(math.nan, math.nan, math.nan)
-    # What a float32 sum of K products adds: each addition rounds a partial sum, on average half of the whole.
+    # Rounding of the float32 sum of K products: each addition rounds a partial sum, on average half the sum.
     products = float(a_MK.value.square().sum(0) @ b_KN.value.square().sum(1))
     sums = products * a_MK.value.shape[1] / 2 * _rounding(torch.float32)
     rounding = sums / signal + _rounding(dtype)
@@ -102,7 +103,7 @@ def _from_noise(a_MK: Operand, b_KN: Operand, known_MN: Tensor) -> tuple[float, 
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Largest relative variance of rounding once to a floating-point dtype: a step is at most eps * value."""
+    """Upper bound of the relative variance of one rounding to a float dtype: a step is <= eps * value."""
     return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
@@ -129,6 +130,6 @@ def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> Operand
 
 
 def _dequantized_weight(spec: LinearSpec, w_NK: Tensor) -> Operand:
-    """By which a GEMM in compute dtype multiplies where `output` is in 8 bits."""
+    """The weight of a GEMM that is `high`, where `spec.high_uses_8_bit_weight`."""
     block = kind_of(spec).weight_scale_block(*w_NK.shape)
     return dequantized(w_NK, block, spec.fmt, power_of_two=spec.power_of_two)

@@ -1,7 +1,7 @@
-"""`convert(model, precision)`: swap nn.Linear for LowPrecisionLinear, and say what was done to each.
+"""`convert(model, precision)` turns nn.Linear into LowPrecisionLinear and reports what it did to each layer.
 
-Nothing is skipped in silence: a layer that stays as it is has its reason in the plan, and a conversion that
-would change nothing is an error, since that run would train in compute dtype under a low-precision name.
+No layer is skipped silently: the plan gives a reason for each layer that stays in compute dtype. A conversion
+that changes no layer is an error, because that run would train in compute dtype under a low-precision name.
 """
 
 import fnmatch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
+from lptune.hardware.planned import planned
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
@@ -20,8 +21,7 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.steps.verify import verify_first_update
-from lptune.planned import planned
+from lptune.linear.steps.verify_step import verify_first_update
 
 
 def convert(
@@ -34,23 +34,23 @@ def convert(
 ) -> Plan:
     """Turns each `nn.Linear` of `model` that `precision` selects into a LowPrecisionLinear; returns the plan.
 
-    Works on any module tree, `model` itself included, before or after weights are loaded, on any device
-    including meta. Modules and parameters are the same objects as before, hooks and names stay (with
-    int8_weight_only, parameters become Int8Weights in place). Call it before `fully_shard` and before
-    compiling. A subclass of nn.Linear has a forward of its own and is left
-    alone; it stands in the plan with that reason.
+    Works on any module tree, including `model` itself, on any device including meta, before or after weights
+    are loaded. Call it before `fully_shard` and before compiling. Modules and parameters stay the same
+    objects with the same names and hooks (for int8_weight_only, parameters become Int8Weights in place). A
+    subclass of nn.Linear may have another forward; it is not converted, and the plan says so.
 
-    Before the first optimizer step for which a converted layer has a gradient, of any optimizer of torch, the
-    layer's GEMMs and gather are held against the plan, and PrecisionNotAppliedError is raised where they
-    differ (verify.py). `precision.verify=False` switches that off.
+    precision: a PrecisionConfig, or a kind: `"int8_rowcol"` means PrecisionConfig(kind="int8_rowcol"). skip:
+    names or globs in addition to `precision.skip`. A pattern matches a full name or its last components
+    (`lm_head`, `layers.0.*`, `*.o_proj`). device: where the model will run, if that is not where it is now.
+    num_tokens: rows of x in one forward (batch * sequence), needed for `precision.skip_small`.
 
-    precision: a kind alone (`"int8_rowcol"`) stands for PrecisionConfig(kind=…). skip: names or globs in
-    addition to `precision.skip`; a pattern matches a full name or its last components (`lm_head`,
-    `layers.0.*`, `*.o_proj`). device: where the model will run, if it is not there yet.
-    num_tokens: rows of x in one forward (batch times sequence), needed for `precision.skip_small`. Raises
-    UserError for a pattern that matches nothing, when no layer is left to convert, when the device has no
-    8-bit GEMM for the kind or nothing was measured for skip_small, for an unknown LPTUNE_KERNELS, for a
-    layer whose own `forward` would hide the converted one, and after `fully_shard`.
+    The GEMMs and the gather of each converted layer are compared with the plan before the first step of any
+    torch optimizer for which the layer has a gradient; PrecisionNotAppliedError is raised if they differ
+    (verify_step.py). `precision.verify=False` switches this off.
+
+    Raises UserError: for a pattern that matches no layer; if no layer would be converted; if the device has
+    no 8-bit GEMM for the kind; if skip_small has no measurement; for an unknown LPTUNE_KERNELS; for a layer
+    whose instance attribute `forward` would hide the converted forward; and after `fully_shard`.
     """
     if isinstance(precision, str):
         precision = PrecisionConfig(kind=precision)
@@ -79,7 +79,7 @@ def convert(
             reasons[name] = small(num_tokens, module.in_features, module.out_features)
         if reasons[name] is None and has_own_forward(module) and not redirect(module, dry_run=True):
             raise UserError(
-                f"layer {name}: a forward of the instance's own ({module.forward!r}) hides that of its "
+                f"layer {name}: its instance attribute forward ({module.forward!r}) hides the forward of its "
                 "class, and keeps no nn.Linear.forward that could be replaced; call convert() before it is "
                 "set, or name the layer in precision.skip"
             )
@@ -111,7 +111,9 @@ def convert(
 
 
 def unconvert(model: nn.Module) -> int:
-    """Makes the converted modules plain `nn.Linear` again; returns how many."""
+    """Turns converted modules back into plain `nn.Linear`, in place; returns their number. Raises UserError
+    after `fully_shard`.
+    """
     converted = [module for module in model.modules() if isinstance(module, LowPrecisionLinear)]
     for module in converted:
         module.release()
@@ -119,18 +121,21 @@ def unconvert(model: nn.Module) -> int:
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """Where the model is, None while it is nowhere (meta)."""
+    """The device of the model; None if it has no storage (meta) or no parameter."""
     parameter = next(model.parameters(), None)
     return None if parameter is None or parameter.device.type == "meta" else parameter.device
 
 
 def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
-    """`spec`, emulated where that is the kind's rule. Raises UserError where the device cannot run it."""
+    """`spec`, with `emulate` set if the device has no such GEMM and the kind then emulates it.
+
+    Raises UserError if the device has no such GEMM and the kind does not emulate it.
+    """
     kind = kind_of(spec)
     if not kind.operations:
         return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
     if device is not None and device.type == "cuda" and not spec.emulate:
-        for operation in (*kind.operations, "quantize"):  # what cannot run here is told now, not in a step
+        for operation in (*kind.operations, "quantize"):  # an op that cannot run raises now, not in a step
             choose_backend(operation, device.type)
     if device is None or spec.emulate or choose_backend(kind.operations[0], device.type) != "reference":
         return spec
@@ -149,8 +154,8 @@ def _name(device: torch.device) -> str:
 def _small_layers(
     spec: LinearSpec, device: torch.device | None, num_tokens: int | None
 ) -> Callable[[int, int, int], str | None]:
-    """What skip_small goes by: (num_tokens, in_features, out_features) -> why such a layer stays in compute
-    dtype, None where 8 bits are faster. Raises UserError where there is nothing to go by.
+    """The rule of precision.skip_small: (num_tokens, in_features, out_features) -> the reason to keep such a
+    layer in compute dtype, or None if 8 bits are faster. Raises UserError if it has nothing to decide by.
     """
     if not spec.multiplies_in_8_bits:
         raise UserError(
@@ -188,7 +193,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
     for pattern in patterns:
-        # The default names lm_head, which a bare encoder or somebody's own model need not have.
+        # The default pattern is lm_head, and not every model has a layer of this name (an encoder has none).
         if pattern not in PrecisionConfig.skip and not any(_matches(name, pattern) for name in linears):
             parts = {part for name in linears for part in (name, name.rpartition(".")[2])}
             raise UserError(f"precision.skip: {pattern!r} matches no linear layer{closest(pattern, parts)}")

@@ -1,10 +1,10 @@
-"""From which size on a kind is faster than bf16, by measurement.
+"""Measured layer sizes from which a kind is faster than bf16, for `precision.skip_small`.
 
-Quantizing reads and writes the operands, which costs memory traffic; an 8-bit GEMM saves arithmetic. Which of
-the two is larger depends on the number of tokens as much as on the layer's sizes, on the kind and on the
-device. `benchmarks/crossover.py` times forward and backward of a compiled layer over a grid of sizes and
-writes crossover.json; between the points of the grid the logarithm of the speed-up is interpolated in the
-logarithms of the sizes, outside of it the edge counts.
+Quantizing costs memory traffic, since it reads and writes the operands; an 8-bit GEMM saves arithmetic. Which
+of the two is larger depends on the number of tokens, the layer's sizes, the kind and the device.
+`benchmarks/crossover.py` times forward and backward of a compiled layer over a grid of sizes and writes
+crossover.json. Between grid points, the logarithm of the speed-up is interpolated linearly in the logarithms
+of the sizes. Outside of the grid, the nearest edge of the grid is used.
 """
 
 import functools
@@ -21,17 +21,17 @@ _FILE = Path(__file__).with_name("crossover.json")
 
 @dataclass(frozen=True)
 class Measurements:
-    """Speed-ups of one kind over bf16 on one device; tokens, in and out ascending."""
+    """Speed-ups of one kind over bf16 on one device, on a grid of sizes. Each of the sizes ascends."""
 
     device: str
     tokens: tuple[int, ...]
     in_features: tuple[int, ...]
     out_features: tuple[int, ...]
     speedup: Sequence[Any]
-    """Nested by tokens, in_features, out_features."""
+    """Nested lists, indexed by tokens, in_features, out_features."""
 
     def at(self, tokens: int, in_features: int, out_features: int) -> float:
-        """Speed-up over bf16 of forward and backward of one such layer."""
+        """Interpolated speed-up over bf16, of forward and backward of one layer of these sizes."""
         weights: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
         for size, grid in (
             (tokens, self.tokens),
@@ -53,7 +53,7 @@ class Measurements:
 
 
 def measurements(kind: str, device_type: str) -> Measurements | None:
-    """What was measured of `kind` on this type of device; None: nothing."""
+    """The measurements of `kind` on this type of device ("cpu", "cuda"); None if there are none."""
     device = _read().get(device_type)
     if device is None or kind not in device["speedup"]:
         return None
@@ -62,10 +62,10 @@ def measurements(kind: str, device_type: str) -> Measurements | None:
 
 
 def published_as_small(one_scale: bool, in_features: int, out_features: int) -> bool:
-    """Whether float8 training of such a layer on H100 was published to be no faster than bf16 (the filter of
-    torchao's recipes, which ignores the number of tokens). For kinds and devices that nobody has measured.
+    """Whether torchao's published filter for H100 keeps a layer of this size in bf16, because float8 training
+    would be no faster. The filter ignores the number of tokens. Used where crossover.json has no measurement.
 
-    one_scale: of a tensor; False for anything finer.
+    one_scale: whether the kind has one scale per tensor; False for finer scales.
     """
     if one_scale:
         return in_features <= 4096 and out_features <= 1024
@@ -73,7 +73,7 @@ def published_as_small(one_scale: bool, in_features: int, out_features: int) -> 
 
 
 def _neighbours(size: int, grid: tuple[int, ...]) -> list[tuple[int, float]]:
-    """The grid points around `size` with their shares, which add up to 1."""
+    """The indices of the grid points around `size`, with interpolation weights that add up to 1."""
     upper = bisect_right(grid, size)
     if upper == 0 or upper == len(grid):
         return [(min(upper, len(grid) - 1), 1.0)]

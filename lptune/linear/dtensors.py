@@ -1,7 +1,8 @@
-"""A layer that torch's tensor parallelism cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+"""Layers that torch's tensor parallelism has cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
+`on_this_rank` and `as_sharded` convert between a DTensor and its local part.
 
-The weight is a DTensor, and so are activations. An 8-bit product needs no sharding rule of DTensor's: each
-rank multiplies its parts, by scales of these parts, and what it found is a DTensor again.
+The weight and the activations are DTensors. The 8-bit ops have no DTensor sharding rules. Instead, each rank
+multiplies its local parts, with scales of these parts, and wraps the result in a DTensor:
 
     weight                input                 output        gradient of input  gradient of weight
     Shard(0), Colwise     Replicate             Shard(-1)     Partial            Shard(0)
@@ -9,8 +10,8 @@ rank multiplies its parts, by scales of these parts, and what it found is a DTen
     Replicate             Replicate             Replicate     Replicate          Replicate
     Replicate             Shard(batch, tokens)  as the input  as the input       Partial
 
-An input that is placed otherwise is redistributed first. Partial products are dequantized before the sum over
-ranks, which loses nothing beyond the format's own rounding.
+An input with another placement is redistributed first. Partial products are dequantized before they are
+summed over ranks, so the sum adds no rounding to 8 bits.
 """
 
 import math
@@ -23,15 +24,42 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from lptune.config import UserError
 
 ALIGNMENT = 16
-"""8-bit tensor-core GEMMs want rows of 16 bytes. The rule holds on every device, so that a plan made on one
-is the plan on another.
+"""8-bit tensor-core GEMMs need rows of a multiple of 16 bytes. The rule holds on every device, so that a
+model gets the same plan everywhere.
 """
 
 
-def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
-    """part_NK: what tensor parallelism leaves to a rank of a converted layer's weight of shape `whole`.
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    Raises UserError where an 8-bit GEMM cannot take it.
+
+def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """`local`, this rank's rows; as a DTensor with the placements of `tensor`, if `tensor` is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # Row scales have one column per rank that has a part of the row, because tensor parallelism cuts rows.
+    parts = math.prod(
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard(1)
+    )
+    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size((tensor.shape[0], columns)),
+        stride=(columns, 1),
+    )
+
+
+def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
+    """Raises UserError if an 8-bit GEMM cannot multiply by `part_NK`.
+
+    part_NK: this rank's part of a converted layer's weight, cut by tensor parallelism over `num_ranks` ranks.
+    whole: the shape (N, K) of the uncut weight.
     """
     n, k = part_NK.shape
     if n % ALIGNMENT or k % ALIGNMENT:
@@ -43,11 +71,12 @@ def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
 
 
 def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor, int], Tensor]) -> DTensor:
-    """`x @ weight.T` as a DTensor (..., N), differentiable; see the table above.
+    """`x @ weight.T` as a DTensor (..., N), differentiable, with the placements of the table above.
 
-    x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K), p -> (..., N), of a rank's parts; p
-    is the number of the part that its output is, equal on ranks that have the same gradient of it.
-    Raises UserError for a plain x, or another mesh, and for parts that an 8-bit GEMM cannot take.
+    x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K), p -> (..., N), called with this
+    rank's parts; p numbers the part of the output, and ranks with the same part (and gradient) have the same
+    p. Raises UserError if x is no DTensor or is on another mesh, and for parts that an 8-bit GEMM cannot
+    multiply (`check_part`).
     """
     mesh = weight.device_mesh
     if not isinstance(x, DTensor) or x.device_mesh != mesh:
@@ -69,13 +98,13 @@ def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tenso
             part = part * mesh.size(axis) + here
     out = multiply(x.to_local(grad_placements=x_grad_at), part_NK, part)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    # Given, since parts need not be equal.
+    # from_local would compute the shape as if all parts were equally large.
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(out, mesh, out_at, run_check=False, shape=shape, stride=stride)
 
 
 def _axis(x_at: Placement, w_at: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:
-    """On one axis of the mesh, where the input is wanted, and where output and both gradients are."""
+    """Placements on one mesh axis: of the input as it is needed, the output, and the gradients of x and W."""
     if type(w_at) is Shard and w_at.dim in (0, 1):
         if w_at.dim == 0:
             return Replicate(), Shard(last), Partial(), w_at

@@ -1,9 +1,10 @@
-"""A `forward` in a module's own `__dict__`, which hides the forward of its class.
+"""Handles a `forward` in a module's `__dict__`, which hides the forward of the module's class.
 
-accelerate's hooks (`device_map`), transformers' tensor parallelism (`tp_plan`) and many patches replace
-`module.forward` by a function of their own, which keeps the old `module.forward` and calls it. The old one is
-nn.Linear.forward bound to the module, whatever class the module gets later. So `redirect` replaces it where
-it is kept: in a closure, a partial, or an attribute. Its replacement asks the module's class at every call.
+accelerate's hooks (`device_map`), transformers' tensor parallelism (`tp_plan`) and many patches assign a
+wrapper to `module.forward`. The wrapper keeps the old `module.forward` and calls it. This old forward is
+nn.Linear.forward, bound to the module; it stays nn.Linear.forward when `convert` changes the module's class.
+So `redirect` finds where the wrapper keeps the old forward (a closure, a partial or an attribute) and
+replaces it by a function that looks up the forward of the module's class at every call.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +18,14 @@ Replace = Callable[[Any], None]
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether calls of `module` do not reach the forward of its class directly."""
+    """Whether the instance attribute `forward` hides the forward of the class of `module`."""
     return "forward" in vars(module)
 
 
 def redirect(module: nn.Linear, *, dry_run: bool = False) -> bool:
-    """Makes the instance's own forward call that of the module's class, now and after the class has changed.
+    """Makes the instance's forward call the forward of the module's class, also after the class changes.
 
-    Returns whether a place was found where the wrapper keeps the old forward. dry_run: changes nothing.
+    Returns whether it found a place where the wrapper keeps the old forward. dry_run: only search.
     """
     places = list(_places(module))
     for replace in places if not dry_run else ():
@@ -37,7 +38,7 @@ def _forward_of_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _places(module: nn.Linear) -> Iterator[Replace]:
-    """Where nn.Linear.forward, bound to `module`, is kept by what is called in its place."""
+    """Yields, for each place that keeps nn.Linear.forward bound to `module`, a function that replaces it."""
 
     def is_old(value: Any) -> bool:
         old = (nn.Linear.forward, _forward_of_class)
@@ -45,7 +46,7 @@ def _places(module: nn.Linear) -> Iterator[Replace]:
 
     own = vars(module)
     for name, value in own.items():
-        if is_old(value):  # itself, or what accelerate calls _old_forward
+        if is_old(value):  # `forward` itself, or the attribute that accelerate calls _old_forward
             yield lambda new, name=name: own.__setitem__(name, new)  # type: ignore[misc]
     seen, waiting = set[int](), [own["forward"]]
     while waiting:
@@ -75,8 +76,8 @@ def _places(module: nn.Linear) -> Iterator[Replace]:
 
 
 def _asks_the_class(function: FunctionType) -> bool:
-    """Whether it reads as `type(module).forward(…)`. Where that is an error, the verification of the first
-    update says so.
+    """Whether the function seems to call `type(module).forward(…)`, judged by the names in its code. A wrong
+    guess is found when the first update is verified.
     """
     names = set(function.__code__.co_names)
     return "forward" in names and bool(names & {"type", "__class__"})

@@ -1,12 +1,12 @@
-"""What a kind of low precision is, and what one layer chose of it.
+"""The protocol of a kind of low precision, and the settings of one layer.
 
     Kind          the rules of one `precision.kind`; lptune/linear/kinds/ has a file for each
     KINDS         name -> Kind, filled by lptune/linear/kinds/__init__.py
-    LinearSpec    what one layer does: a kind's name and the choices that the kind leaves open, plain values
+    LinearSpec    the settings of one layer: the name of its kind, and the values of the kind's options
 
-Everything that differs between kinds is a method or an attribute of Kind. The rest of the library asks
-`kind_of(spec)` and compares no names, so a new kind is a new file, its row in lptune/config/precision.py and
-its name in kinds/__init__.py.
+Everything that differs between kinds is a method or an attribute of Kind. The rest of the library calls
+`kind_of(spec)` and never compares names. So a new kind is a new file, its row in lptune/config/precision.py
+and its name in kinds/__init__.py.
 
 Shapes: T tokens, K in_features, N out_features (of a rank's part under tensor parallelism).
 """
@@ -23,13 +23,14 @@ from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from lptune.linear.weights.weight_amax import Shard
 
 Agree = Callable[[Tensor], Tensor]
-"""This rank's amaxes -> the maximum over ranks, of the same shape; by an all-reduce or a lookup."""
+"""Maps this rank's amaxes to their elementwise maximum over ranks, by an all-reduce or a lookup."""
 
 
 class LinearSpec(NamedTuple):
     """How the three GEMMs of a layer run. `high` means: in compute dtype.
 
-    A tuple of plain values: the compiler treats them as constants, and layers with equal specs share a graph.
+    All fields are plain values, so the compiler treats them as constants, and layers with equal specs share a
+    compiled graph.
     """
 
     kind: str  # a key of KINDS
@@ -46,7 +47,7 @@ class LinearSpec(NamedTuple):
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> "LinearSpec":
-        """The spec that `precision` asks for on every converted layer. KeyError for an unknown kind."""
+        """The spec of every layer that `precision` converts. Raises KeyError for an unknown kind."""
         kind = KINDS[precision.kind]
         return cls(
             kind=precision.kind,
@@ -63,59 +64,62 @@ class LinearSpec(NamedTuple):
         )
 
     def is_low(self, gemm: str) -> bool:
-        """Whether `gemm`, one of kernels.GEMMS, takes an 8-bit operand, and is counted when it runs."""
+        """Whether `gemm`, one of kernels.GEMMS, has an 8-bit operand. Kernels count such GEMMs."""
         return bool(getattr(self, gemm) != "high")
 
     def formats(self, gemm: str) -> str:
-        """Those of the operands of `gemm`: `int8`, `e5m2 x e4m3`."""
+        """The formats of the operands of `gemm`, as the plan shows them: `int8`, `e5m2 x e4m3`."""
         mixed = gemm != "output" and self.grad_fmt != self.fmt
         return f"{self.grad_fmt} x {self.fmt}" if mixed else self.fmt
 
     @property
     def high_uses_8_bit_weight(self) -> bool:
-        """Whether a GEMM that is `high` multiplies by the dequantized weight: where forward uses the 8-bit
-        weight, or FSDP gathers it in 8 bits. So backward uses forward's weight, and the result does not
-        depend on the gather.
+        """Whether a GEMM that is `high` multiplies by the dequantized weight.
+
+        It does if `output` uses the 8-bit weight or FSDP gathers 8 bits. Backward then uses the same weight
+        as forward, and results do not depend on the dtype of the gather.
         """
         return self.output == "low" or self.gathers_low
 
     @property
     def multiplies_in_8_bits(self) -> bool:
-        """Whether the low GEMMs multiply 8-bit numbers, and do not only read an 8-bit weight."""
+        """Whether the low GEMMs multiply in 8 bits. False if they only dequantize an 8-bit weight."""
         return bool(kind_of(self).operations)
 
     @property
     def described_tokens(self) -> str:
-        """What is said of an 8-bit gather of x."""
+        """Format and scales of an 8-bit gather of x, for messages: `int8 rows`."""
         return kind_of(self).describe_tokens(self)
 
     def describe_gather(self) -> str:
-        """What the plan table says of the all-gather of W."""
+        """Format and scales of the all-gather of W, for the plan table: `int8 rows`, `high`."""
         kind = kind_of(self)
         return kind.describe_gather(self) if self.gathers_low or kind.keys.stores_low else "high"
 
     def describe(self, gemm: str) -> str:
-        """What the plan table says of `gemm`: `int8 folded`, `e5m2 x e4m3 tensor`, `int8 weight`, `high`."""
+        """Formats and scales of `gemm` in the plan table: `int8 folded`, `e5m2 x e4m3 tensor`, `high`."""
         return kind_of(self).describe(self, gemm) if self.is_low(gemm) else "high"
 
 
 class Kind(ABC):
-    """The rules of one kind of low precision. A kind has no state: what is live of a layer is elsewhere."""
+    """The rules of one kind of low precision. It has no state; kernels/live.py has the state of layers."""
 
     name: ClassVar[str]
-    """`precision.kind`."""
+    """The value of `precision.kind` that selects this kind."""
     keys: ClassVar[KindKeys]
-    """What is legal for its three GEMMs and its gathers: equal to its row in config.PRECISION_KINDS."""
+    """The legal values for its three GEMMs and its gathers. Equal to its row in config.PRECISION_KINDS."""
     fmt: ClassVar[str]
-    """Of x and W; a key of numerics.FORMATS."""
+    """Format of x and W, a key of numerics.FORMATS."""
     power_of_two: ClassVar[bool] = False
-    """Whether scales are powers of two."""
+    """Whether all scales are powers of two."""
     operations: ClassVar[tuple[str, ...]]
-    """What kernels.choose_backend calls its 8-bit GEMMs, `output`'s first. Empty: the kind
+    """Names of its 8-bit GEMMs for kernels.choose_backend, the one of `output` first. Empty if the kind
     multiplies in compute dtype.
     """
     emulated_where_missing: ClassVar[bool] = False
-    """Whether a device without these GEMMs emulates them unasked; the plan says so. Otherwise: an error."""
+    """On a device without these GEMMs: True: `convert` emulates them, and the plan says so. False: `convert`
+    raises UserError.
+    """
 
     # --- The three GEMMs.
 
@@ -128,11 +132,11 @@ class Kind(ABC):
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(`x @ w.T` in x's dtype, what `backward` needs of x for grad_weight).
+        """Returns (`x @ w.T` in x's dtype, the tensors that `backward` gets as `saved`).
 
-        w_NK has x's dtype; or it is a GatheredWeight, or what the kind stores. layer: the handle under which
-        kernels count what ran. quantized_x: q and scale of x, where it was gathered so; x is then a
-        placeholder of ones, of which only shape and dtype count.
+        w_NK: has x's dtype; or is a GatheredWeight; or the RowTensor that the kind stores. layer: the layer
+        handle, for the count of GEMMs. quantized_x: q and scale of x, if x was gathered in 8 bits; x_TK is
+        then a placeholder of ones, and only its shape and dtype are used.
         """
 
     @abstractmethod
@@ -146,80 +150,82 @@ class Kind(ABC):
         needs_grad_input: bool,
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(grad_input, grad_weight) in g's dtype; None where not needed. g_TN, w_NK: same dtype. saved: what
-        `forward` returned; empty where grad_weight is not needed.
+        """Returns (grad_input, grad_weight) in g's dtype, each None if it is not needed.
+
+        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed.
         """
 
     # --- What the plan says.
 
     @abstractmethod
     def describe(self, spec: LinearSpec, gemm: str) -> str:
-        """Formats and scales of `gemm`, which is low."""
+        """Formats and scales of `gemm`, which is low, for the plan table."""
 
     @abstractmethod
     def describe_gather(self, spec: LinearSpec) -> str:
-        """Format and scales of a gathered weight."""
+        """Format and scales of a weight that is gathered in 8 bits, for the plan table."""
 
     one_scale: ClassVar[bool] = False
-    """Whether x, W and g have one scale each. `precision.skip_small` has thresholds of its own for these."""
+    """Whether x, W and g have one scale each; `precision.skip_small` has other thresholds for such kinds."""
 
     # --- How W travels in 8 bits.
 
     row_scales: ClassVar[bool] = False
-    """Whether each 8-bit row has a scale of its own, which is sent with it. Otherwise scales cover rows of
-    several ranks, which agree on amaxes before they quantize (weight_amax.py).
+    """True: each 8-bit row has its own scale, which is sent with the row. False: a scale covers rows of
+    several ranks, and the ranks agree on amaxes before they quantize (weight_amax.py).
     """
     weight_block: ClassVar[int | None] = None
-    """Side of W's square blocks, each with a scale; None: rows have one, or the tensor."""
+    """Side of W's square scale blocks; None if W has a scale per row or one scale."""
     has_history: ClassVar[bool] = False
     """Whether scales come from the amaxes of past steps, which LowPrecision keeps (delayed.py)."""
     layer_class: ClassVar[type[nn.Linear] | None] = None
-    """The subclass of LowPrecisionLinear that a layer becomes, where the parameter is not an ordinary one."""
+    """The subclass of LowPrecisionLinear for this kind's layers, if its parameter is not a float tensor."""
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
-        """8-bit rows of `shard`, which is in compute dtype, as `forward` makes them of the whole weight: bit
-        for bit. For kinds whose keys say can_gather_low.
+        """8-bit rows of `shard`, bitwise equal to those that `forward` makes of the whole weight.
+
+        shard: its rows are in compute dtype. Raises ValueError if the kind's keys lack can_gather_low.
         """
         raise ValueError(f"{self.name} has no 8-bit gather of weights")
 
     @property
     def header_bytes(self) -> int:
-        """Of each gathered row: room for its scale."""
+        """Bytes before each gathered row, for its scale; 0 if scales are not sent."""
         return HEADER_BYTES if self.row_scales else 0
 
     # --- How tokens travel in 8 bits, under tensor parallelism.
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
-        """This rank's tokens, quantized as `forward` would quantize all of them: bit for bit. For kinds
-        whose keys have tokens_low. Row scales, where there are any, are those of these tokens.
+        """This rank's tokens in 8 bits, bitwise equal to what `forward` makes of all tokens. t: this rank's
+        tokens; row scales have t rows. Raises ValueError if the kind's keys lack tokens_low.
         """
         raise ValueError(f"{self.name} has no 8-bit gather of tokens")
 
     def describe_tokens(self, spec: LinearSpec) -> str:
-        """Format and scales of gathered tokens."""
+        """Format and scales of tokens that are gathered in 8 bits, for messages."""
         raise ValueError(f"{self.name} has no 8-bit gather of tokens")
 
-    # --- Predicted noise: the operands of a low GEMM as they are multiplied (bounds.py).
+    # --- Predicted noise, for bounds.py: the operands of a low GEMM with the errors of their rounding.
 
     @abstractmethod
     def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        """Rows and columns of W (N, K) that share a scale in `output`."""
+        """(rows, columns) of the scale blocks of W (n, k) in `output`."""
 
     @abstractmethod
     def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        """x and W.T of `output`."""
+        """The operands x and W.T of `output`, with their errors."""
 
     @abstractmethod
     def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        """g and W of `grad_input`."""
+        """The operands g and W of `grad_input`, with their errors."""
 
     @abstractmethod
     def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        """g.T and x of `grad_weight`."""
+        """The operands g.T and x of `grad_weight`, with their errors."""
 
 
 KINDS: dict[str, Kind] = {}
-"""Every kind but `none`, by name."""
+"""All kinds by name, except `none`."""
 
 
 def kind_of(spec: LinearSpec) -> Kind:

@@ -1,4 +1,4 @@
-"""What low precision keeps alive beside a model while it trains, in one object.
+"""LowPrecision: the state that low precision needs during training, in one object.
 
     low = linear.LowPrecision(model, plan, optimizer)           after sharding, before loading a checkpoint
     for step in range(num_steps):
@@ -8,15 +8,16 @@
                 loss(batch).backward()
         optimizer.step()
 
-Four parts make it up. A kind of precision that does not use one pays nothing for it.
+It has four parts. A part that the kind does not use costs nothing.
 
-    scales      of all weights by one collective a step instead of one a gather    precomputed.py
-    histories   of amaxes, by which `float8_delayed` scales                        delayed.py
-    rounding    the random bits of `precision.stochastic_rounding`                 stochastic.py
-    first step  counted and compared with the plan                                 verify.py
+    scales      precomputed for all weights: one collective a step, not one a gather   precomputed.py
+    histories   of amaxes, from which `float8_delayed` takes its scales                delayed.py
+    rounding    the random bits of `precision.stochastic_rounding`                     stochastic.py
+    first step  its GEMMs and gathers are compared with the plan                       verify_step.py
 
-Training without scales is right and slower. Training without histories or random keys is an error of the
-kernels. A loop without `step` is still verified, but by less (`verify_first_update`).
+Without LowPrecision, weights are gathered with the same scales, but slower; kinds that need histories or
+random keys raise an error in their kernels. A loop that does not use `step` is still verified, but less
+strictly (`verify_first_update`).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,15 +31,15 @@ from lptune.linear.plan import Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify import FirstStep, Verified
+from lptune.linear.steps.verify_step import FirstStep, Verified
 
 
 class Ranks(Protocol):
-    """The part of `distributed.World` that is used here."""
+    """The part of `distributed.World` that LowPrecision uses."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
 
     @property
     def data_size(self) -> int:
@@ -48,7 +49,7 @@ class Ranks(Protocol):
         """Replaces `values` by their elementwise maximum over all ranks. A collective."""
 
     def print(self, text: str) -> None:
-        """Prints on one rank."""
+        """Prints `text` on one rank only."""
 
 
 class LowPrecision:
@@ -64,15 +65,17 @@ class LowPrecision:
         verify: bool = True,
         watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """model: converted by `plan`, and sharded if it will be. optimizers: all that update its weights.
+        """model: converted with `plan`; after `fully_shard`, if it is sharded at all. optimizers: all that
+        update its weights. plan: from `convert`.
 
-        world: a session's; its loop multiplies the loss by `data_size`, since FSDP averages gradients. None:
-        the device of the model's parameters and the process group, if there is one. seed: of the random
-        bits. verify: compare the first step with the plan; watch: entered around that step as well.
+        world: of a session whose loop multiplies the loss by `data_size`, because FSDP averages gradients.
+        None: LowPrecision takes the device from the model's parameters, and uses the process group, if any.
+        seed: for the random bits. verify: compare the first step with the plan. watch: its context manager
+        also surrounds the first step.
 
-        Raises UserError where weights are to be gathered in 8 bits and `model` is not sharded.
+        Raises UserError if weights are to be gathered in 8 bits and `model` is not sharded.
         """
-        self._scales = PrecomputedScales(model, *optimizers)  # gathers find it by their layers' numbers
+        self._scales = PrecomputedScales(model, *optimizers)  # gathers find it by their layer number
         if world is None:
             device = next(iter(model.parameters())).device
             self._histories = DelayedScaling(plan, device)
@@ -86,10 +89,10 @@ class LowPrecision:
 
     @contextmanager
     def step(self, step: int, num_passes: int) -> Iterator[None]:
-        """Around the forward and backward passes of one optimizer step, on every rank.
+        """Surrounds the forward and backward passes of one optimizer step, on every rank.
 
-        step: its number, from which random bits are drawn. num_passes: forward and backward passes of this
-        rank. Raises PrecisionNotAppliedError where the first step did not run as planned.
+        step: the step's number; random bits depend on it. num_passes: this rank's number of forward and
+        backward passes. Raises PrecisionNotAppliedError if the first step did not run as planned.
         """
         self._step = step
         try:
@@ -100,8 +103,8 @@ class LowPrecision:
             self._rounding.stop()
 
     def micro_batch(self, number: int) -> None:
-        """Before each forward pass of a step. number: of the micro-batch within the global batch, counted
-        over all ranks, so that the random bits do not depend on how many ranks there are. Raises RuntimeError
+        """Call before each forward pass of a step. number: the position of the micro-batch in the global
+        batch, over all ranks, so that random bits do not depend on the number of ranks. Raises RuntimeError
         outside of `step`.
         """
         if self._step is None:
@@ -109,17 +112,17 @@ class LowPrecision:
         self._rounding.start(self._step, number)
 
     def undo(self, skipped: Tensor) -> None:
-        """Forgets the last step where `skipped` is set, a 0-dimensional bool on the device: for an update
-        that was not made. The host does not wait.
+        """Removes the last step from the histories if its update was skipped. skipped: 0-dimensional bool
+        tensor on the device; the host does not wait for it.
         """
         self._histories.undo(skipped)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs, by name: the live tensors, to be saved, or filled. `loaded` comes then."""
+        """The live tensors that a checkpoint stores, by name. After filling them in place, call `loaded`."""
         return self._histories.state()
 
     def loaded(self) -> None:
-        """After `state` was filled: what follows, an evaluation too, scales by the histories in it."""
+        """Call after filling the tensors of `state`; training and evaluation then use the new histories."""
         self._histories.loaded()
 
     @property
@@ -129,5 +132,5 @@ class LowPrecision:
 
     @property
     def verified(self) -> Verified:
-        """What the first step was found to be; empty before it ended, and where it is not verified."""
+        """The counts of the first step. All are 0 before that step ended, and if `verify` is False."""
         return self._first_step.verified

@@ -1,4 +1,8 @@
-"""`nn.Linear` with a spec. Parameters, names and state dict are those of the layer it replaces."""
+"""LowPrecisionLinear: an `nn.Linear` with a spec for its three GEMMs.
+
+`convert` changes the class of an existing nn.Linear. Parameters, names and state dict stay the same, so
+checkpoints do not depend on the precision.
+"""
 
 import weakref
 from typing import Any, Self
@@ -19,9 +23,10 @@ from lptune.linear.weights.weight_amax import weight_changed
 
 
 def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
-    """What this rank has of a parameter that tensor parallelism put into a DTensor; else itself.
+    """This rank's part of a parameter that is a DTensor; any other tensor unchanged.
 
-    sums_gradient: ranks find parts of a gradient that they all need (of a parameter that each has whole).
+    sums_gradient: backward sums the gradient over ranks. For a replicated parameter of which each rank
+    computes a part of the gradient.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -29,27 +34,27 @@ def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
 
 
 class _Life:
-    """A layer and its shallow copies hold the same one: the live state of their number ends with it."""
+    """Owned by a layer and its shallow copies together. When it is freed, the live state of the layer number
+    is removed.
+    """
 
 
 class LowPrecisionLinear(nn.Linear):
-    """A linear layer whose GEMMs run as `spec` says. Made from an nn.Linear by `adopt`, never constructed."""
+    """A linear layer whose three GEMMs run as `spec` says. Made of an nn.Linear by `adopt`, not by a call."""
 
     spec: LinearSpec
     handle: Tensor
-    """Names the layer inside the kernels. No buffer: it stays on the CPU when the model moves, and out of the
-    state dict.
-    """
+    """The layer handle, for kernels. Not a buffer, so that it stays on the CPU and out of the state dict."""
 
     number: int
-    """The same name for whoever is not compiled, nor can read a tensor's values (a dry run)."""
+    """The layer number: the value in `handle`, for eager code and dry runs, where tensors have no values."""
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
-        """Turns `linear` itself into a LowPrecisionLinear; returns its number, unique in this process.
+        """Turns `linear` into a LowPrecisionLinear in place; returns its layer number.
 
-        In place, so that every name, hook, tie and optimizer that knows the module or its parameters stays
-        valid.
+        The module and its parameters stay the same objects, so that names, hooks, tied weights and optimizers
+        stay valid.
         """
         if has_own_forward(linear):
             redirect(linear)
@@ -65,7 +70,7 @@ class LowPrecisionLinear(nn.Linear):
         weakref.finalize(self._life, LIVE.leave, self.number).atexit = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (deepcopy, pickle) is another layer to the kernels: what is kept by number is not shared."""
+        """Gives a copy (deepcopy, pickle) a new layer number, so that it shares no live state."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()
         self.handle[NUMBER] = self.number
@@ -74,16 +79,16 @@ class LowPrecisionLinear(nn.Linear):
             expect_gather(self.number)
 
     def __copy__(self) -> Self:
-        """Shares its weight, and with it its number."""
+        """A shallow copy shares the weight, so it keeps the layer number."""
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
     def _adopt_weight(self) -> None:
-        """For kinds whose parameter is not the plain one."""
+        """Replaces the weight, in subclasses for kinds whose parameter is not a float tensor."""
 
     def release(self) -> None:
-        """Undoes `adopt`. Raises UserError once the layer is sharded."""
+        """Undoes `adopt`, in place. Raises UserError if the layer is sharded."""
         if isinstance(self.weight, DTensor):
             raise UserError("unconvert() comes before fully_shard; a sharded model is exported or saved")
         if is_master(self.weight):
@@ -95,20 +100,23 @@ class LowPrecisionLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # What leaves the process is plain; it aliases the live rows, as any state dict does.
+        # The state dict has an ordinary tensor. It aliases the live rows, as in any state dict.
         destination[f"{prefix}weight"] = plain_rows(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         w_NK = state_dict.get(f"{prefix}weight")
         if w_NK is not None and is_master(self.weight) and not is_master(w_NK):
-            # Under assign=True it takes the parameter's place: it must be one that is gathered in 8 bits.
+            # With assign=True this tensor replaces the parameter, which must still be gathered in 8 bits.
             state_dict[f"{prefix}weight"] = master_like(w_NK, self.weight)
         weight_changed(self.number)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """x: (..., in_features) in compute dtype, autocast's where it is on -> (..., out_features) in the
-        same. DTensors in, DTensor out, where torch's tensor parallelism cut the weight (dtensors.py).
+        """Same as `F.linear(x, weight, bias)` up to quantization: (..., in_features) -> (..., out_features).
+
+        x: compute dtype, which the output has too; under autocast, x is cast to autocast's dtype. If torch's
+        tensor parallelism cut the weight, x must be a DTensor, and the output is one (dtensors.py). Raises
+        UserError then, if x is no such DTensor or precision.tp_all_gather asks for an 8-bit gather.
         """
         if not isinstance(self.weight, DTensor):
             return self.forward_part(x)
@@ -122,12 +130,12 @@ class LowPrecisionLinear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """`forward` of plain tensors with what this rank has of weight and bias."""
+        """`forward` with this rank's parts of weight and bias; x and the result are plain tensors."""
         out = self.multiply(x)
         return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
 
     def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
-        """`forward_part` without the bias."""
+        """`forward_part` without adding the bias."""
         quantized_x: tuple[Tensor, Tensor] | None = None
         if isinstance(x, QuantizedTokens):
             x, *rest = x
@@ -152,7 +160,7 @@ class LowPrecisionLinear(nn.Linear):
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:
-        """The spec beside the sizes."""
+        """The sizes, then the kind and how it runs the three GEMMs; for `print(model)`."""
         s = self.spec
         return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
 
@@ -163,10 +171,10 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
-    """Lets FSDP gather the weights of `model` in 8 bits where `convert` planned it; returns how many.
+    """Makes FSDP gather those weights of `model` in 8 bits for which the plan says so; returns their number.
 
-    After `convert`, and before `fully_shard`, whose param_dtype must be `compute_dtype`: rows are rounded to
-    it before they are quantized. Raises UserError after `fully_shard`.
+    Call it after `convert` and before `fully_shard`. compute_dtype: must equal fully_shard's param_dtype;
+    rows are rounded to it before they are quantized. Raises UserError after `fully_shard`.
     """
     if any(isinstance(each, FSDPModule) for each in model.modules()):
         raise UserError("gather_in_8_bits() comes before fully_shard; this model is sharded already")
@@ -179,8 +187,8 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Says that weights of `model` were written other than by an optimizer or `load_state_dict`: scales that
-    were precomputed are measured again. To be called on all ranks, whichever of them wrote.
+    """Discards precomputed scales of `model`. Call it on all ranks after any rank wrote to weights, except by
+    an optimizer or `load_state_dict`, which announce their changes themselves.
     """
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):

@@ -1,11 +1,11 @@
-"""Operands of a GEMM with the errors of their rounding: what kinds say of theirs, and bounds.py adds up.
+"""Operands of a GEMM with the errors of their rounding. Kinds make them; bounds.py adds up the errors.
 
     exact(x)                      not rounded
     rounded(x, block, fmt, …)     quantized with one scale per block of x
     dequantized(w, …)             quantized, dequantized and rounded to the dtype
 
-All tensors are float64. Rounding makes noise, of which the variance is known, and where a value lies near
-zero a known error (lptune/numerics/error.py).
+All tensors are float64. Rounding adds noise of known variance; for values near zero, it adds a known error
+(lptune/numerics/error.py).
 """
 
 from typing import NamedTuple
@@ -24,33 +24,34 @@ from lptune.numerics import (
 
 
 class Operand(NamedTuple):
-    """An operand of a GEMM and what was done to it, all float64, as it is multiplied."""
+    """An operand of a GEMM, as it is multiplied, and the errors of its elements. Equal shapes, float64."""
 
     value: Tensor
+    """The exact values, before rounding."""
     mean: Tensor
-    """Known errors."""
+    """The known error of each element."""
     variance: Tensor
-    """Of unknown ones."""
+    """The variance of the unknown error of each element."""
 
     def t(self) -> "Operand":
-        """The operand with its two dims exchanged."""
+        """The operand transposed, with its errors."""
         return Operand(self.value.t(), self.mean.t(), self.variance.t())
 
     def plus(self, other: Noise) -> "Operand":
-        """With the errors of another rounding added."""
+        """The operand with the errors of another rounding added."""
         return Operand(self.value, self.mean + other.mean, self.variance + other.variance)
 
     def times(self, factor: Tensor) -> "Operand":
-        """Multiplied by an exact factor, and its errors with it."""
+        """The operand multiplied by an exact factor, which scales its errors too."""
         return Operand(self.value * factor, self.mean * factor, self.variance * factor.square())
 
 
 Operands = tuple[Operand, Operand]
-"""a and b of `a @ b`."""
+"""The operands a and b of `a @ b`."""
 
 
 def exact(value: Tensor) -> Operand:
-    """`value` as an operand without errors."""
+    """`value` in float64 as an operand without errors."""
     value64 = value.to(torch.float64)
     return Operand(value64, torch.zeros_like(value64), torch.zeros_like(value64))
 
@@ -58,20 +59,20 @@ def exact(value: Tensor) -> Operand:
 def rounded(
     tensor_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool, stochastic: bool = False
 ) -> Operand:
-    """`tensor` quantized to `fmt` with one scale per `block` (rows, columns)."""
+    """`tensor` with the errors of quantizing it to `fmt` with one scale per `block` (rows, columns)."""
     noise = rounding_noise(tensor_MK, block, FORMATS[fmt], power_of_two=power_of_two, stochastic=stochastic)
     return exact(tensor_MK).plus(noise)
 
 
 def dequantized(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Operand:
-    """`w` quantized, dequantized and rounded to its dtype."""
+    """`w` with the errors of quantizing it, dequantizing it and rounding it to its dtype."""
     noise = rounded(w_NK, block, fmt, power_of_two=power_of_two)
     return noise.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
 
 
 def cast_error(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Noise:
-    """What rounding the dequantized W to its dtype adds. No noise but a known error: the 8-bit values and the
-    scales are those of this very W. In bfloat16 there is none where scales are powers of two.
+    """The error of rounding the dequantized W to W's dtype. It is a known error, not noise, because 8-bit
+    values and scales are computed from this W. It is 0 in bfloat16 if scales are powers of two.
     """
     quantized = quantize_blocks(w_NK, block, FORMATS[fmt], power_of_two=power_of_two)
     q_NK, scale_NK = quantized.q_MK, expand_blocks(quantized.scale, block, (w_NK.shape[0], w_NK.shape[1]))
@@ -80,5 +81,5 @@ def cast_error(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: 
 
 
 def known(mean: Tensor) -> Noise:
-    """An error that is known element by element."""
+    """A known error of each element, without variance."""
     return Noise(mean, torch.zeros_like(mean))

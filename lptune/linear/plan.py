@@ -1,4 +1,4 @@
-"""The plan: for each linear layer of a model, what its GEMMs run in, or why it was left alone."""
+"""The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted."""
 
 import re
 from collections.abc import Iterable
@@ -9,12 +9,14 @@ from lptune.kernels import GEMMS, choose_backend
 from lptune.linear.kind import LinearSpec, kind_of
 
 PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
-"""Of the table of a plan."""
+"""Column names of the plan table."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear layer. `reason` is why it stays in compute dtype, None where it was converted."""
+    """One linear layer of a plan. spec: None if it was not converted; `reason` then says why (None where
+    precision.kind is none).
+    """
 
     name: str
     in_features: int
@@ -23,10 +25,10 @@ class LayerPlan:
     all_gather: str = "high"
     reason: str | None = None
     number: int | None = None
-    """What the kernels know a converted layer by."""
+    """The layer number of a converted layer."""
 
     def columns(self) -> tuple[str, str, str, str, str]:
-        """shape, the three GEMMs and the gather as the table shows them."""
+        """The cells of the plan table: shape, the three GEMMs, the all-gather."""
         shape = f"{self.out_features} x {self.in_features}"
         gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
         return (shape, *gemms, self.all_gather)  # type: ignore[return-value]
@@ -41,11 +43,11 @@ class Plan:
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
-        """The layers that run in low precision."""
+        """The layers that run in low precision, in module order."""
         return tuple(layer for layer in self.layers if layer.spec is not None)
 
     def backend(self, device_type: str) -> str | None:
-        """What runs the 8-bit GEMMs on `device_type`; None where there are none."""
+        """The backend of the 8-bit GEMMs on `device_type`, or "emulation"; None without 8-bit GEMMs."""
         specs = [layer.spec for layer in self.converted if layer.spec and layer.spec.multiplies_in_8_bits]
         if not specs:
             return None
@@ -57,17 +59,17 @@ class Plan:
 
     @property
     def gemm_name(self) -> str:
-        """What the counted GEMMs of the plan are."""
+        """What messages call the counted GEMMs: "8-bit GEMMs" or "GEMMs from 8-bit weights"."""
         eight_bit = all(layer.spec.multiplies_in_8_bits for layer in self.converted if layer.spec)
         return "8-bit GEMMs" if eight_bit else "GEMMs from 8-bit weights"
 
     @property
     def flops_per_token(self) -> float:
-        """Of forward and backward through all linear layers: three GEMMs of 2 * in * out each."""
+        """FLOPs of all linear layers in forward and backward: three GEMMs of 2 * in * out each."""
         return 6.0 * sum(layer.in_features * layer.out_features for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as precision_plan.json holds it."""
+        """The plan as precision_plan.json stores it."""
         rows = []
         for layer in self.layers:
             _, output, grad_input, grad_weight, gather = layer.columns()
@@ -86,8 +88,8 @@ class Plan:
         return {"kind": self.kind, "num_converted": len(self.converted), "layers": rows}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """PLAN_COLUMNS of the layers; those that differ only in their number share a row
-        (`model.layers.0-27.mlp.up_proj`).
+        """The rows of the plan table, with PLAN_COLUMNS. Layers that differ only in the number of their block
+        share a row: `model.layers.0-27.mlp.up_proj`.
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
@@ -96,7 +98,7 @@ class Plan:
         return [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
 
     def table(self) -> str:
-        """The rows as a table of text, after a line that counts the layers."""
+        """The plan as text: a line that counts the layers, then the table."""
         header, rows = PLAN_COLUMNS, self.rows()
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = [

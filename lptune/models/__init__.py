@@ -1,12 +1,12 @@
-"""Decoders read from a checkpoint's config.json: one implementation for every supported family.
+"""Decoders that are built from config.json: one implementation for all supported families.
 
-    config = read_config(folder)          # DecoderConfig; UserError for what cannot be followed exactly
+    config = read_config(folder)          # DecoderConfig; UserError for a setting that is not supported
     model = build_on_meta(config)         # Decoder, parameters named as in the checkpoint
     loss_sum = model(tokens_BS, Documents(...), labels_BS)
     log_p_BS = model(tokens_BS, Documents(...), labels_BS, loss=log_probabilities)
 
-Knows nothing of precision and sharding. What needs torch is imported when it is first asked for, so that
-reading configs and presets does not load it.
+Models do not know of precision and sharding. Names that need torch are imported at their first use, so that
+reading configs and presets does not import torch.
 """
 
 import importlib

@@ -1,22 +1,22 @@
-"""Attention over packed rows: one formula, five backends, chosen once per forward by `choose_backend`.
+"""Attention over packed rows: one formula, five backends. `choose_backend` chooses one for each forward.
 
     scores = softcap(q @ k.T * scale);  out = softmax(scores where visible, in float32) @ v
 
-- `varlen` (CUDA, half precision): flash attention over the flattened tokens; document boundaries are offsets,
-  so nothing is spent on pairs of tokens that do not see each other. Its window argument counts keys to the
-  left, without the query's own.
-- `cudnn` (CUDA, half precision, every row one document, LPTUNE_TRY=cudnn_attention): plain causal attention
-  by cuDNN. Layers with a window take `varlen`.
-- `flex` (CUDA, soft-capped): flash attention has no tanh in it; flex_attention compiles one in and skips
-  blocks.
-- `sdpa` (everything else): scaled_dot_product_attention with a boolean mask, made once per kind of layer and
-  forward.
-- `explicit` (soft-capped, not on CUDA): the formula as written. It holds all scores of a layer in memory.
+- `varlen` (CUDA, half precision): flash attention over the flattened tokens. Offsets mark where documents
+  begin, so it computes nothing for pairs of different documents. Its window argument counts the keys to the
+  left of the query, without the query's own key.
+- `cudnn` (CUDA, half precision, every row one document, LPTUNE_TRY=cudnn_attention): causal attention by
+  cuDNN. Layers with a window use `varlen`.
+- `flex` (CUDA, soft-capped): flash attention has no soft-cap. flex_attention compiles the soft-cap into its
+  kernel, and skips blocks in which nothing is visible.
+- `sdpa` (all other cases): scaled_dot_product_attention with a boolean mask, which is made once per forward
+  and kind of layer.
+- `explicit` (soft-capped, not on CUDA): the formula as written. It keeps all scores of a layer in memory.
 
-Grouped queries: M key heads serve N query heads, each key head the next N / M of them.
+Grouped queries: with N query heads and M key heads, each key head serves N / M consecutive query heads.
 
-The modules of torch that compile or launch these are imported where they run: two of them import the
-compiler, which a run without compilation does not need.
+torch's modules for `varlen` and `flex` are imported inside of functions: two of them import the compiler,
+which a run without compilation does not need.
 
 Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
 """
@@ -30,15 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.config import UserError
-from lptune.constant import constant_result
+from lptune.hardware.constant import constant_result
+from lptune.hardware.planned import HOPPER, planned, planned_device_type
+from lptune.hardware.trials import tries
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
-from lptune.planned import HOPPER, planned, planned_device_type
-from lptune.trials import tries
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
 
-# The flash kernels behind varlen end at this head size.
+# The largest head size of the flash kernels that varlen uses.
 _VARLEN_MAX_HEAD_DIM = 256
 _CUDNN_MAX_HEAD_DIM = 128
 
@@ -46,8 +46,8 @@ _CUDNN_MAX_HEAD_DIM = 128
 def choose_backend(
     config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
 ) -> str:
-    """Which of BACKENDS a model runs with on this device in this dtype. A function of its arguments and
-    LPTUNE_TRY alone.
+    """The backend, one of BACKENDS, for a model on this device in this compute dtype. Depends only on the
+    arguments and LPTUNE_TRY. one_document_per_row: whether no row has several documents.
     """
     is_cuda = (planned_device_type() or device.type) == "cuda"
     if config.attention_softcap is not None:
@@ -65,8 +65,8 @@ def choose_backend(
 
 
 def activate_attention(device: torch.device) -> None:
-    """Makes `varlen` run flash attention 3 where LPTUNE_TRY=fa3_attention asks for it. Raises UserError
-    without its package.
+    """Makes `varlen` use flash attention 3, if LPTUNE_TRY contains fa3_attention. Raises UserError if its
+    package is not installed.
     """
     if device.type != "cuda" or not tries("fa3_attention"):
         return
@@ -81,7 +81,7 @@ def activate_attention(device: torch.device) -> None:
         ) from None
 
 
-@constant_result  # so that compiling a whole model need not trace the CUDA driver
+@constant_result  # compiling a whole model cannot trace calls of the CUDA driver
 def _compute_capability(device: torch.device) -> tuple[int, int]:
     planned_device = planned()
     if planned_device is not None:
@@ -93,7 +93,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 @constant_result
 def _varlen_takes_groups() -> bool:
-    # torch 2.11 does not say that its kernel takes groups. To be dropped when we require torch >= 2.13.
+    # torch 2.11 has no argument for grouped queries. To be removed when we require torch >= 2.13.
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -107,9 +107,11 @@ def make_visibility(
     window: int | None,
     device: torch.device,
 ) -> Visibility:
-    """What a layer with this window needs, in the backend's form. `documents` None: a row is a document."""
+    """Which keys a query sees, in a layer with this window, in the form that the backend needs. documents:
+    None if each row is one document.
+    """
     if window is not None and window >= seq_len:
-        window = None  # it never ends before the row does
+        window = None  # the window is at least as long as the row
     if backend == "cudnn" and window is None:
         return Visibility()
     if backend in ("varlen", "cudnn") or (backend == "flex" and planned_device_type()):
@@ -118,7 +120,7 @@ def make_visibility(
     if backend == "flex":
         return Visibility(blocks=visibility_blocks(documents, batch, seq_len, window, device))
     if backend == "sdpa" and documents is None and window is None:
-        return Visibility()  # plain causal needs no mask, and the kernels skip half of the work
+        return Visibility()  # causal attention needs no mask, and the kernels skip half of the work
     return Visibility(mask_B1SS=visibility_mask(documents, seq_len, window, device))
 
 
@@ -130,7 +132,7 @@ def make_visibilities(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[LayerConfig, Visibility]:
-    """One Visibility per kind of layer; kinds with the same window share one."""
+    """One Visibility for each distinct LayerConfig. Those with the same window share it."""
     backend = choose_backend(config, device, dtype, one_document_per_row=documents is None)
     windows = dict.fromkeys(layer.window for layer in config.layer_kinds)
     by_window = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
@@ -147,12 +149,12 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The formula at the top of this file: (B, S, N, D), in the dtype of q.
+    """The formula at the top of this file: (B, S, N, D) in the dtype of q. `visible` decides the backend.
 
-    `visible` comes from `make_visibility` for the same window. A soft-cap needs a backend that can do it.
+    visible: from `make_visibility` with the same window. softcap: the backend must be `flex` or `explicit`.
     """
     if visible.offsets is not None:
-        # flex keeps what varlen keeps, and does not run on what a dry run has for tensors.
+        # flex cannot run on the fake tensors of a dry run. varlen saves the same tensors for backward.
         assert softcap is None or planned_device_type(), "varlen attention cannot soft-cap"
         return _varlen(q_BSND, k_BSMD, v_BSMD, visible.offsets, scale, window)
     q_BNSD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in (q_BSND, k_BSMD, v_BSMD))
@@ -202,10 +204,10 @@ def _varlen(
         v_BSMD.flatten(0, 1),
         offsets,
         offsets,
-        seq_len,  # the longest a document can be, not the longest there is: a constant compiles once
+        seq_len,  # the longest possible document: a constant, so that the model is compiled only once
         seq_len,
         scale=scale,
-        # keys to the left of the query and to its right; ours counts the query's own key too
+        # (keys to the left of the query, keys to its right). Our window counts the query's own key too.
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
@@ -221,7 +223,7 @@ def _flex(
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap) if softcap is not None else score
 
-    # Without compilation flex_attention holds all scores; inside a compiled block this is the same graph.
+    # Without compilation flex_attention keeps all scores in memory. In a compiled block it is compiled too.
     run = (
         torch.compile(flex_attention)
         if q_BNSD.is_cuda and not torch.compiler.is_compiling()

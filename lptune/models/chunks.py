@@ -1,19 +1,20 @@
-"""The head and an objective, a chunk of tokens at a time, and within a chunk a block of rows at a time.
+"""Computes the head and an objective for a chunk of tokens at a time, and in a chunk for a block of rows.
 
-With V = 128,256 words the float32 logits of 8,192 tokens are 4 GB, and their gradient as much again. So the
-tokens go through the head in chunks: each chunk's logits are made, reduced to a number (or one for each
-token) and dropped; backward makes them again. That is one more head GEMM per step, which is small against
-what it saves. A batch that fits one chunk is not recomputed.
+With V = 128,256 words, the float32 logits of 8,192 tokens take 4 GB, and so does their gradient. So the
+tokens go through the head in chunks: the logits of a chunk are computed, reduced to one number (or one number
+per token) and freed. Backward computes them again. This costs one more GEMM of the head per step. If a batch
+fits into one chunk, nothing is recomputed.
 
-Of a chunk's logits there are at most two copies in the dtype of the head's output: the logits and their
-gradient (one gradient for each differentiable `for_each_token`; the objectives of loss.py have one). What
-lies between them (float32 logits, soft-capped ones, log-probabilities, and a gradient for each of these)
-exists for a block of rows only: `Logits.for_each_token` computes block by block, saves the head's output
-alone, and in backward goes through the blocks again, each forward and backward. A block has a sixteenth of
-the chunk's rows, and at least 2**20 logits, so that small chunks are one block. A compiled chunk
-has no blocks: there the compiler fuses what lies between into the loops that read and write the two copies.
+In a chunk, two tensors of the size of its logits exist at most, in the dtype of the head's output: the logits
+and their gradient (one gradient for each differentiable `for_each_token`; the objectives of loss.py have
+one). All intermediate tensors (float32 logits, soft-capped logits, log-probabilities, their gradients) exist
+for one block of rows only. `Logits.for_each_token` computes block by block and saves only the head's output;
+its backward runs forward and backward of each block again. A block has 1/16 of the rows of a chunk, but at
+least 2**20 logits, so a small chunk is one block. A compiled chunk has no blocks, because the compiler fuses
+the intermediate steps into the loops that read the logits and write their gradient.
 
-Shapes: T tokens, t tokens of a chunk, b of a block, H hidden, V vocabulary, v words of this head (words.py).
+Shapes: T tokens, t tokens of a chunk, b tokens of a block, H hidden, V vocabulary, v words of this head
+(words.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,23 +24,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lptune.hardware.planned import planned_device_type
+from lptune.hardware.trials import tries
 from lptune.models.words import Words
-from lptune.planned import planned_device_type
-from lptune.trials import tries
 
 MAX_LOGITS_PER_CHUNK = 2**27
-"""Half a gigabyte of float32."""
+"""As float32, these take half a gigabyte."""
 
 BLOCKS_PER_CHUNK = 16
 MIN_LOGITS_PER_BLOCK = 2**20
 
 Rows = Callable[..., Tensor]
-"""(b, v) float32 logits, further tensors of b rows -> (b, …). No row of the result depends on another row."""
+"""(b, v) float32 logits and further tensors of b rows -> (b, …). Each row of the result depends only on the
+same row of the arguments.
+"""
 
 
 def max_logits_per_chunk(device: torch.device) -> int:
-    """How many logits a chunk on `device` may have. Each chunk reads and writes the head's gradient once
-    more; LPTUNE_TRY=large_loss_chunks makes fewer of them, for more memory.
+    """The largest number of logits in a chunk on `device`. Each chunk reads and writes the gradient of the
+    head's weight; LPTUNE_TRY=large_loss_chunks makes fewer chunks and takes more memory.
     """
     is_cuda = (planned_device_type() or device.type) == "cuda"
     return 4 * MAX_LOGITS_PER_CHUNK if is_cuda and tries("large_loss_chunks") else MAX_LOGITS_PER_CHUNK
@@ -48,12 +51,12 @@ def max_logits_per_chunk(device: torch.device) -> int:
 def in_chunks(
     of_chunk: Callable[..., Tensor], tensors: Sequence[Tensor], width: int, *, max_logits: int | None = None
 ) -> Tensor:
-    """`of_chunk(*tensors)`, computed for chunks of rows: the sum of the numbers, or the rows one after the
-    other.
+    """Same as `of_chunk(*tensors)`, but computed in chunks of rows.
 
-    tensors: of T rows each. of_chunk: returns a number or (t, …); it is called once for each chunk of at most
-    `max_logits` / `width` rows (None: `max_logits_per_chunk`), and where there is more than one chunk again
-    in backward.
+    tensors: T rows each. of_chunk: called with t rows of each tensor; returns a number, and the results are
+    added, or (t, …), and they are concatenated. width: logits per row. max_logits: a chunk has at most
+    max_logits / width rows; None: `max_logits_per_chunk`. If there is more than one chunk, backward calls
+    `of_chunk` again for each.
     """
     num_tokens, max_logits = len(tensors[0]), max_logits or max_logits_per_chunk(tensors[0].device)
     num_chunks = max(1, -(-num_tokens * width // max_logits))
@@ -61,7 +64,7 @@ def in_chunks(
         return of_chunk(*tensors)
     chunk_tokens = -(-num_tokens // num_chunks)
     parts: list[Tensor] = [
-        # No randomness inside, so its state need not be saved and restored around each chunk.
+        # A chunk uses no random numbers, so the state of the generator need not be saved and restored.
         checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(*(torch.split(each, chunk_tokens) for each in tensors), strict=True)
     ]
@@ -69,19 +72,19 @@ def in_chunks(
 
 
 class Logits:
-    """Of the tokens of a chunk, for an objective to ask numbers of: never there as a whole in float32."""
+    """The logits of a chunk, for an objective. They are never all in float32 at the same time."""
 
     def __init__(self, raw_tv: Tensor, finish: Callable[[Tensor], Tensor], words: Words) -> None:
         self._raw_tv, self._finish = raw_tv, finish
         self.words = words
-        """The words that the logits are of."""
+        """The words to which the columns of the logits belong."""
         self.width: int = raw_tv.shape[1]
 
     def for_each_token(self, function: Rows, *tensors: Tensor) -> Tensor:
-        """`function(logits, *tensors)` with float32 logits; differentiable in the logits alone.
+        """Same as `function(logits, *tensors)` with float32 logits. Differentiable in the logits only.
 
-        tensors: of a row for each token, without a gradient: ValueError for one that requires it. At any time
-        `function` sees a block of rows.
+        function: called for a block of rows at a time. tensors: one row for each token; must not require a
+        gradient, else ValueError is raised.
         """
         if any(each.requires_grad for each in tensors):
             raise ValueError(
@@ -119,7 +122,7 @@ class _ByBlocks(torch.autograd.Function):
 
 
 def _blocks(raw_tv: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Rows of a block of each of the tensors; one empty block of no rows."""
+    """The tensors divided into blocks of rows. Tensors without rows give one empty block."""
     num_rows, width = raw_tv.shape
     rows = max(-(-num_rows // BLOCKS_PER_CHUNK), -(-MIN_LOGITS_PER_BLOCK // max(1, width)))
     return list(zip(*(torch.split(each, rows) for each in (raw_tv, *tensors)), strict=True))

@@ -1,13 +1,13 @@
-"""The decoder: plain nn.Linear, nn.Embedding and RMSNorm, put together as a `DecoderConfig` says.
+"""The decoder: nn.Linear, nn.Embedding and RMSNorm modules, as a `DecoderConfig` describes them.
 
-Parameters have the checkpoint's own names (`model.layers.0.self_attn.q_proj.weight`), which is why the
-attribute names below are Hugging Face's. Precision and sharding come from outside: nothing here knows of
-them. A Linear may be replaced by a subclass, and a head that returns the logits of some words only says so by
-its attribute `words`, which the objective reads (words.py).
+Attribute names are those of Hugging Face, so that parameters have the names of the checkpoint
+(`model.layers.0.self_attn.q_proj.weight`). Precision and sharding are applied from outside; no code here
+depends on them. An nn.Linear may become a subclass. A head that returns the logits of only some words has an
+attribute `words`, which the objective reads (words.py).
 
-Two things keep one compiled graph per kind of layer. A block takes everything that varies from its arguments
-(the hidden states, the rotation, what is visible), and what is constant for a block (its window, its scales)
-is equal for all of its kind. Nothing in a block depends on its number.
+Blocks with equal LayerConfigs share one compiled graph, for two reasons. A block gets all values that vary
+(hidden states, rotation, visibility) as arguments. Its constants (window, scales) depend only on the
+LayerConfig, never on the number of the block.
 
 Shapes: B batch, S sequence, T = B * S, H hidden, N query heads, M key heads, D head size, I intermediate, V
 vocabulary.
@@ -24,20 +24,11 @@ from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
 from lptune.models.chunks import Logits, in_chunks
-from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.documents import Documents, Visibility
 from lptune.models.loss import IGNORE_INDEX, Objective, check_serves_parts, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
 from lptune.models.words import words_of
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -49,11 +40,11 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         "post_feedforward_layernorm",
     ),
 }
-"""Placement -> the checkpoint's names of the norms before and after attention, before and after the MLP."""
+"""By norm placement: names of the norms before attention, after attention, before the MLP, after the MLP."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (or 1 + weight), computed in float32, returned in the dtype of x."""
+    """x / rms(x) * weight, or * (1 + weight). Computed in float32, returned in the dtype of x."""
 
     def __init__(self, size: int, eps: float, adds_one: bool) -> None:
         super().__init__()
@@ -65,13 +56,13 @@ class RMSNorm(nn.Module):
         return self.normalize(x, self.weight)
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """By any `weight` of this norm's kind, as a rank has it that holds a part of the model."""
+        """The norm with another `weight` than this module's, for a rank that has a part of the model."""
         weight = weight.float() + 1.0 if self.adds_one else weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Project to q, k, v; norm and rotate q and k; attend; project back."""
+    """Projects to q, k and v; norms and rotates q and k; attends; projects back."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
@@ -98,14 +89,14 @@ class Attention(nn.Module):
     def forward(self, hidden_BSH: Tensor, rope: Rope | None, visible: Visibility) -> Tensor:
         if self.fused:
             qkv = self.qkv_proj(hidden_BSH)
-            # A column-parallel projection returns this rank's share of each of the three.
+            # Under tensor parallelism the projection returns this rank's parts of q, k and v.
             shares = [size * qkv.shape[-1] // sum(self.sizes) for size in self.sizes]
             q, k, v = qkv.split(shares, dim=-1)
         else:
             q, k, v = self.q_proj(hidden_BSH), self.k_proj(hidden_BSH), self.v_proj(hidden_BSH)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        # -1 and not the number of heads, for the same reason
+        # -1, not the number of heads, because a rank may have only some of the heads
         q_BSND, k_BSMD, v_BSMD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q_BSND, k_BSMD = self.q_norm(q_BSND), self.k_norm(k_BSMD)
@@ -119,11 +110,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """The gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
+        function, options = ACTIVATIONS[config.activation]
+        activation: Callable[[Tensor], Tensor] = getattr(F, function)
+        self.activation = functools.partial(activation, **options) if options else activation
         self.fused = config.fused_projections
         if self.fused:
             self.gate_up_proj = nn.Linear(
@@ -144,7 +137,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x += attention(x), x += mlp(x), with norms where the family has them."""
+    """x += attention(x), then x += mlp(x), with norms at the places of config.norm_placement."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
@@ -172,24 +165,24 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to hidden states: everything but the head."""
+    """The decoder without its head: from tokens to hidden states."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        # Without padding_idx: it would take the gradient from a token that some checkpoints also end with.
+        # No padding_idx: in some checkpoints the padding token is also the end token, which needs a gradient.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_adds_one)
         self.ropes = nn.ModuleList(RopeTable(rope) for rope in config.rope_kinds)
 
     def forward(self, tokens_BS: Tensor, documents: Documents | None = None) -> Tensor:
-        """Hidden states (B, S, H) after the last norm."""
+        """Hidden states (B, S, H) after the last norm, in the compute dtype. tokens_BS: int64."""
         config = self.config
         batch, seq_len = tokens_BS.shape
         hidden_BSH: Tensor = self.embed_tokens(tokens_BS)
         if config.embedding_scale != 1.0:
-            # Rounded to the compute dtype first, as the published checkpoints were trained.
+            # The scale is rounded to the compute dtype first, as when the published checkpoints were trained.
             hidden_BSH = hidden_BSH * torch.full(
                 (), config.embedding_scale, dtype=hidden_BSH.dtype, device=hidden_BSH.device
             )
@@ -204,7 +197,7 @@ class Transformer(nn.Module):
 
 
 class ChunkLoss(nn.Module):
-    """The head and an objective, of a chunk of tokens. Without parameters: the head is an argument."""
+    """Computes the head and an objective for a chunk of tokens. Has no parameters: `head` is an argument."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -213,7 +206,7 @@ class ChunkLoss(nn.Module):
         self.softcap = config.logit_softcap
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Logits from what the head returned: divided and soft-capped, where the family does so."""
+        """Divides and soft-caps the output of the head, if the config says so."""
         if self.divisor != 1.0:
             logits = logits / self.divisor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -221,14 +214,14 @@ class ChunkLoss(nn.Module):
     def forward(
         self, head: nn.Module, loss: Objective, hidden_tH: Tensor, labels_t: Tensor, *targets: Tensor
     ) -> Tensor:
-        """The objective's numbers (t,), 0 where the label is -100, or their sum; float32."""
+        """The values of the objective (t,), 0 where the label is -100, or their sum. float32."""
         logits = Logits(head(hidden_tH), self.finish, words_of(head, self.vocab_size))
         values_t = loss.values(logits, labels_t, *targets)
         return loss.result(torch.where(labels_t != IGNORE_INDEX, values_t, 0.0), labels_t)
 
 
 class Decoder(nn.Module):
-    """A causal language model; the modules and parameters of a Hugging Face ...ForCausalLM."""
+    """A causal language model with the modules and parameters of a Hugging Face ...ForCausalLM."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -245,11 +238,12 @@ class Decoder(nn.Module):
         labels_BS: Tensor | None = None,
         loss: Objective = summed_cross_entropy,
     ) -> Tensor:
-        """Logits (B, S, V) in the compute dtype, or with labels what `loss` makes of them (loss.py), float32.
+        """Without labels: logits (B, S, V) in the compute dtype. With labels: the objective `loss`, float32,
+        either a number, the sum over labels != -100, or (B, S) numbers, 0 where the label is -100.
 
-        That is a number, the sum over labels != -100, or (B, S) numbers, 0 where the label is -100.
-        labels_BS[b, s] is the token to predict at (b, s): the data side has shifted them. The logits of all
-        tokens are never held at once (chunks.py). `documents` None: each row is one document.
+        tokens_BS: int64. labels_BS: int64; labels_BS[b, s] is the token to predict at (b, s), already
+        shifted. documents: None if each row is one document. With labels, the logits of all tokens are never
+        in memory together (chunks.py).
         """
         hidden_BSH = self.model(tokens_BS, documents)
         words = words_of(self.lm_head, self.config.vocab_size)
@@ -260,39 +254,40 @@ class Decoder(nn.Module):
         of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
         tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
         found = in_chunks(of_chunk, tensors, words.width)
-        # A copy: a wrapper hooks what a model returns, and an in-place operator on a view loses the hook.
+        # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
         return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
 
     def attention_backend(
         self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
     ) -> str:
-        """The attention that forward runs on this device in this compute dtype, for the log."""
+        """The attention backend that forward uses on this device in this compute dtype."""
         return choose_backend(self.config, device, dtype, one_document_per_row=one_document_per_row)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
-        """Recompute what no checkpoint holds (the rope frequencies), on `device` or where they are."""
+        """Recomputes the rope frequencies, which no checkpoint stores. device: None: where they are."""
         for table in self.model.ropes:
             assert isinstance(table, RopeTable)
             table.reset(table.inv_freq_F.device if device is None else torch.device(device))
 
     def initial_value(self, name: str, seed: int) -> Tensor:
-        """A new random value of one parameter: float32, on the CPU, a function of (seed, name, shape) only.
+        """The initial value of one parameter: float32, on the CPU, a function of (seed, name, shape) only.
 
-        Matrices are normal with the config's standard deviation, biases 0, and norms the identity.
+        Matrices are normal with standard deviation config.initializer_range; biases are 0; norms are 1, or 0
+        if they multiply by 1 + weight.
         """
         shape = self.get_parameter(name).shape
         is_norm = isinstance(self.get_submodule(name.rpartition(".")[0]), RMSNorm)
         with torch.device("cpu"):
             if is_norm or name.endswith(".bias"):
                 return torch.full(shape, 1.0 if is_norm and not self.config.norm_adds_one else 0.0)
-            # A generator per name: neither sharding nor the order of parameters may change a value.
+            # One generator per name, so that neither sharding nor the order of parameters changes a value.
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             return torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill all parameters, which are on a real device, with `initial_value`."""
+        """Fills all parameters with `initial_value`. They must have storage."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, seed))
 
@@ -301,21 +296,21 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # nn.Module gives each owner of a shared parameter a new one when it leaves the meta device.
+        # When a model leaves the meta device, nn.Module makes two parameters of a shared one.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self
 
 
 def build_on_meta(config: DecoderConfig) -> Decoder:
-    """The decoder with all tensors on the meta device; tied weights are one parameter.
+    """The decoder with all tensors on the meta device, without storage. Tied weights are one parameter.
 
-    Then: `to_empty(device=...)` and load or `init_weights(seed)`.
+    Then call `to_empty(device=...)`, and load weights or call `init_weights(seed)`.
     """
     with torch.device("meta"):
         return Decoder(config)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Numbers in all parameters, shared ones counted once."""
+    """The number of elements of all parameters. A shared parameter counts once."""
     return sum(parameter.numel() for parameter in model.parameters())

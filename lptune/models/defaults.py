@@ -1,7 +1,7 @@
-"""What each family's config.json may say: the value of a missing key, and the type of one that is there.
+"""For each family, the default and the type of each key of config.json.
 
-Both are those of transformers' config classes, which do not load a file with a value of another type.
-Imports no torch.
+Both are the same as in the config classes of transformers, which do not load a file with a value of another
+type. This file imports no torch.
 """
 
 from typing import Any
@@ -132,9 +132,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
     },
 }
-"""What transformers takes for a key that config.json does not have."""
+"""The value that transformers uses for a key that config.json does not have."""
 
-# Of a key whose default does not tell; else the default's type.
+# Types of keys whose default does not show the type. The other keys have the type of their default.
 _TYPES: dict[str, tuple[type, ...]] = {
     "num_key_value_heads": (int,),
     "head_dim": (int,),
@@ -165,7 +165,7 @@ _TYPE_NAMES = {
 
 
 def may_be_null(family: str, key: str) -> bool:
-    """Whether transformers loads a file that says null."""
+    """Whether transformers loads a config.json of this family in which `key` is null."""
     if key == "num_key_value_heads":
         return family not in ("mistral", "gemma2", "gemma3_text")
     if key == "head_dim":
@@ -176,7 +176,7 @@ def may_be_null(family: str, key: str) -> bool:
 
 
 def check_types(keys: Keys, family: str) -> None:
-    """Raises UserError for a value that is of another type than transformers' config class declares."""
+    """Raises UserError for a value of another type than the config class of transformers declares."""
     for key, default in DEFAULTS[family].items():
         value, types = keys.get(key), _TYPES.get(key, (type(default),))
         if value is None:

@@ -1,8 +1,9 @@
-"""Several documents in one row, and what a token may see of them.
+"""Document bounds of packed rows, and which keys a query sees.
 
-A packed row holds documents one after the other. Attention must stay inside a document, so that packing
-changes speed and not the result: query i sees key j iff both lie in the same document, j <= i, and, in a
-layer with a window, i - j < window. This file says that in the forms that the attention backends want.
+A packed row has several documents one after the other. Attention must stay inside a document, so that packing
+changes the speed but not the result. Query i sees key j if and only if both are in the same document, j <= i,
+and, in a layer with a window, i - j < window. This file expresses this rule in the form that each attention
+backend needs.
 
 Shapes: B batch, S sequence.
 """
@@ -17,18 +18,18 @@ if TYPE_CHECKING:  # it imports the compiler
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch lie."""
+    """Document bounds: where the documents of a batch begin and end."""
 
     positions_BS: Tensor
-    """int64, the position in the document: restarts at 0 in each."""
+    """int64, the position of each token in its document, from 0."""
     index_BS: Tensor
-    """int64, the number of the document within its row: 0, 1, 2, ..."""
+    """int64, the number of the token's document in its row: 0, 1, 2, ..."""
     offsets: Tensor
-    """int32, where documents start in the B*S flattened tokens, then B*S until the length is constant."""
+    """int32, the starts of documents in the B*S flattened tokens, padded with B*S to a constant length."""
 
     @classmethod
     def single(cls, batch: int, seq_len: int, device: torch.device | str | None = None) -> "Documents":
-        """Each row one document."""
+        """The bounds for rows of one document each."""
         return cls(
             positions_BS=torch.arange(seq_len, device=device).expand(batch, seq_len),
             index_BS=torch.zeros(batch, seq_len, dtype=torch.int64, device=device),
@@ -37,20 +38,22 @@ class Documents(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """What one kind of layer must know about documents, as its backend wants it; all None is plain causal."""
+    """Which keys a query sees, in the form of one attention backend. If all are None: every earlier key."""
 
     mask_B1SS: Tensor | None = None
-    """bool, True where query (dim 2) sees key (dim 3); B may be 1."""
+    """For sdpa and explicit: bool, True where query (dim 2) sees key (dim 3). B may be 1."""
     offsets: Tensor | None = None
-    """As in Documents, for varlen."""
+    """For varlen: `Documents.offsets`."""
     blocks: "BlockMask | None" = None
-    """For flex_attention."""
+    """For flex_attention: the blocks in which any key is visible."""
 
 
 def visibility_mask(
     documents: Documents | None, seq_len: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Bool (B, 1, S, S), or (1, 1, S, S) when each row is one document (`documents` is None)."""
+    """The mask for sdpa and explicit: bool (B, 1, S, S), True where the query (dim 2) sees the key (dim 3).
+    documents: None if each row is one document; the mask is then (1, 1, S, S).
+    """
     place_S = torch.arange(seq_len, device=device)
     distance_SS = place_S[:, None] - place_S[None, :]
     near_SS = distance_SS >= 0
@@ -65,7 +68,7 @@ def visibility_mask(
 def visibility_blocks(
     documents: Documents | None, batch: int, seq_len: int, window: int | None, device: torch.device
 ) -> "BlockMask":
-    """The same as a BlockMask, which lets flex_attention skip the blocks that nothing is seen in."""
+    """`visibility_mask` as a BlockMask, with which flex_attention skips blocks where nothing is visible."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     index_BS = None if documents is None else documents.index_BS
@@ -78,7 +81,7 @@ def visibility_blocks(
             visible = visible & (index_BS[b, query] == index_BS[b, key])
         return visible
 
-    # Without compilation it holds the whole (B, S, S) mask.
+    # Without compilation create_block_mask keeps the whole (B, S, S) mask in memory.
     compiles = device.type == "cuda" and not torch.compiler.is_compiling()
     make = torch.compile(create_block_mask) if compiles else create_block_mask
     rows = None if documents is None else batch

@@ -1,10 +1,10 @@
-"""Which config.json means which decoder: the supported families, one short function each.
+"""Reads config.json as a DecoderConfig: one short function for each supported family.
 
-To add a family: put transformers' defaults for its config class into defaults.py, write a function that turns
-the keys into a `DecoderConfig` (usually `replace(_llama_like(keys), ...)` with the two or three fields that
-differ), and enter it in `FAMILIES`; then a `tiny` preset in presets.py makes the parity tests run over it. If
-no field of `DecoderConfig` can say what the family does, add a field and use it in decoder.py. Imports no
-torch.
+To add a family, put transformers' defaults for its config class into defaults.py, write a function that makes
+a `DecoderConfig` of the keys (usually `replace(_llama_like(keys), ...)` with the two or three fields that
+differ), and add it to `FAMILIES`. With a `tiny` preset in presets.py, the parity tests cover the family. If
+no field of `DecoderConfig` expresses a feature of the family, add a field and use it in decoder.py. This file
+imports no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from lptune.config import UserError
-from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
 from lptune.models.rope_config import read_rope, read_rope_per_layer_type
 
 MAX_LAYERS = 4096
-"""More would be built for minutes before the weights contradict them."""
+"""Limit of blocks: building more would take minutes before the weights show that config.json is wrong."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Keys by which transformers takes settings or weights from elsewhere, or builds something else.
+# Keys that make transformers read settings or weights from elsewhere, or build another kind of model.
 _ELSEWHERE = {
     "mlp_layer_types": "layers of different shapes are",
     "mtp_layer_types": "layers of different shapes are",
@@ -34,7 +34,6 @@ _ELSEWHERE = {
     "fusion_config": "fused modules are",
     "distributed_config": "a distributed layout is",
 }
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 def _head_dim(keys: Keys) -> int:
@@ -56,7 +55,7 @@ def _window(keys: Keys) -> int:
 
 
 def _layer_types(keys: Keys, default: list[str]) -> list[str]:
-    """`layer_types` where the file has it, checked; else the family's own pattern."""
+    """`layer_types` of the file, checked; the family's pattern `default` if the file has no such key."""
     given = keys.get("layer_types")
     types = default if given is None else given
     if not isinstance(types, list) or len(types) != keys.integer("num_hidden_layers"):
@@ -68,7 +67,7 @@ def _layer_types(keys: Keys, default: list[str]) -> list[str]:
 
 
 def _refuse_layer_types(keys: Keys) -> None:
-    # Of other lists transformers applies a part, differently in each family and attention backend.
+    # transformers applies other lists only in part, differently in each family and attention backend.
     all_full = ["full_attention"] * keys.integer("num_hidden_layers")
     given = keys.get("layer_types")
     if given is not None and (given != all_full or keys.get("sliding_window") is not None):
@@ -77,7 +76,7 @@ def _refuse_layer_types(keys: Keys) -> None:
 
 
 def _llama_like(keys: Keys, *, activation_key: str = "hidden_act") -> DecoderConfig:
-    """What all families share: Llama's block, one rope, no windows, no biases."""
+    """The settings that all families share: those of Llama without rope, windows and biases."""
     num_heads = keys.integer("num_attention_heads")
     num_kv_heads = keys.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -111,7 +110,7 @@ def _llama_like(keys: Keys, *, activation_key: str = "hidden_act") -> DecoderCon
 
 
 def _notes(keys: Keys) -> tuple[str, ...]:
-    # Published Granite 3 folders say 0.1. It changes no logits, and people fine-tune without it.
+    # Published Granite 3 checkpoints have 0.1. Dropout changes no logits, and fine-tuning works without it.
     dropout = keys.get("attention_dropout")
     return (f"attention_dropout {dropout} is not applied: lptune trains without dropout",) if dropout else ()
 
@@ -160,7 +159,7 @@ def _qwen3(keys: Keys) -> DecoderConfig:
 
 
 def _gemma(keys: Keys) -> DecoderConfig:
-    """What Gemma 2 and 3 share; the layers are still to be filled in."""
+    """The settings that Gemma 2 and Gemma 3 share, without `layers`."""
     config = _llama_like(keys, activation_key="hidden_activation")
     bias = keys.flag("attention_bias")
     return replace(
@@ -209,7 +208,7 @@ def _gemma3(keys: Keys) -> DecoderConfig:
 def _phi3(keys: Keys) -> DecoderConfig:
     config = _llama_like(keys)
     _refuse_layer_types(keys)
-    # Early Phi-3 files call longrope "su"; transformers reads "yarn" as longrope here too, and no other kind.
+    # Early Phi-3 files call longrope "su". Here transformers reads "yarn" as longrope too, and no other.
     rope = read_rope(
         keys,
         head_dim=config.head_dim,
@@ -297,11 +296,11 @@ FAMILIES: dict[str, Callable[[Keys], DecoderConfig]] = {
     "smollm3": _smollm3,
     "granite": _granite,
 }
-"""`model_type` -> how its config.json is read."""
+"""By `model_type`: the function that reads its config.json."""
 
 
 def _check_supported(keys: Keys) -> str:
-    """The family, or a UserError for everything that a plain dense decoder cannot do exactly."""
+    """The family. Raises UserError for each setting that a dense text decoder does not support."""
     family = keys.get("model_type")
     supported = ", ".join(FAMILIES)
     if not isinstance(family, str):
@@ -311,7 +310,7 @@ def _check_supported(keys: Keys) -> str:
             "model_type", f"{family!r} is multimodal; only text decoders can be trained ({supported})"
         )
     if family not in FAMILIES:
-        # No nearest name: qwen3_moe is no misspelt qwen3. A config.json is written by programs.
+        # Do not suggest a similar name: programs write config.json, and qwen3_moe is no misspelt qwen3.
         raise keys.error("model_type", f"{family!r} is not supported ({supported})")
     quantization = keys.get("quantization_config")
     quantization = keys.get("compression_config") if quantization is None else quantization
@@ -346,7 +345,7 @@ def _check_supported(keys: Keys) -> str:
 
 
 def _check_pad_token(keys: Keys, vocab_size: int) -> None:
-    # The embedding of transformers does not take it, whether it is given or a default.
+    # transformers cannot build its embedding then, even if the value is only a default.
     pad = keys.get("pad_token_id")
     if pad is not None and not -vocab_size <= pad < vocab_size:
         missing = "" if "pad_token_id" in keys.given else "missing, which means "
@@ -356,7 +355,7 @@ def _check_pad_token(keys: Keys, vocab_size: int) -> None:
 
 
 def config_from_keys(keys: Keys) -> DecoderConfig:
-    """The decoder that a config.json describes. UserError in one line for what is unknown or unsupported."""
+    """The DecoderConfig of a config.json. Raises UserError, one line, for an unsupported or wrong setting."""
     family = _check_supported(keys)
     keys = keys.with_defaults(DEFAULTS[family])
     config = FAMILIES[family](keys)
@@ -366,15 +365,17 @@ def config_from_keys(keys: Keys) -> DecoderConfig:
 
 
 def config_from_dict(content: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """The same for the content of a config.json that is not in a file (a preset)."""
+    """The DecoderConfig of the content of a config.json, for example of a preset. where: names it in errors.
+    Raises UserError as `config_from_keys` does.
+    """
     return config_from_keys(Keys(content, {}, where))
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder of the Hugging Face checkpoint in `folder`.
+    """The DecoderConfig of the Hugging Face folder `folder`.
 
-    Raises UserError in one line for a missing or broken config.json, an unknown family, a quantized or
-    multimodal checkpoint, and every setting that this library could not follow exactly.
+    Raises UserError, one line, for a missing or broken config.json, an unknown family, a quantized or
+    multimodal checkpoint, and every setting that this library does not support exactly.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: not found; expected the folder of a Hugging Face checkpoint")

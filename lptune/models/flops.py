@@ -1,12 +1,12 @@
-"""What attention computes: the FLOPs that are no linear layer's.
+"""The FLOPs of attention, which linear layers do not include.
 
-A query that sees a key costs, in each query head, a product of D numbers for the score and one for the value:
-2 * 2D FLOPs forward. Backward has four such products (for the gradients of scores, v, q and k), which makes
-12D for forward and backward. The scores that flash attention makes a second time are recomputation, which is
-not counted; nor are softmax, masks and norms, which are no GEMMs.
+For each query head and each pair of a query and a visible key, forward has two products of size D, one for
+the score and one for the value: 2 * 2D FLOPs. Backward has four such products (for the gradients of scores,
+v, q and k). Together this is 12D. Scores that flash attention computes again in backward are recomputation
+and are not counted. Softmax, masks and norms are not counted, because they are no GEMMs.
 
-Only pairs that see each other count: L(L + 1) / 2 of a document of L tokens, half of the square that is often
-counted, and fewer in a layer with a window.
+Only visible pairs count: L(L + 1) / 2 for a document of L tokens, which is half of the often-used L * L, and
+fewer in a layer with a window.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from lptune.models.config import DecoderConfig
 
 
 def attention_flops(config: DecoderConfig, lengths: npt.ArrayLike) -> float:
-    """Of forward and backward through the attention of all layers; lengths: of the documents, in tokens."""
+    """FLOPs of the attention of all layers, forward and backward. lengths: of the documents, in tokens."""
     lengths_N = np.asarray(lengths, dtype=np.int64)
     pairs = {window: _num_pairs(lengths_N, window) for window in {layer.window for layer in config.layers}}
     per_pair = 12.0 * config.num_heads * config.head_dim
@@ -24,6 +24,6 @@ def attention_flops(config: DecoderConfig, lengths: npt.ArrayLike) -> float:
 
 
 def _num_pairs(lengths_N: npt.NDArray[np.int64], window: int | None) -> int:
-    """Pairs of a query and a key that it sees."""
+    """The number of pairs of a query and a visible key."""
     reach_N = lengths_N if window is None else np.minimum(lengths_N, window)
     return int((reach_N * (reach_N + 1) // 2 + (lengths_N - reach_N) * reach_N).sum())

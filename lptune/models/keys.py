@@ -1,7 +1,7 @@
-"""Typed access to config.json: the file's values over a family's defaults, one line for each wrong value.
+"""Typed access to config.json, with the defaults of a family. A wrong value raises a UserError of one line.
 
-A key that is missing takes the value that transformers would take for that family. A key that is there with
-`null` stays null: Mistral's window is 4096 when the key is missing and switched off when it is null.
+A missing key has the default of transformers for that family. A key with the value `null` stays null. For
+example, Mistral's window is 4096 if the key is missing, and there is no window if the key is null.
 """
 
 import json
@@ -13,22 +13,22 @@ from lptune.config import MEBI, UserError, read_text
 
 _MAX_CHARS = 16 * MEBI
 MAX_INTEGER = 2**28
-"""Far above every size in use, and so small that the product of two sizes is a legal number of elements."""
+"""Far above any size in use, but the product of two such sizes is still a valid number of elements."""
 
 
 class Keys:
-    """The keys of one config.json (or of an object inside it), read with the type that the caller needs."""
+    """The keys of one config.json, or of an object in it. Each method checks the type that it returns."""
 
     def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self.given = dict(content)
-        """What the file itself says."""
+        """The keys and values of the file, without defaults."""
         self.where = where
-        """How messages name the file."""
+        """The name of the file in messages."""
         self._values = {**defaults, **content}
 
     @classmethod
     def from_file(cls, path: Path) -> "Keys":
-        """Raises UserError for a missing file, broken JSON, or anything but an object."""
+        """The keys of a file. Raises UserError for a missing file, broken JSON, or JSON that is no object."""
         try:
             content = json.loads(read_text(path, _MAX_CHARS))
         except (FileNotFoundError, NotADirectoryError):
@@ -41,30 +41,30 @@ class Keys:
             ) from None
         except UnicodeDecodeError:
             raise UserError(f"{path}: not UTF-8 text") from None
-        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, endless nesting
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
             raise UserError(f"{path}: cannot be read ({error}); download it again") from None
         if not isinstance(content, dict):
             raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
         return cls(content, {}, str(path))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Keys":
-        """The same file over a family's defaults."""
+        """The keys of the same file with the defaults of a family."""
         return Keys(self.given, defaults, self.where)
 
     def error(self, key: str, problem: str) -> UserError:
-        """`<file>: <key>: <problem>`, to be raised."""
+        """A UserError with the message `<file>: <key>: <problem>`, for the caller to raise."""
         return UserError(f"{self.where}: {key}: {problem}")
 
     def get(self, key: str) -> Any:
-        """The raw value, None when there is neither a value nor a default."""
+        """The unchecked value or default; None if there is neither."""
         return self._values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether there is a value or a default, be it null."""
+        """Whether there is a value or a default, even if it is null."""
         return key in self._values
 
     def optional_integer(self, key: str) -> int | None:
-        """An integer above zero, or None for null."""
+        """The value: an integer above 0, or None for null. Raises UserError for another value."""
         value = self.get(key)
         if value is None:
             return None
@@ -75,21 +75,21 @@ class Keys:
         return value
 
     def integer(self, key: str) -> int:
-        """An integer above zero."""
+        """The value, an integer above 0. Raises UserError for another value."""
         value = self.optional_integer(key)
         if value is None:
             raise self.error(key, "expected an integer above 0, found null")
         return value
 
     def count(self, key: str) -> int:
-        """An integer, zero or above."""
+        """The value, an integer from 0. Raises UserError for another value."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(key, f"expected an integer, 0 or above, found {value!r}")
         return value
 
     def optional_number(self, key: str) -> float | None:
-        """A finite number above zero, or None for null."""
+        """The value: a finite number above 0, or None for null. Raises UserError for another value."""
         value = self.get(key)
         if value is None:
             return None
@@ -98,28 +98,28 @@ class Keys:
         return float(value)
 
     def number(self, key: str) -> float:
-        """A finite number above zero."""
+        """The value, a finite number above 0. Raises UserError for another value."""
         value = self.optional_number(key)
         if value is None:
             raise self.error(key, "expected a number above 0, found null")
         return value
 
     def flag(self, key: str) -> bool:
-        """true or false; null counts as false."""
+        """The value, true or false; null counts as false. Raises UserError for another value."""
         value = self.get(key)
         if not isinstance(value, bool | None):
             raise self.error(key, f"expected true or false, found {value!r}")
         return bool(value)
 
     def text(self, key: str) -> str:
-        """A string."""
+        """The value, a string. Raises UserError for another value."""
         value = self.get(key)
         if not isinstance(value, str):
             raise self.error(key, f"expected a string, found {value!r}")
         return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers above zero."""
+        """The value, a list of numbers above 0. Raises UserError for another value."""
         value = self.get(key)
         if not isinstance(value, list) or not all(
             isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in value
@@ -128,6 +128,6 @@ class Keys:
         return tuple(float(x) for x in value)
 
     def refuse(self, key: str, problem: str) -> None:
-        """Raise when the key holds anything but null, false, 0 or an empty value."""
+        """Raises UserError unless the value is null, false, 0 or empty."""
         if self.get(key):
             raise self.error(key, problem)

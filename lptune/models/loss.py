@@ -1,24 +1,24 @@
-"""Objectives: from the logits of a chunk of tokens to a number for each token, or to their sum.
+"""Objectives: map the logits of a chunk of tokens to one number per token, or to the sum of these numbers.
 
     loss = model(tokens_BS, documents, labels_BS)                                # summed_cross_entropy
     log_p_BS = model(tokens_BS, documents, labels_BS, loss=log_probabilities)
     kl_BS = model(tokens_BS, documents, labels_BS, loss=Divergence(teacher_logits_BSV))
     kl_BS = model(tokens_BS, documents, labels_BS, loss=TopKDivergence(teacher_log_p_BSK, words_BSK))
 
-An objective is a function of `Logits` (chunks.py), of which it asks numbers for each token, so that float32
-logits exist for a block of rows only. A head may have been cut by words (tensor parallelism), and then each
-part sees its own. Every objective here serves such a part, too, and its formula is made for it:
+An objective gets `Logits` (chunks.py) and computes numbers for each token through it, so that float32 logits
+exist for one block of rows only. Tensor parallelism may cut the head by words; each part then has the logits
+of its own words. The objectives here work with such parts, by these formulas:
 
     largest = the maximum of a token's logits x, over all parts
-    S       = sum over words of exp(x - largest), each part's summed over all parts
+    S       = the sum of exp(x - largest) over the words of all parts
     log p   = (x - largest) - log(S)
 
-Two small tensors are exchanged, the maxima and the sums, in forward, and again where backward recomputes a
-chunk. Gradients exchange nothing: what follows the sums is the same on every part. On the whole vocabulary
-the maximum and the sum over parts do nothing (words.py). Only the cross-entropy has another formula there,
-that of torch.
+Ranks exchange two small tensors, the maxima and the sums, in forward, and again if backward recomputes a
+chunk. Gradients need no exchange, because all parts compute the same from the sums. With the whole
+vocabulary, the maximum and the sum over parts are no-ops (words.py), and the cross-entropy uses torch's
+formula instead.
 
-A token with the label -100 has the value 0, and its logits have the gradient 0.
+A token with the label -100 has the value 0, and the gradient of its logits is 0.
 
 Shapes: T tokens, t tokens of a chunk, k words of a token, V vocabulary, v words of a part.
 """
@@ -33,29 +33,30 @@ from torch import Tensor
 from lptune.models.chunks import Logits
 
 IGNORE_INDEX = -100
-"""Label of a token that no loss is on."""
+"""The label of a token that the loss ignores."""
 
 
 class Objective(Protocol):
-    """What to train on. A class of your own with these members is one.
+    """The protocol of an objective. Any class with these members is an Objective.
 
-    On a vocabulary that was cut, `values` sees the words of its part, and has to ask `Logits.words` for what
-    goes over all of them. A class whose `values` does so says `serves_parts = True`; a decoder whose head was
-    cut refuses any other.
+    If the vocabulary is cut, `values` sees the logits of one part of the words, and asks `Logits.words` for
+    maxima and sums over all parts. A class whose `values` does so sets `serves_parts = True`. A decoder with
+    a cut vocabulary refuses any other objective.
     """
 
     @property
     def targets(self) -> tuple[Tensor, ...]:
-        """(B, S, …) what it needs of each token beside the label."""
+        """Tensors (B, S, …) that the objective needs for each token, in addition to the label."""
 
     def values(self, logits: Logits, labels_t: Tensor, *targets: Any, **_: Any) -> Tensor:
-        """(t,) float32 numbers of a chunk's tokens, differentiable in `logits`.
+        """One float32 number for each token of a chunk (t,), differentiable in `logits`.
 
-        labels_t: int64, IGNORE_INDEX where the number will not count. targets: `targets` of these tokens.
+        labels_t: int64; numbers of tokens with IGNORE_INDEX are ignored. targets: `self.targets` of these
+        tokens.
         """
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
-        """What the objective is: the numbers themselves, or their sum. 0 stands for ignored tokens."""
+        """The value of the objective: values_t itself, or its sum. values_t is 0 for ignored tokens."""
 
 
 def check_serves_parts(loss: Objective) -> None:
@@ -72,7 +73,7 @@ def check_serves_parts(loss: Objective) -> None:
 
 
 class LogProbabilities:
-    """The log-probability of each token's label, as preference losses and perplexities need it.
+    """The log-probability of each token's label, for preference losses and perplexities.
 
     Same as torch.log_softmax(logits.float(), -1).gather(-1, labels_t[:, None])[:, 0].
     """
@@ -93,7 +94,7 @@ class SummedCrossEntropy(LogProbabilities):
     """Same as F.cross_entropy(logits.float(), labels_t, ignore_index=-100, reduction="sum")."""
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
-        # nll_loss adds in the order of F.cross_entropy; a label of 0 picks the only column.
+        # nll_loss adds in the same order as F.cross_entropy. The label 0 selects the only column.
         return F.nll_loss(
             values_t[:, None], labels_t.clamp(max=0), ignore_index=IGNORE_INDEX, reduction="sum"
         )
@@ -108,10 +109,10 @@ class Divergence:
 
     Same as F.kl_div(log_softmax(student), log_softmax(teacher), reduction="none", log_target=True).sum(-1).
 
-    teacher_BSX: the teacher's logits (B, S, V), of all words on every rank. They are as large as the
-    student's would be without chunks. With `logits_of` they are made chunk by chunk, too: it maps the X
-    numbers of a token, such as the teacher's last hidden states, (t, X) -> (t, v), to the logits of the words
-    that the student's head has on this rank. No gradient goes to the teacher.
+    teacher_BSX: the teacher's logits (B, S, V), of all words on every rank. They take as much memory as the
+    student's logits would without chunks. With `logits_of`, teacher_BSX has X numbers per token instead, such
+    as the teacher's last hidden states, and `logits_of` maps them chunk by chunk, (t, X) -> (t, v), to the
+    logits of the words that the student's head has on this rank. The teacher gets no gradient.
     """
 
     serves_parts = True
@@ -138,22 +139,21 @@ class Divergence:
 
 
 class TopKDivergence:
-    """KL(teacher || student) of the k most probable words of the teacher, and of all others as one event.
+    """KL(teacher || student) over the teacher's k most probable words, with all other words as one event.
 
-    With p the teacher's and q the student's probabilities, r and s what they leave to the other words,
-    r = 1 - sum of p_i and s = 1 - sum of q_i:
+    Let p be the teacher's and q the student's probabilities of the k words, and r = 1 - sum of p_i and
+    s = 1 - sum of q_i the probabilities of the other words:
 
         sum over the k words of p_i * (log p_i - log q_i)  +  r * (log r - log s)
 
-    The chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, theorem 2.5.3) says
-    what is left out: KL over all words is this plus r * KL(teacher || student, each given that the word is
-    none of the k). So it is never larger than the full divergence nor negative, it is 0 only where the
-    student agrees on the k words and hence on the rest's mass, and it ends as the full one with growing k.
-    Without the rest, or with p scaled up to sum to 1, the student is trained to overrate the k words
-    (arXiv:2503.16870).
+    By the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, theorem 2.5.3),
+    the KL over all words is this value plus r * KL(teacher || student, given that the word is none of the k).
+    So this value is never negative and never above the full KL. It is 0 only if the student agrees on the k
+    words, and hence on the sum of the others. It approaches the full KL as k grows. Without the second term,
+    or with p scaled to a sum of 1, the student would learn to overrate the k words (arXiv:2503.16870).
 
-    log_p_BSk: log-probabilities of the teacher's whole softmax; a sum of p above 1 by rounding counts as 1.
-    words_BSk: int64, distinct for a token. k must be less than V.
+    log_p_BSk: log-probabilities under the teacher's softmax over all words. If rounding makes the sum of p
+    larger than 1, r counts as 0. words_BSk: int64, distinct for each token. k must be less than V.
     """
 
     serves_parts = True
@@ -174,7 +174,7 @@ class TopKDivergence:
 
 
 def _log_probabilities(logits: Logits, words_tk: Tensor) -> Tensor:
-    """(t, k) log-probabilities of the words; any number for what is no word."""
+    """(t, k) log-probabilities of words_tk. An entry that is no word (a label of -100) gives any number."""
     places = logits.words.columns(words_tk, logits.width)
     with torch.no_grad():
         largest_t = logits.words.largest(logits.for_each_token(_largest))
@@ -183,10 +183,10 @@ def _log_probabilities(logits: Logits, words_tk: Tensor) -> Tensor:
 
 
 def _log_probabilities_and_rest(logits: Logits, words_tk: Tensor) -> tuple[Tensor, Tensor]:
-    """(t, k) as `_log_probabilities`, and (t,) the log of what all other words have together.
+    """(t, k) as `_log_probabilities`, and (t,) the log of the total probability of all other words.
 
-    The others are summed as such: 1 - (sum of k probabilities) would have lost them in float32 where the k
-    words have nearly all.
+    The other words are summed directly. 1 - (sum of the k probabilities) would lose them in float32 if the k
+    words have nearly all of the probability.
     """
     places = logits.words.columns(words_tk, logits.width)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def _log_probabilities_and_rest(logits: Logits, words_tk: Tensor) -> tuple[Tenso
     return sums[:, 2:] - log_total_t1, (log_rest_t1 - log_total_t1)[:, 0]
 
 
-# What is asked of a block of rows: float32 logits x_tv and further tensors of its rows.
+# Functions for `Logits.for_each_token`: of the float32 logits x_tv of a block, and of further tensors.
 
 
 def _cross_entropy(x_tV: Tensor, labels_t: Tensor) -> Tensor:
@@ -215,9 +215,9 @@ def _sum_and_picked(x_tv: Tensor, largest_t: Tensor, columns_tk: Tensor, here_tk
 
 
 def _without(x_tv: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
-    """x_tv with -inf for the words that are here."""
+    """x_tv with -inf in columns_tk, where here_tk is True."""
     num_columns = x_tv.shape[1]
-    # Words of other parts go to one more column, which is dropped.
+    # Words of other parts are marked in an extra column, which is removed.
     taken_tv = x_tv.new_zeros(len(x_tv), num_columns + 1, dtype=torch.bool)
     taken_tv = taken_tv.scatter(1, torch.where(here_tk, columns_tk, num_columns), True)[:, :num_columns]
     return x_tv.masked_fill(taken_tv, -torch.inf)

@@ -1,12 +1,12 @@
-"""What a config.json of each family and size says: the starting point of a new, random checkpoint.
+"""The config.json of each family and size, for making a new checkpoint with random weights.
 
 The real sizes are the published configurations. `tiny` (at most 200,000 parameters, every dimension a
-multiple of 16) has all that is peculiar to its family: windows shorter than a test's rows, both kinds of
-layers, the rope kind, head sizes that do not follow from the hidden size. Tests and trial runs use them.
+multiple of 16) has all features of its family: windows shorter than the rows of a test, both kinds of layers,
+the kind of rope, head sizes that differ from hidden size / heads. Tests and trial runs use it.
 
-PRESETS[family][size] is a plain dict. Its bos, eos and pad ids are null, for the maker of the tokenizer to
-fill in: null because without the keys transformers takes the published ids, which a small vocabulary does not
-have. Imports no torch.
+PRESETS[family][size] is a dict. Its bos, eos and pad ids are null, and the code that makes the tokenizer
+fills them in. Without these keys transformers would use the published ids, which a small vocabulary does not
+have. This file imports no torch.
 """
 
 from typing import Any, NamedTuple
@@ -191,8 +191,8 @@ _PHI4_MINI_LONG_FACTOR = [
 PRESETS: dict[str, dict[str, Preset]] = {
     "llama3_2": {
         "tiny": _llama(_tiny_dims(), factor=32.0, original_len=64, max_len=512, head_dim=16, tied=True),
-        # Large enough to learn the built-in instructions in minutes; 0.08 is about 1 / sqrt(hidden), without
-        # which so small a model starts too slowly.
+        # Large enough to learn the built-in instructions in minutes. 0.08 is about 1 / sqrt(hidden); with the
+        # usual 0.02 such a small model learns too slowly at first.
         "quickstart": _llama(
             _Dims(1024, 128, 384, 2, 8, 4),
             factor=32.0,
@@ -305,4 +305,4 @@ PRESETS: dict[str, dict[str, Preset]] = {
         "2b": _granite(_Dims(49155, 2048, 8192, 40, 32, 8), attention_multiplier=0.015625),  # 3.1
     },
 }
-"""family -> size -> the content of a config.json. The names are those of the configs folder."""
+"""The content of config.json by family and size. The names are those of the configs folder."""

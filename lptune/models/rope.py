@@ -1,12 +1,12 @@
-"""Rotary positions: dimensions i and i + R/2 of q and k are turned by the angle position * inv_freq[i].
+"""Rotary positions: dimensions i and i + R/2 of q and k are rotated by the angle position * inv_freq[i].
 
-`inv_freq[i] = theta ** (-2i / R)` is a geometric series of frequencies. A checkpoint whose context was
-stretched changes that series: `linear` divides all of it, `llama3` and `yarn` divide the slow frequencies and
-keep the fast ones (with different ramps between), `longrope` divides each frequency by a number of its own,
-one set for documents within the original length and one for longer ones.
+`inv_freq[i] = theta ** (-2i / R)` is a geometric series of frequencies. Checkpoints with a stretched context
+change this series. `linear` divides all frequencies by a factor. `llama3` and `yarn` divide the slow
+frequencies and keep the fast ones, with different ramps between. `longrope` divides each frequency by its own
+number, with one set of numbers for documents up to the original length and one for longer documents.
 
-Angles, cos and sin are float32 and the rotation happens in float32: at position 8,000 a bf16 angle is off by
-whole turns. The tables are made once per forward, for all layers that share them.
+Angles, cos, sin and the rotation are in float32, because at position 8,000 a bf16 angle is wrong by whole
+turns. The tables are computed once per forward, for all layers that share them.
 
 Shapes: B batch, S sequence, N heads, D head size, R rotated dimensions (R <= D), F = R/2 frequencies.
 """
@@ -23,14 +23,14 @@ from lptune.models.documents import Documents
 
 
 class Rope(NamedTuple):
-    """The rotation of each token. Both float32; B is 1 when all rows are alike."""
+    """cos and sin of the angles of each token, float32. B is 1 if all rows have the same positions."""
 
     cos_BS1R: Tensor
     sin_BS1R: Tensor
 
 
 def apply_rope(x_BSND: Tensor, rope: Rope) -> Tensor:
-    """Rotate the first R dimensions of every head; in float32, returned in the dtype of x."""
+    """Rotates the first R dimensions of every head. Computed in float32, returned in the dtype of x."""
     rotary_dim = rope.cos_BS1R.shape[-1]
     turned, passed = x_BSND[..., :rotary_dim].float(), x_BSND[..., rotary_dim:]
     first, second = turned.chunk(2, dim=-1)
@@ -40,7 +40,10 @@ def apply_rope(x_BSND: Tensor, rope: Rope) -> Tensor:
 
 
 def inverse_frequencies(config: RopeConfig, *, long: bool = False) -> Tensor:
-    """float32 (F,) on the CPU, whatever the default device: the last bit of pow() differs between devices."""
+    """The frequencies, float32 (F,). long: for longrope, those of documents beyond the original length.
+
+    Always computed on the CPU, because the last bit of pow() differs between devices.
+    """
     with torch.device("cpu"):
         exponent_F = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
         base_F = config.theta**exponent_F
@@ -58,7 +61,7 @@ def inverse_frequencies(config: RopeConfig, *, long: bool = False) -> Tensor:
 
 
 def _llama3(config: RopeConfig, inv_freq_F: Tensor) -> Tensor:
-    """Slow frequencies are divided by `factor`, fast ones kept, a linear ramp in 1/wavelength between."""
+    """Divides slow frequencies by `factor`, keeps fast ones, with a ramp between, linear in 1/wavelength."""
     turns_F = config.original_max_position_embeddings * inv_freq_F / (2 * math.pi)
     keep_F = (turns_F - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     keep_F = keep_F.clamp(0, 1)
@@ -66,7 +69,7 @@ def _llama3(config: RopeConfig, inv_freq_F: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, base_F: Tensor) -> Tensor:
-    """As llama3, with the ramp linear in the dimension's number (arXiv:2309.00071, section 3.2)."""
+    """Like `_llama3`, with a ramp linear in the number of the dimension (arXiv:2309.00071, section 3.2)."""
 
     def dimension_that_turns(turns: float) -> float:
         length = config.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -82,10 +85,10 @@ def _yarn(config: RopeConfig, base_F: Tensor) -> Tensor:
 
 
 class RopeTable(nn.Module):
-    """Makes `Rope` from positions. Its frequencies are buffers that no checkpoint holds.
+    """Computes `Rope` from positions. Its frequencies are buffers that no checkpoint stores.
 
-    They are recomputed after everything that would move or cast them, so that `to_empty()` and
-    `.to(torch.bfloat16)` leave them right.
+    They are recomputed after each move or cast of the module, so that they are right after `to_empty()` and
+    `.to(torch.bfloat16)`.
     """
 
     inv_freq_F: Tensor
@@ -102,7 +105,7 @@ class RopeTable(nn.Module):
             )
 
     def reset(self, device: torch.device) -> None:
-        """Recompute the frequencies on `device`."""
+        """Computes the frequencies again, on `device`."""
         self.inv_freq_F = inverse_frequencies(self.config).to(device)
         if self.config.kind == "longrope":
             self.long_inv_freq_F = inverse_frequencies(self.config, long=True).to(device)
@@ -113,7 +116,7 @@ class RopeTable(nn.Module):
         return self
 
     def forward(self, documents: Documents | None, seq_len: int) -> Rope:
-        """The rotation of every token; `documents` None: each row is one document."""
+        """The rotation of every token. documents: None if each row is one document."""
         inv_freq_F = self.inv_freq_F
         if documents is None:
             positions_BS = torch.arange(seq_len, device=inv_freq_F.device)[None]
@@ -131,7 +134,7 @@ class RopeTable(nn.Module):
 
 
 def _last_position(documents: Documents) -> Tensor:
-    """(B, S): the last position of the document that each token belongs to. Static shapes, no host sync."""
-    largest = torch.zeros_like(documents.positions_BS)  # slot i of a row: document i
+    """(B, S): the last position of each token's document. Has static shapes, and the host does not wait."""
+    largest = torch.zeros_like(documents.positions_BS)  # column i of a row: document i
     largest = largest.scatter_reduce(1, documents.index_BS, documents.positions_BS, "amax")
     return largest.gather(1, documents.index_BS)

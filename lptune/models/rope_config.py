@@ -1,9 +1,9 @@
-"""Reading rope settings out of config.json, in the spellings of the last four years.
+"""Reads the rope settings of config.json, in the old and new spellings.
 
-Old files have `rope_theta` and `rope_scaling` (with the kind under `rope_type` or, older still, `type`);
-files written by transformers 5 have both in `rope_parameters`, where a family with two kinds of layers has
-one object per kind. `rope_scaling` wins over `rope_parameters`, and a `rope_theta` inside either wins over
-the one outside. What transformers does not load is refused.
+Old files have `rope_theta` and `rope_scaling`, with the kind of rope as `rope_type` or, even older, `type`.
+Files of transformers 5 have both in `rope_parameters`; a family with two kinds of layers has one object for
+each kind there. `rope_scaling` has priority over `rope_parameters`. A `rope_theta` inside of them has
+priority over one outside. A file that transformers does not load raises UserError.
 """
 
 import math
@@ -27,8 +27,10 @@ def read_rope(
     kinds: Mapping[str, str] = _ALL_KINDS,
     partial: bool = False,
 ) -> RopeConfig:
-    """The one rope of a family; `kinds`: what its files may say and which of ROPE_KINDS it means; `partial`
-    allows rotating a part of the head.
+    """The rope of a family with one rope for all layers. Raises UserError for an unsupported setting.
+
+    kinds: maps the kinds that files may name to ROPE_KINDS. partial: whether only a part of each head may be
+    rotated. default_theta: for a file without rope_theta.
     """
     settings, name = _settings(keys, "rope_parameters", keys.get("rope_parameters")), "rope_parameters"
     if keys.get("rope_scaling"):
@@ -40,7 +42,7 @@ def read_rope(
     settings.setdefault("rope_theta", keys.given.get("rope_theta", default_theta))
     part = keys.given.get("partial_rotary_factor", 1.0)
     settings.setdefault("partial_rotary_factor", 1.0 if part is None and not partial else part)
-    # Outside it wins, as in transformers (Phi-3 has it there), but the type su must have it inside as well.
+    # The outer value has priority, as in transformers (Phi-3 has it there). The type su also needs an inner.
     original = "original_max_position_embeddings"
     is_su = settings.get("rope_type", settings.get("type")) == "su"
     if keys.has(original) and (original in settings or not is_su):
@@ -51,7 +53,9 @@ def read_rope(
 def read_rope_per_layer_type(
     keys: Keys, *, head_dim: int, global_theta: float, local_theta: float
 ) -> dict[str, RopeConfig]:
-    """The ropes of a family whose kinds of layers have their own; `rope_scaling` is the full layers'."""
+    """The rope settings, by layer type, of a family with one rope for each layer type. `rope_scaling` belongs
+    to the layers with full attention. Raises UserError for an unsupported setting.
+    """
     nested = _settings(keys, "rope_parameters", keys.get("rope_parameters"))
     if not nested.keys() <= LAYER_TYPES:
         raise keys.error(
@@ -103,9 +107,9 @@ def parse_rope(
     kinds: Mapping[str, str] = _ALL_KINDS,
     partial: bool = False,
 ) -> RopeConfig:
-    """One settings object (with rope_theta filled in) as a RopeConfig.
+    """Reads one settings object, which has rope_theta, as a RopeConfig. Other arguments as in `read_rope`.
 
-    A key that is there with null is not taken as missing: transformers does not, and fails.
+    A key with the value null is an error, not a missing key, because transformers fails on it.
     """
     said = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(said, str) or said not in kinds:
@@ -183,7 +187,7 @@ def parse_rope(
 
 
 def _yarn_attention_factor(inner: Keys, factor: float) -> float:
-    """Attention is sharpened with the stretch: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4)."""
+    """The factor of cos and sin for a stretch: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4)."""
 
     def mscale(multiplier: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0

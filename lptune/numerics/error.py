@@ -6,8 +6,8 @@ the value. A GEMM of two quantized operands adds their variances (lptune/linear/
 
 `predicted_relative_error` assumes that values are spread evenly within the steps. Two cases make it too high.
 If an outlier makes the step larger than the other values, these become 0, with an error of x**2 instead of
-d**2 / 12. And an amax is a number of the format, without an error (in blocks of 32: one element of 32).
-`rounding_noise` handles both cases.
+d**2 / 12. And an amax becomes the largest number of the format, without an error (in blocks of 32, that is
+one element in 32). `rounding_noise` handles both cases.
 """
 
 import math
@@ -48,7 +48,7 @@ def predicted_relative_error(
 def predicted_block_error(
     x: Tensor, block: tuple[int, int], fmt: Format, *, power_of_two: bool = False
 ) -> float:
-    """`predicted_relative_error` for one scale per block."""
+    """`predicted_relative_error` for one scale per `block` (rows, columns)."""
     step = quantization_step(x, block, fmt, power_of_two=power_of_two)
     # Every format contains zero.
     noise = torch.where(x == 0, 0.0, step.square() / 12)
@@ -56,7 +56,7 @@ def predicted_block_error(
 
 
 class Noise(NamedTuple):
-    """What can be predicted of `dequantize(quantize(x)) - x` for each element; float64."""
+    """The predicted error `dequantize(quantize(x)) - x` of each element; float64."""
 
     mean: Tensor
     variance: Tensor

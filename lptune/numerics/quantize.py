@@ -56,7 +56,7 @@ class QuantizedColumns(NamedTuple):
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix with one scale."""
+    """A matrix with one scale for all of it."""
 
     q_MK: Tensor  # fmt.dtype
     scale_11: Tensor  # float32, q_MK * scale_11 ≈ x_MK
@@ -101,6 +101,14 @@ def scale_from_amax(amax: Tensor, fmt: Format, power_of_two: bool = False) -> Sc
     not_finite = ~(amax < torch.inf)  # NaN compares false
     scale = torch.where(not_finite, torch.nan, scale)
     return Scale(scale, torch.where((amax == 0) | not_finite, 0.0, inverse))
+
+
+def nan_as_inf(amax: Tensor) -> Tensor:
+    """`amax` with inf for each NaN: before a maximum over ranks.
+
+    NaN has no order that every backend agrees on. inf has one, and gives the same scale: NaN.
+    """
+    return torch.where(amax.isnan(), torch.inf, amax)
 
 
 def round_to(scaled: Tensor, fmt: Format) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stochastic rounding with random bits that every rank can compute again.
+"""Stochastic rounding with random bits that any rank can compute again.
 
 Rounding to nearest loses every update that is smaller than half a step. Stochastic rounding keeps it in
 expectation: x is rounded up with a probability equal to its distance from the lower neighbour, in steps, so

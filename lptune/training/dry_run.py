@@ -28,12 +28,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import ParallelConfig, RunConfig, UserError
-from lptune.devices import Device
+from lptune.config import ParallelConfig, RunConfig, UserError, flop_text, size_text
 from lptune.distributed import Collectives, World
-from lptune.distributed.collectives import flop_text, size_text
+from lptune.hardware.devices import Device
+from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
-from lptune.planned import planned_for
 from lptune.training import memory
 from lptune.training.optimizer import build_optimizer
 from lptune.training.update import Update

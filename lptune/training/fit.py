@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from lptune import models
-from lptune.config import RunConfig, UserError
-from lptune.devices import Device
-from lptune.distributed.collectives import size_text
+from lptune.config import RunConfig, UserError, size_text
+from lptune.hardware.devices import Device
 from lptune.training.dry_run import DryRun, dry_run
 
 HEADROOM = 0.1

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from lptune import models
-from lptune.devices import Device, known_device
 from lptune.distributed import World
+from lptune.hardware.devices import Device, known_device
 from lptune.linear import Plan
 from lptune.models import DecoderConfig
 
@@ -53,7 +53,7 @@ class UtilizationMeter:
         name = torch.cuda.get_device_name(world.device)
         self._known = known_device(name)
         if self._known is None:
-            say(f"note: no mfu: the peak of {name} is not known (lptune/devices.py has those that are)")
+            say(f"note: no mfu: the peak of {name} is not known (lptune/hardware/devices.py has others)")
             return
         self._high = self._known.bf16 if compute_dtype == torch.bfloat16 else None
         formats = {layer.spec.fmt for layer in plan.converted if layer.spec}

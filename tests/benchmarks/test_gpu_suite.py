@@ -267,7 +267,7 @@ def test_a_label_says_what_is_tried(load: Any, label: str, overrides: list[str],
 def test_every_variant_names_a_trial_or_a_key(load: Any) -> None:
     steps, suite = load("steps"), load("gpu_suite")
     tried = {name for label in suite.VARIANTS for name in steps.overrides_of(label)[1].split(",") if name}
-    from lptune.trials import TRIALS
+    from lptune.hardware.trials import TRIALS
 
     assert tried == TRIALS.keys() - {"fa3_attention"}  # whose package is seldom there
 

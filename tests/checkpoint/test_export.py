@@ -22,7 +22,7 @@ from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.state import About, base_digests
 from lptune.checkpoint.sums import is_as_written, verify_sums
 from lptune.config import CheckpointConfig, ExportConfig, UserError
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 NUM_FILES = 4
 INDEX = "model.safetensors.index.json"

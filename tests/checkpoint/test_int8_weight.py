@@ -10,7 +10,7 @@ from torch import nn
 from lptune import checkpoint, distributed, linear, training
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight
-from tests.saving import save
+from tests.helpers.saving import save
 
 INT8 = PrecisionConfig(kind="int8_weight_only")
 

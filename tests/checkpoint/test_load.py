@@ -13,7 +13,7 @@ from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.config import UserError
 from lptune.distributed import whole_piece
-from tests.saving import save
+from tests.helpers.saving import save
 
 NAME = "weight"
 

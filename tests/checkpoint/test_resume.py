@@ -237,7 +237,7 @@ def test_an_export_json_that_no_run_writes_is_named_with_what_to_do(
         run = checkpoint.RunFolder(tmp_path, world)
     run.export.mkdir()
     (tmp_path / "export.json").write_bytes(content)
-    with pytest.raises(UserError, match=f"export.json: ({what}).*; remove that file to have .* written anew"):
+    with pytest.raises(UserError, match=f"export.json: ({what}).*; remove that file to export again"):
         run.is_exported(4, ExportConfig())
 
 

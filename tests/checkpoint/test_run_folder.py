@@ -30,9 +30,9 @@ from lptune.config import (
     ModelConfig,
     UserError,
 )
+from lptune.launch import log
 from lptune.linear import Plan
-from lptune.ranks import log
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 MAKE = {
     "a link": lambda path, victim: path.symlink_to(victim),
@@ -322,7 +322,7 @@ def test_where_nothing_can_be_locked_a_note_says_so_and_the_run_goes_on(
     with open_run_folder(_config(tmp_path / "run"), world) as run:
         run.create(None, _refuse)
     said = capsys.readouterr().out
-    assert said.count("nothing keeps a second run out of that folder") == 1
+    assert said.count("do not start a second run in that folder") == 1
     assert os.strerror(code) in said
 
 

@@ -18,7 +18,7 @@ from lptune import checkpoint, distributed, training
 from lptune.checkpoint import save as saving
 from lptune.checkpoint.retention import steps_to_keep
 from lptune.config import CheckpointConfig, UserError
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 Values = dict[str, Tensor]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from lptune import checkpoint, distributed, training
 from lptune.config import UserError
-from tests.ranks import run_ranks
-from tests.saving import save
+from tests.helpers.ranks import run_ranks
+from tests.helpers.saving import save
 
 
 def _model(seed: int) -> nn.Module:

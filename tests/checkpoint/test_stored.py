@@ -22,8 +22,8 @@ from lptune.config import CheckpointConfig, ParallelConfig, UserError
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors
-from tests.ranks import Ranks
-from tests.saving import save
+from tests.helpers.ranks import Ranks
+from tests.helpers.saving import save
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

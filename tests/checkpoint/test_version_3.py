@@ -10,8 +10,8 @@ import lptune
 from lptune import checkpoint, distributed, linear, training
 from lptune.config import CheckpointConfig, OptimizerConfig, PrecisionConfig, UserError
 from lptune.linear import Int8Weight
-from tests.checkpoint.version_3 import Part, write
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.version_3 import Part, write
 
 VERSIONS = {"lptune": "0.1.0", "torch": "2.13.0"}
 STATE = {"fingerprint": {}, "num_skipped": 1}

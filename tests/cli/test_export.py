@@ -17,8 +17,8 @@ from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
 from lptune.cli.export import _push as push_to_hub
 from lptune.config import UserError
-from tests.cli import warm
 from tests.cli.conftest import Command, Finished, Lptune
+from tests.helpers import warm
 
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 

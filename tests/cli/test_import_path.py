@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lptune.cli import launch
+from lptune.launch import launcher
 from tests.cli.conftest import clean_environment
 
 RECIPE = """
 import os, subprocess, sys
 import beside_the_recipe, click, copy, random
 from lptune.config import FinetuneConfig
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 def main(cfg: FinetuneConfig) -> None:
     files = {os.path.dirname(module.__file__) for module in (click, copy, random)}
@@ -41,9 +41,9 @@ def test_modules_come_from_beside_the_recipe_and_never_from_the_current_director
 
 
 def test_ranks_find_an_lptune_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = str(Path(launch.__file__).parents[2])
+    root = str(Path(launcher.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", "/others")
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
-    launch._let_ranks_find_lptune()
+    launcher._let_ranks_find_lptune()
     assert os.environ["PYTHONPATH"] == f"{root}{os.pathsep}/others"

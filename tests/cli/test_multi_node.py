@@ -1,6 +1,6 @@
 """Several machines: two launchers on this one, over the loopback device, and the Slurm script with a pretended srun.
 
-The launchers are forked off a process that has imported torch (tests/cli/warm.py). Their ranks are processes of
+The launchers are forked off a process that has imported torch (tests/helpers/warm.py). Their ranks are processes of
 their own; a toy recipe that needs no torch costs a third of a second each.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import warm
 from tests.cli.conftest import ROOT, Command, Finished, clean_environment
+from tests.helpers import warm
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -30,7 +30,7 @@ import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 RANK = int(os.environ["RANK"])
 
@@ -224,7 +224,7 @@ import sys
 import time
 
 from lptune.config import FinetuneConfig
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 RANK = os.environ["RANK"]
 

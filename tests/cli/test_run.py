@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.cli import launch
+from lptune.launch.flags import check, parser
 from tests.cli.conftest import Command, Lptune, clean_environment
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
@@ -23,7 +23,7 @@ import sys
 import time
 
 from lptune.config import DivergedError, FinetuneConfig, UserError
-from lptune.ranks import preemption
+from lptune.launch import preemption
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -249,7 +249,9 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[
 
 @linux_only
 def test_a_signal_after_the_grace_interval_ends_all_ranks_at_once(tmp_path: Path, toy: list[str]) -> None:
-    main = "from lptune.ranks import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
+    main = (
+        "from lptune.launch import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
+    )
     main += f"main(['run', '--nproc-per-node=2', *{toy}, 'output_dir=stays'])"
     launcher, pids = start(tmp_path, toy, "stays", command=[sys.executable, "-c", main])
     launcher.send_signal(signal.SIGINT)
@@ -400,5 +402,5 @@ def test_a_command_that_needs_no_current_directory_works_without_one(
 
 def test_looking_at_torchruns_flags_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    launch._check(launch._parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))
+    check(parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))
     assert list(tmp_path.iterdir()) == []

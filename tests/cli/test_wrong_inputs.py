@@ -6,7 +6,7 @@ place (file, line, key, tensor or argument), what was found there, and the remed
 Faults of checkpoints and data come on generated inputs, so that this file is complete by itself, and many of
 them on real ones too (the `assets` fixture), which are larger, older and written by others. All faults of the
 command line and one of each real input run as a user types them; the others are forked off a process that has
-imported torch already (tests/cli/warm.py), or they would take minutes.
+imported torch already (tests/helpers/warm.py), or they would take minutes.
 """
 
 import json
@@ -23,8 +23,8 @@ import yaml
 from safetensors.torch import load, save_file
 
 from lptune.data.builtin import builtin_rows
-from tests.cli import warm
 from tests.cli.conftest import Finished, Lptune
+from tests.helpers import warm
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"

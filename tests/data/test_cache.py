@@ -25,7 +25,7 @@ from lptune.data import cache as cache_module
 from lptune.data.cache import cache_folder, cached, in_memory
 from lptune.data.documents import Documents
 from lptune.data.sources import Row
-from tests.data.chat_templates import CHATML, config
+from tests.helpers.chat_templates import CHATML, config
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
 

@@ -14,7 +14,7 @@ from lptune.data.detect import detect_format
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Pair
 from lptune.data.sources import Row
-from tests.data.chat_templates import config
+from tests.helpers.chat_templates import config
 
 SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = {"messages": SAY}
@@ -45,7 +45,9 @@ def run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         cfg = DataConfig(source=str(path), **{"seq_len": 256, **keys})
-        return prepare(cfg, tokenizer, seed=0, vocab_size=600)
+        given = cfg.chat_template
+        with_template = tokenizer if given is None else tokenizer.with_chat_template(given)
+        return prepare(cfg, with_template, seed=0, vocab_size=600)
 
     return run
 

@@ -19,7 +19,7 @@ from lptune.data import documents as documents_module
 from lptune.data.documents import Documents
 from lptune.data.joined import Joined
 from lptune.data.mixture import joined, weighted
-from tests.data.chat_templates import CHATML, config
+from tests.helpers.chat_templates import CHATML, config
 
 SUMS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
 NAMES = [{"instruction": f"Name number {i}", "output": "Paris" * (1 + i % 5)} for i in range(31)]
@@ -49,6 +49,8 @@ def sources(write: Callable[..., str]) -> tuple[str, str]:
 def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, **keys: Any) -> Prepared:
     source = tuple(source) if isinstance(source, list) else source
     values = {"seq_len": 64, "cache": "none", **keys}
+    if "chat_template" in keys:
+        tokenizer = tokenizer.with_chat_template(keys["chat_template"])
     return prepare(DataConfig(source=source, **values), tokenizer, seed=seed, vocab_size=600)
 
 

@@ -16,7 +16,7 @@ from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, Tokenizer, documents, load_tokenizer, prepare
 from lptune.data.prepare import split_by_prompt
 from lptune.data.sources import Row
-from tests.data.chat_templates import (
+from tests.helpers.chat_templates import (
     CHATML,
     CHATML_MARKED,
     GEMMA,
@@ -46,12 +46,23 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
 
 
 def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
+    if "chat_template" in keys:
+        tokenizer = tokenizer.with_chat_template(keys["chat_template"])
     return prepare(
         DataConfig(source=source, **{"seq_len": 256, "cache": "none", **keys}),
         tokenizer,
         seed=seed,
         vocab_size=vocab_size,
     )
+
+
+def test_a_tokenizer_without_the_configs_chat_template_is_refused(
+    tokenizer_folder: Callable[..., Path], jsonl: Callable
+) -> None:
+    cfg = DataConfig(source=jsonl(PAIRS[0]), seq_len=256, cache="none", chat_template=CHATML)
+    for given_template in (None, "none"):
+        with pytest.raises(ValueError, match=r"load_tokenizer\(folder, cfg.data.chat_template\)"):
+            prepare(cfg, load_tokenizer(tokenizer_folder(), given_template), seed=0, vocab_size=600)
 
 
 def texts(prepared: Prepared, tokenizer: Tokenizer) -> list[tuple[str, str]]:

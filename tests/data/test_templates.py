@@ -13,8 +13,7 @@ from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
 from lptune.data.sandbox import MAX_WORK
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
-from tests.data import fuzz_templates, fuzz_tokenizers
-from tests.data.chat_templates import (
+from tests.helpers.chat_templates import (
     CHATML,
     CONVERSATIONS,
     SPECIAL,
@@ -23,6 +22,7 @@ from tests.data.chat_templates import (
     TOOLS,
     config,
 )
+from tests.proofs import fuzz_templates, fuzz_tokenizers
 
 transformers = pytest.importorskip("transformers")
 

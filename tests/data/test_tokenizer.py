@@ -16,7 +16,7 @@ from tokenizers import Regex, pre_tokenizers
 from lptune.config import UserError
 from lptune.data import Tokenizer, load_tokenizer, rust
 from lptune.data.tokenizer_classes import CLASSES, refusal
-from tests.data import fuzz_tokenizers
+from tests.proofs import fuzz_tokenizers
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from lptune.data import ChatTemplate, load_tokenizer
 from lptune.data.documents import _token_span
 from lptune.data.errors import RowError
 from lptune.data.turns import TurnFinder
-from tests.data.chat_templates import (
+from tests.helpers.chat_templates import (
     CHATML,
     CONVERSATIONS,
     QWEN3,

@@ -9,7 +9,7 @@ import pytest
 from lptune.config import DataConfig, UserError
 from lptune.data import ChatTemplate, Prepared, load_tokenizer, prepare
 from lptune.data.unwritten import UnwrittenFinder
-from tests.data.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+from tests.helpers.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
 
 ONLY_LAST = "{{ messages[-1].content }}{{ '' if messages[-1].tool_calls is defined }}"
 

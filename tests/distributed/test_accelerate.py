@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lptune import distributed, linear
 from lptune.config import PrecisionConfig, UserError
 from lptune.linear import MasterWeight
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 HIDDEN, NUM_STEPS = 32, 3
 KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise")

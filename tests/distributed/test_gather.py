@@ -21,7 +21,7 @@ from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
 from lptune.linear import GatheredWeight, MasterWeight
 from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SIZES = (32, 144, 32, 16)
 """Over 3 ranks, 144 rows are 48 each, so that all of them have rows of the first block of 128; 32 rows are
@@ -35,7 +35,7 @@ RUNS = (("high", True), ("low", True), ("low", False))
 CASES = [
     (kind, *run)
     for kind, run in itertools.product(KINDS, RUNS)
-    # One kind for each way of scaling. tests/distributed/test_rank_matrix.py holds the bits of the others.
+    # One kind for each way of scaling. tests/proofs/test_rank_matrix.py holds the bits of the others.
     if run != ("low", False) or kind in ("int8_rowcol", "float8_blockwise", "float8_delayed")
 ]
 
@@ -431,7 +431,7 @@ def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     from lptune.linear import module
-    from lptune.linear.steps import verify
+    from lptune.linear.steps import verify_step
 
     def step(model: nn.Sequential, plan: linear.Plan) -> None:
         scaling = linear.DelayedScaling(plan, torch.device("cpu"))
@@ -443,9 +443,9 @@ def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
         _shard(model, world, True)
         step(model, plan)
         distributed.reshard(model)
-        closed_form = verify.planned_bytes
+        closed_form = verify_step.planned_bytes
         with monkeypatch.context() as patch:
-            patch.setattr(verify, "planned_bytes", lambda *args: closed_form(*args) - 1)
+            patch.setattr(verify_step, "planned_bytes", lambda *args: closed_form(*args) - 1)
             with pytest.raises(linear.PrecisionNotAppliedError, match="took"):
                 step(model, plan)
         model, plan = _model_and_plan(_precision(kind))

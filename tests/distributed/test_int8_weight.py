@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, PrecisionConfig, UserError
 from lptune.linear import Int8Weight, dequantized, int8_rows
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 INT8 = PrecisionConfig(kind="int8_weight_only")
 SIZES = (32, 48, 32, 16)

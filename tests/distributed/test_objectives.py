@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, models
 from lptune.config import ParallelConfig
-from lptune.distributed.activations import Group, RankWords
+from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.parallelize import compile_chunk_loss
 from lptune.models import TopKDivergence
 from lptune.models.chunks import Logits, in_chunks
 from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
+from tests.helpers.ranks import Ranks
 from tests.models import test_loss as one_rank
-from tests.ranks import Ranks
 
 V, T = one_rank.V, one_rank.T
 NUM_RANKS = 2

@@ -22,7 +22,7 @@ from lptune.config import (
 )
 from lptune.distributed import check_compiler, local_rows
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def _decoder_config(tied: bool) -> models.DecoderConfig:

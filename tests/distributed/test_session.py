@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lptune import distributed, ranks
+from lptune import distributed, launch
 from lptune.config import ParallelConfig, UserError, mesh_axes
 from lptune.distributed import World
 
@@ -87,9 +87,9 @@ def test_a_rank_that_waits_for_others_says_so_and_names_the_variables(
     left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in left.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(ranks.LAUNCHER, raising=False)
+    monkeypatch.delenv(launch.LAUNCHER, raising=False)
     if launcher:
-        monkeypatch.setenv(ranks.LAUNCHER, launcher)
+        monkeypatch.setenv(launch.LAUNCHER, launcher)
     monkeypatch.setattr(session, "_HINT_S", 0.1)
     init = dist.init_process_group
     brief = timedelta(seconds=2)
@@ -109,7 +109,7 @@ def test_a_port_that_another_program_uses_is_one_line(monkeypatch: pytest.Monkey
         left = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for name, value in left.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv(ranks.LAUNCHER, raising=False)
+        monkeypatch.delenv(launch.LAUNCHER, raising=False)
         line = (
             rf"^rank 0 of 2 cannot meet the others at 127.0.0.1:{port}: .*address already in use; if no "
             "launcher started it, unset RANK and WORLD_SIZE$"

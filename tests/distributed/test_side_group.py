@@ -8,7 +8,7 @@ import pytest
 
 from lptune import distributed
 from lptune.config import UserError
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ from lptune.config import (
 )
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear.weights.row_tensor import HEADER_BYTES
-from tests.ranks import run_ranks
-from tests.saving import save
+from tests.helpers.ranks import run_ranks
+from tests.helpers.saving import save
 
 SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2
 LOW_TOKENS = ("int8_rowcol", "float8_rowwise", "int8_tensorwise", "float8_tensorwise")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tests.ranks import run_ranks
-from tests.tiny_recipe import environment
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_recipe import environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 

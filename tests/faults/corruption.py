@@ -26,7 +26,7 @@ from lptune import checkpoint, distributed
 from lptune.checkpoint.manifest import step_folder_name
 from lptune.config import UserError
 from tests.faults.state import State, many_parts, table
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 STEPS = (1, 2, 3)
 _NEWEST = 3

@@ -30,7 +30,7 @@ from lptune import checkpoint, distributed
 from lptune.checkpoint.manifest import list_checkpoints, step_folder_name, step_of
 from lptune.config import UserError
 from tests.faults.state import State, many_parts, table
-from tests.launch import free_port, rank_environment
+from tests.helpers.launch import free_port, rank_environment
 
 SHORT_WRITE = -1
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "short write": SHORT_WRITE}

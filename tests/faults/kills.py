@@ -33,7 +33,7 @@ from lptune.checkpoint.manifest import list_checkpoints, step_of
 from lptune.checkpoint.run_folder import open_run_folder
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.faults.state import State, leave, many_parts, table
-from tests.launch import free_port, rank_environment
+from tests.helpers.launch import free_port, rank_environment
 
 _MAX_BOUNDARIES = 100  # of some five saves
 _MAX_DELAY_S = 0.12

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lptune import data, distributed
 from lptune.checkpoint.stored import parameters_of, state_of
+from lptune.launch import preemption
 from lptune.linear import dequantized
-from lptune.ranks import preemption
 
 ROOT = Path(__file__).parents[2]
 STOP_AFTER, STOP_ON_RANK = "STOP_AFTER_STEP", "STOP_ON_RANK"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lptune.checkpoint.manifest import list_checkpoints, verify
-from tests.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
 
 PHASES = ("start-up", "compile", "step", "evaluation", "save")
 TARGETS = ((1, "launcher"), (1, "all"), (2, "launcher"), (2, "all"), (2, "rank 0"), (2, "rank 1"))

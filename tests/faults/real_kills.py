@@ -36,7 +36,7 @@ from tests.faults.runs import (
     uninterrupted,
 )
 from tests.faults.state import table
-from tests.tiny_recipe import environment
+from tests.helpers.tiny_recipe import environment
 
 _PRECISION = PRECISIONS["int8_rowcol, rounded stochastically"]
 _MOMENTS = ("start-up", "loading and steps", "saving", "export and end")

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.faults.io_errors import Shim, compile_shim
-from tests.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
 
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 

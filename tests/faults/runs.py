@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lptune.checkpoint.manifest import list_checkpoints, step_of
 from tests.faults import observe
 from tests.faults.state import digests, stored_tensors
-from tests.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4

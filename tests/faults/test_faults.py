@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import warm
 from tests.faults.corruption import corruption
 from tests.faults.io_errors import compile_shim, io_errors
 from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
 from tests.faults.run_folder_errors import run_folder_errors
 from tests.faults.runs import Inputs, prepare
-from tests.tiny_recipe import ROOT, environment
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import ROOT, environment
 
 
 @pytest.mark.parametrize(("ranks", "trials"), [(1, 16), (2, 4)])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.cli import warm
 from tests.faults.malformed import BASE, CONFIGS, DATA, MODELS, STATES, Inputs
+from tests.helpers import warm
 
 
 @pytest.fixture(scope="module")

@@ -96,10 +96,10 @@ def test_transposed_changes_the_strides_and_nothing_else(name: str) -> None:
 def test_what_backward_wants_twice_comes_in_one_call(fmt: str) -> None:
     x, form = _matrix((70, 300), torch.bfloat16), FORMATS[fmt]
     plain, by_columns = kernels.quantize_tensor_both_ways(x, fmt)
-    for ours in (plain, by_columns):
+    for ours in (plain, plain._replace(q_MK=by_columns)):
         _assert_equal(ours, numerics.quantize_tensor(x, form))
     assert plain.q_MK.is_contiguous()
-    assert by_columns.q_MK.t().is_contiguous()
+    assert by_columns.t().is_contiguous()
     for transposed in (False, True):
         rows, columns = kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=transposed)
         mx_rows, mx_columns = kernels.quantize_mx_rows_and_columns(x, "e4m3", transposed=transposed)
@@ -151,23 +151,24 @@ def test_opcheck() -> None:
     ops = torch.ops.lptune
     layer = kernels.layer_handle(-1)
     for op, args in (
-        (ops.quantize_rows, (x, vector, "int8", False, False)),
-        (ops.quantize_rows, (x, None, "e4m3", True, True)),
-        (ops.quantize_columns, (x, column, "int8", False, True)),
-        (ops.quantize_rows_and_columns, (x, vector, "int8", False, True)),
-        (ops.quantize_tensor, (x, "int8", False, False)),
+        (ops.quantize_rows, (x, "int8", vector, False, False)),
+        (ops.quantize_rows, (x, "e4m3", None, True, True)),
+        (ops.quantize_columns, (x, "int8", column, False, True)),
+        (ops.quantize_rows_and_columns, (x, "int8", vector, False, True)),
+        (ops.quantize_tensor, (x, "int8")),
         (ops.quantize_tensor, (x, "int8", False, True)),
-        (ops.quantize_tensor_both_ways, (x, "int8", False)),
-        (ops.quantize_blocks, (x, 16, 16, "e4m3", False, False)),
-        (ops.quantize_blocks, (x, 16, 16, "e4m3", False, True)),
-        (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", False, True)),
-        (ops.quantize_row_and_column_blocks, (x, 32, "e4m3", True, False)),
-        (ops.quantize_mx, (x, 0, "e4m3", False)),
+        (ops.quantize_tensor_both_ways, (x, "int8")),
+        (ops.quantize_tensor_both_ways, (x[:1], "int8")),
+        (ops.quantize_blocks, (x, (16, 16), "e4m3")),
+        (ops.quantize_blocks, (x, (16, 16), "e4m3", False, True)),
+        (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", True)),
+        (ops.quantize_mx_rows_and_columns, (x, "e4m3")),
+        (ops.quantize_mx, (x, 0, "e4m3")),
         (ops.quantize_mx, (x, 1, "e4m3", True)),
-        (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8", False, None, 0)),
+        (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8")),
         (ops.quantize_by_amax, (x, torch.rand(3, 3), "e4m3", True, 16, 12)),
-        (ops.quantize_delayed, (x, "e4m3", layer, 0, False)),
-        (ops.quantize_delayed, (x, "e4m3", layer, 0, True)),
+        (ops.quantize_delayed, (x, "e4m3", layer, "x")),
+        (ops.quantize_delayed, (x, "e4m3", layer, "x", True)),
     ):
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(op.default, args, test_utils=tests)

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from lptune.kernels.triton import block_mm, blocks, gemm, quantize
 from lptune.numerics import FORMATS
-from tests.kernels.ahead_of_time import SHARED_BYTES, Compiled, compile_for, gemm_arguments, triton_version
+from tests.helpers.ahead_of_time import SHARED_BYTES, Compiled, compile_for, gemm_arguments, triton_version
 
 ARCHS = (80, 90, 100)
 

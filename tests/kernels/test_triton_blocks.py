@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.numerics import FORMATS
-from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
+from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 from lptune.kernels.triton import block_mm, blocks, launch  # isort: skip  # only once there is a device
 

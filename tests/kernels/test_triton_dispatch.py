@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lptune import kernels, linear, numerics
 from lptune.config import PrecisionConfig
 from lptune.kernels import GEMMS, backend, layer_handle, record_gemms, scaled_mm
-from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
+from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 assert poisoned_outputs
@@ -47,15 +47,15 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
     ops = torch.ops.lptune
     for transposed in (False, True):
         for call in (
-            (ops.quantize_rows, (x, row, "int8", False, transposed)),
-            (ops.quantize_columns, (x, column, "e4m3", True, transposed)),
-            (ops.quantize_rows_and_columns, (x, row, "int8", False, transposed)),
+            (ops.quantize_rows, (x, "int8", row, False, transposed)),
+            (ops.quantize_columns, (x, "e4m3", column, True, transposed)),
+            (ops.quantize_rows_and_columns, (x, "int8", row, False, transposed)),
             (ops.quantize_tensor, (x, "e5m2", False, transposed)),
-            (ops.quantize_tensor_both_ways, (x, "e5m2", False)),
-            (ops.quantize_blocks, (x, 1, 128, "e4m3", False, transposed)),
+            (ops.quantize_tensor_both_ways, (x, "e5m2")),
+            (ops.quantize_blocks, (x, (1, 128), "e4m3", False, transposed)),
             (ops.quantize_mx, (x, 0, "e4m3", transposed)),
-            (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", False, transposed)),
-            (ops.quantize_row_and_column_blocks, (x, 32, "e4m3", True, transposed)),
+            (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", transposed)),
+            (ops.quantize_mx_rows_and_columns, (x, "e4m3", transposed)),
         ):
             torch.library.opcheck(call[0].default, call[1], test_utils=("test_schema", "test_faketensor"))
 

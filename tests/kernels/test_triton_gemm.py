@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
+from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
 
 from lptune.kernels.triton import gemm, launch  # isort: skip  # only once there is a device
 

@@ -259,7 +259,7 @@ def test_a_forward_of_the_instance_that_multiplies_by_itself_is_one_line_and_cha
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
     last = model[1]
     last.forward = lambda x: nn.functional.linear(x, last.weight)
-    with pytest.raises(UserError, match=r"layer 1: a forward of the instance's own .* hides that of its"):
+    with pytest.raises(UserError, match=r"layer 1: its instance attribute forward .* hides the forward"):
         linear.convert(model, "int8_rowcol")
     assert type(model[0]) is nn.Linear
     linear.convert(model, "int8_rowcol", skip=["1"])

@@ -12,9 +12,9 @@ from torch import nn
 
 from lptune import linear, numerics
 from lptune.config import PRECISION_KINDS, PrecisionConfig
+from lptune.hardware.planned import planned_for
 from lptune.kernels import GEMMS
 from lptune.linear.kinds import blockwise, rowwise, tensorwise
-from lptune.planned import planned_for
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
 MODES = [

@@ -34,7 +34,7 @@ from torchao.quantization import quantize_
 from lptune import numerics
 from lptune.kernels import GEMMS, layer_handle, scaled_mm
 from lptune.numerics import E4M3, E5M2, INT8, Format, scale_from_amax
-from tests.linear.torchao_peer import (
+from tests.helpers.torchao_peer import (
     DTYPES,
     UNIT,
     Operands,

@@ -23,11 +23,11 @@ from lptune.linear.noise import Operand, Operands, exact, known, rounded
 from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard
 from lptune.training.dry_run import dry_run
-from tests import tiny_run
-from tests.ranks import run_ranks
+from tests.helpers import tiny_run
+from tests.helpers.ranks import run_ranks
+from tests.helpers.saving import save
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
 from tests.recipes.conftest import losses
-from tests.saving import save
-from tests.tiny_recipe import make_checkpoint, write_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
 NAME = "toy_ternary"

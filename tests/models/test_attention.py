@@ -15,7 +15,7 @@ from lptune.config import UserError
 from lptune.models import Documents, activate_attention, attention, config_from_dict
 from lptune.models.attention import attend, choose_backend, make_visibility
 from lptune.models.documents import Visibility
-from tests.models.oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
+from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
 CPU = torch.device("cpu")
 LENGTHS = [[20, 5, 23], [1, 47], [48], [16, 16, 16]]

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lptune.models import PRESETS, Documents, build_on_meta, config_from_dict
 from lptune.models.rope import RopeTable
-from tests.models.oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
+from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
 # Dynamo looks at .grad of what it is given, and hides the warning too late for warnings that are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 
 from lptune import models
+from lptune.hardware.planned import planned_for
 from lptune.models import Divergence, TopKDivergence, log_probabilities, summed_cross_entropy
 from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
 from lptune.models.decoder import ChunkLoss
 from lptune.models.words import Words
-from lptune.planned import planned_for
 from lptune.training.memory import MemoryLog
-from tests.models.oracle import CHECKPOINTS, random_labels, random_tokens, twins
+from tests.helpers.models_oracle import CHECKPOINTS, random_labels, random_tokens, twins
 
 V, T, K = 41, 37, 5
 

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from lptune.models import build_on_meta, read_config
-from tests.models.oracle import (
+from tests.helpers.models_oracle import (
     CHECKPOINTS,
     Twins,
     packed,

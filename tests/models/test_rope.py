@@ -8,7 +8,7 @@ import transformers
 
 from lptune.models import Documents, config_from_dict
 from lptune.models.rope import RopeTable, apply_rope, inverse_frequencies
-from tests.models.oracle import CHECKPOINTS, packed, random_tokens, twins
+from tests.helpers.models_oracle import CHECKPOINTS, packed, random_tokens, twins
 
 FLAT = [name for name in CHECKPOINTS if not name.startswith("gemma3")]
 

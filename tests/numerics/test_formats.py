@@ -9,7 +9,7 @@ import torch
 from lptune import numerics
 from lptune.numerics import E4M3, E5M2, FORMATS, INT8, Format, round_to, to_e8m0
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
-from tests.numerics import oracle
+from tests.helpers import numerics_oracle as oracle
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 BYTES = torch.arange(256, dtype=torch.uint8)

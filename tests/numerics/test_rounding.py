@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lptune.numerics import FORMATS, Format, random_key, stochastic_round_to, uniform
-from tests.numerics import oracle
+from tests.helpers import numerics_oracle as oracle
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 KEY = random_key(0, 0, "model.layers.0.mlp.up_proj.weight")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli import warm
-from tests.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
 
 Finished = subprocess.CompletedProcess[str]
 Run = Callable[..., Finished]

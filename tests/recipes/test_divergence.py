@@ -15,7 +15,7 @@ from lptune import checkpoint
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import DivergedError, FinetuneConfig, load_config
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 from tests.recipes.conftest import Run, read_metrics
 
 OUR_LINE = "loss = batch_loss(model, batch, world)\n"

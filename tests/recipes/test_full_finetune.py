@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.cli import warm
+from tests.helpers import warm
 from tests.recipes.conftest import Run, environment, losses, read_metrics
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lptune.cli import recipe
 from lptune.config import UserError, load_config
-from tests.cli import warm
+from tests.helpers import warm
 from tests.recipes.conftest import Run, losses
 
 RECIPE = '''

@@ -15,7 +15,7 @@ from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfi
 from lptune.distributed import record_collectives
 from lptune.training import memory
 from lptune.training.dry_run import dry_run
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 NUM_MICRO_BATCHES = 4
 """More than the three that a dry run goes through."""

@@ -22,11 +22,11 @@ from lptune.config import (
     PrecisionConfig,
     UserError,
 )
-from lptune.devices import named_device
+from lptune.hardware.devices import named_device
 from lptune.training import fit, memory
 from lptune.training.dry_run import STAGED, dry_run
 from lptune.training.fit import remedies, verdict
-from tests.saving import save
+from tests.helpers.saving import save
 
 TINY = models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test")
 CONFIG = FinetuneConfig(

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import data, distributed, linear, models, training
 from lptune.config import LoggingConfig, ParallelConfig
-from tests import tiny_run
-from tests.ranks import Ranks
-from tests.tiny_run import TinyRun
+from tests.helpers import tiny_run
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_run import TinyRun
 
 KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only")
 BATCH_LOSS = tiny_run.batch_loss

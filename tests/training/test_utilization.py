@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lptune import linear, models, training
 from lptune.config import PrecisionConfig
-from lptune.devices import DEVICES, known_device
 from lptune.distributed import World
+from lptune.hardware.devices import DEVICES, known_device
 
 LENGTHS = np.array([5, 11, 16, 1, 15, 32])  # two rows of 16 and one of 32, say
 GEMMA = models.config_from_dict(models.PRESETS["gemma3"]["tiny"], "test")

@@ -1,9 +1,9 @@
 """lptune's own C++ for CPUs: the INT8 quantizers and the GEMM's epilogue (quantize.cpp).
 
-They are compiled on first use, by the machine's C++ compiler for its processor, kept in the folder of
-`lptune.kernels.cache`, and called through ctypes on raw pointers. So there is no build step at installation,
-no torch headers are needed, and it takes two seconds once. Without a compiler, operations of torch do the
-same work: slower, with the same bits.
+The machine's C++ compiler compiles them for its processor when they are first used, in two seconds. The
+library is kept in the folder of `lptune.kernels.cache` and called through ctypes on raw pointers. So the
+installation has no build step, and no torch headers are needed. Without a compiler, operations of torch do
+the same work: slower, with the same bits.
 """
 
 import ctypes
@@ -191,7 +191,7 @@ def _compiler() -> list[str] | None:
 def _image(compiler: list[str]) -> bytes:
     """The library built from this source, by this compiler, for this processor.
 
-    On disk its SHA-256 follows it: loading a truncated file would end the process by SIGBUS.
+    On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
     identity = hashlib.sha256(_SOURCE.read_bytes())
     identity.update(repr((compiler, _FLAGS, _processor())).encode())

@@ -12,13 +12,13 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from lptune.devices import FLOAT8_CAPABILITY
+from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
 
 __all__ = ["bucket", "capability", "has_tma", "num_processors", "rounds_float8", "tuned"]
 
 LAUNCHES, BATCHES = 10, 3
-"""A time is the median of BATCHES, each of LAUNCHES between two events."""
+"""A measured time is the median over BATCHES batches of LAUNCHES launches each."""
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""One file per `precision.kind`: the rules of its layers (lptune/linear/kind.py says which rules there are).
+"""One file per `precision.kind`, with a subclass of Kind (lptune/linear/kind.py).
 
-rowwise.py, tensorwise.py and blockwise.py hold what several kinds share. A new kind is a new file here and
-its name below, its row in lptune/config/precision.py, and its documentation. Importing this package fills
-KINDS, and fails where it and the config do not have the same kinds with the same keys.
+rowwise.py, tensorwise.py and blockwise.py have the code that several kinds share. To add a kind, add a file
+here and its name below, a row in lptune/config/precision.py, and its documentation. Importing this package
+fills KINDS. The import fails if this package and the config differ in their kinds or in a kind's keys.
 """
 
 from lptune.config import PRECISION_KINDS
@@ -23,7 +23,7 @@ __all__ = ["add"]
 
 
 def add(kind: Kind) -> None:
-    """Makes `kind` one of KINDS. Raises ValueError where the config has no row for it, or another one."""
+    """Adds `kind` to KINDS. Raises ValueError if the config has no row for it, or a row with other keys."""
     row = PRECISION_KINDS.get(kind.name)
     if row != kind.keys:
         raise ValueError(f"{kind.name}: PRECISION_KINDS says {row}, and the kind's own keys are {kind.keys}")

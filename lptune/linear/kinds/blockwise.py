@@ -1,8 +1,9 @@
-"""What kinds with one scale per block share: `float8_blockwise` and `mxfp8`.
+"""The code that kinds with one scale per block share: `float8_blockwise` and `mxfp8`.
 
-Scales change along the contraction, so the GEMM applies them block by block inside the sum (block_scaled_mm).
-An outlier then coarsens its own block only. g is wanted in blocks along N, for grad_input, and along T, for
-grad_weight, and is read once for both. How a kind makes its blocks, and those of W, stands in its file.
+Scales change along the contraction, so the GEMM multiplies each block's part of the sum by the block's scales
+(block_scaled_mm). An outlier then coarsens its own block only. g is quantized twice, in blocks along N for
+grad_input and in blocks along T for grad_weight; one op reads g once and makes both. The file of each kind
+says how it forms the blocks of x and g, and those of W.
 """
 
 from abc import abstractmethod
@@ -22,23 +23,23 @@ class Blockwise(Kind):
     """x, W and g have scales for blocks of `size` along the contraction."""
 
     size: ClassVar[int]
-    """Elements along the contraction that share a scale."""
+    """Number of elements along the contraction that share a scale."""
 
     @abstractmethod
     def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
-        """x or g in blocks of `size` elements along `dim`. transposed: q is stored column by column."""
+        """Quantizes x or g in blocks of `size` elements along `dim`. transposed: q is column-major."""
 
     @abstractmethod
     def quantize_weight(
         self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
     ) -> QuantizedBlocks:
-        """W for a GEMM that contracts over its `dim`."""
+        """Quantizes W for a GEMM that contracts over W's `dim`. transposed: as in `quantize`."""
 
     @abstractmethod
     def quantize_gradient(
         self, g_TN: Tensor, fmt: str, *, transposed: bool
     ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-        """g in blocks along N and along T; the second is transposed."""
+        """Quantizes g in blocks along N, and in blocks along T. transposed: the second q is column-major."""
 
     def forward(
         self,
@@ -107,14 +108,14 @@ class Blockwise(Kind):
     def _gradient(
         self, spec: LinearSpec, g_TN: Tensor, for_input: bool, for_weight: bool, transposed: bool
     ) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
-        """g in blocks along N, for grad_input, and along T, for grad_weight; None where it is not wanted."""
+        """(g in blocks along N, for grad_input; g in blocks along T, for grad_weight); None if not needed."""
         if for_input and for_weight:
             return self.quantize_gradient(g_TN, spec.grad_fmt, transposed=transposed)
         rows = self.quantize(g_TN, 1, spec.grad_fmt) if for_input else None
         return rows, self.quantize(g_TN, 0, spec.grad_fmt, transposed=transposed) if for_weight else None
 
     def _high_weight(self, spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a GEMM in compute dtype multiplies by."""
+        """The weight of a GEMM that is `high`, in `dtype`."""
         if not spec.high_uses_8_bit_weight:
             return w_NK
         block = self.weight_scale_block(w_NK.shape[0], w_NK.shape[1])
@@ -137,7 +138,7 @@ class Blockwise(Kind):
 
     def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
         n, k = w_NK.shape
-        # The blocks of `output` where they are as long in both directions; else W is quantized once more.
+        # Square blocks serve `output` and `grad_input`. Other kinds quantize W again, along N.
         block = (self.size, 1) if self.weight_block is None else self.weight_scale_block(n, k)
         return self.noisy(spec, g_TN, 1, spec.grad_fmt), self._noisy_weight(spec, w_NK, block)
 
@@ -145,7 +146,7 @@ class Blockwise(Kind):
         return self.noisy(spec, g_TN, 0, spec.grad_fmt).t(), self.noisy(spec, x_TK, 0, spec.fmt)
 
     def noisy(self, spec: LinearSpec, tensor: Tensor, dim: int, fmt: str) -> Operand:
-        """x or g in blocks along `dim`."""
+        """x or g with the errors of quantizing it in blocks along `dim`."""
         block = (1, self.size) if dim == 1 else (self.size, 1)
         return rounded(tensor, block, fmt, power_of_two=spec.power_of_two)
 

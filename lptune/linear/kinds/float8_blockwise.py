@@ -4,8 +4,8 @@
     grad_input     g 1 x 128,   W 128 x 128 (the same)
     grad_weight    g 128 x 1,   x 128 x 1
 
-The square block of W serves `output` and `grad_input` with one set of 8-bit values. Shards end inside blocks,
-so that ranks agree on amaxes before they quantize their rows for a gather.
+Square blocks let `output` and `grad_input` use the same 8-bit values of W. A shard of W can end inside a
+block, so ranks agree on the amaxes of blocks before they quantize their rows for a gather.
 """
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from lptune.numerics import QuantizedBlocks
 
 
 class Float8Blockwise(Blockwise):
-    """One scale per vector of 128 elements in x and g, per square of 128 x 128 in W."""
+    """One scale per 128 elements along the contraction in x and g, and per 128 x 128 elements in W."""
 
     name = "float8_blockwise"
     keys = KindKeys(("block", "high"), ("block", "high"), ("e4m3",), can_gather_low=True, needs_float8=True)

@@ -1,8 +1,9 @@
-"""`float8_delayed`: as `float8_tensorwise`, with scales from the amaxes of past steps.
+"""`float8_delayed`: like `float8_tensorwise`, but scales come from the amaxes of past steps.
 
-The scale is chosen by the largest amax of the last steps instead of this tensor's own, so that no reduction
-has to come before quantizing (lptune/kernels/delayed.py). LowPrecision keeps the histories
-(lptune/linear/steps/delayed.py). Under an 8-bit gather ranks need no collective: they have the same history.
+The scale is computed from the largest amax of the last steps, not from the tensor's own amax, so quantizing
+does not wait for a reduction (lptune/kernels/delayed.py). LowPrecision keeps the histories
+(lptune/linear/steps/delayed.py). All ranks have the same history, so an 8-bit gather needs no other
+collective.
 """
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Float8Delayed(Tensorwise):
     def quantize(
         self, spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool
     ) -> QuantizedTensor:
-        """By the layer's history of the operand."""
+        """Quantizes x, w or g by the scale that the layer's history gives for this operand."""
         fmt = spec.grad_fmt if operand == "g" else spec.fmt
         return quantize_delayed(tensor, fmt, layer, operand, transposed=transposed)
 

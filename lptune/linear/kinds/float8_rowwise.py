@@ -1,7 +1,8 @@
-"""`float8_rowwise`: e4m3 with one scale per row or column, all of them powers of two.
+"""`float8_rowwise`: e4m3 with one scale per row or column. All scales are powers of two.
 
-The GEMMs of int8_rowcol.py in float8. A power of two is exact in bfloat16, so that dequantizing rounds
-nothing. g is e4m3 as well: a scale per row leaves it less of a range to cover than one per tensor.
+The GEMMs are those of int8_rowcol.py in float8. Scales that are powers of two make dequantizing to bfloat16
+exact. g is e4m3 too: one row has a smaller range of values than the whole tensor, so it does not need the
+range of e5m2.
 """
 
 from lptune.config import KindKeys
@@ -9,7 +10,7 @@ from lptune.linear.kinds.rowwise import Rowwise
 
 
 class Float8Rowwise(Rowwise):
-    """One scale per row or column, e4m3, scales that are powers of two."""
+    """One scale per row or column, each a power of two; e4m3."""
 
     name = "float8_rowwise"
     keys = KindKeys(

@@ -1,7 +1,7 @@
 """`float8_rowwise_with_gw_hp`: `float8_rowwise` with grad_weight in the compute dtype.
 
-grad_weight contracts over tokens, where outlier tokens hurt a scale per column most. Its GEMM in compute
-dtype costs a third of what 8 bits save.
+grad_weight contracts over tokens, and an outlier token coarsens the scales of columns most. Running one of
+the three GEMMs in compute dtype gives up a third of the saving.
 """
 
 from lptune.config import KindKeys

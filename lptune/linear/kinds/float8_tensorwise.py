@@ -5,7 +5,7 @@ from lptune.linear.kinds.tensorwise import Tensorwise
 
 
 class Float8Tensorwise(Tensorwise):
-    """One scale per tensor, e4m3 and e5m2."""
+    """One scale per tensor; e4m3, and e5m2 for gradients."""
 
     name = "float8_tensorwise"
     keys = KindKeys(

@@ -1,5 +1,6 @@
-"""`int8_rowcol`: INT8 with one scale per row or column. The kind that runs on any GPU since Ampere, and on
-CPUs.
+"""`int8_rowcol`: INT8 with one scale per row or column.
+
+This kind runs on NVIDIA GPUs since Ampere, and on CPUs. Its three GEMMs:
 
     output         x row,        W row
     grad_input     g * s_W row,  W as in `output`   (folded; see rowwise.py)

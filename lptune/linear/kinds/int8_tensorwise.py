@@ -1,7 +1,7 @@
 """`int8_tensorwise`: INT8 with one scale per tensor.
 
-The cheapest INT8 kind to quantize, and the coarsest of all: a step is as wide for the smallest value as for
-the largest (tensorwise.py).
+Of the INT8 kinds it costs least to quantize. Of all kinds it is the coarsest: the rounding step is equally
+large for the smallest and the largest value of a tensor (tensorwise.py).
 """
 
 from lptune.config import KindKeys

@@ -1,16 +1,17 @@
 """`int8_weight_only`: W is stored in INT8 by rows, and all three GEMMs run in the compute dtype.
 
-    output      = x @ (q * s).T     the weight is dequantized on its way into the GEMM
+    output      = x @ (q * s).T     the op dequantizes the weight
     grad_input  = g @ (q * s)
-    grad_weight = g.T @ x           high; the gradient is a plain tensor
+    grad_weight = g.T @ x           high; the gradient is an ordinary tensor
 
 The other kinds keep a float32 master weight and quantize a copy of it in every step. Here q and s are the
-weight: 1 byte for a parameter instead of 4, and no rounding in forward or backward beyond the storage itself.
-What that costs is in the update. AdamW changes a weight by about the learning rate, 1e-5, and a step of q is
-about amax / 127, 1e-3: rounded to nearest, nothing would ever change. The update is therefore rounded
-stochastically, up with the probability of the distance from below, and right in expectation
-(training/int8_adamw.py). Its noise is that of a random walk of single steps; the kind is for models that
-otherwise do not fit.
+weight: 1 byte per parameter instead of 4, and forward and backward round nothing further.
+
+The cost is in the update. AdamW changes a weight by about the learning rate, 1e-5. The rounding step of q is
+about amax / 127, 1e-3, so rounding to nearest would undo every update. The update is therefore rounded
+stochastically: up with a probability equal to the distance from the value below, in units of the step, which
+is right in expectation (training/int8_adamw.py). Its noise is a random walk of single rounding steps. Use
+this kind for models that otherwise do not fit.
 """
 
 from typing import Any
@@ -28,30 +29,31 @@ from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized
 
 
 class Int8WeightLinear(LowPrecisionLinear):
-    """`int8_weight_only`: the parameter itself is an Int8Weight, under the same name and the same object.
+    """The layer of `int8_weight_only`: its parameter is an Int8Weight, still the same object and name.
 
-    The state dict holds its dequantized values, which any other layer can load, and beside them the scales
-    (`weight_scale`). They are needed for an exact continuation: the largest value of a row is 127 * s, and
-    127 * s / 127 is not s for one scale in a hundred. A state dict without scales is quantized to nearest.
+    The state dict has the dequantized values, which any other layer can load, and the scales
+    (`weight_scale`). Scales cannot be recomputed exactly from the values: the largest value of a row is
+    127 * s, and 127 * s / 127 differs from s for one scale in a hundred. Loading a state dict without scales
+    rounds its values to nearest.
     """
 
     _SCALE = "weight_scale"
 
     @property
     def weight_scale(self) -> Tensor:
-        """(N, 1) float32; tools that walk a state dict find every entry as an attribute."""
+        """The scales, (N, 1) float32. Some tools expect every entry of a state dict to be an attribute."""
         return row_scales(self.weight)
 
     def _adopt_weight(self) -> None:
         old = self.weight
         weight = nn.Parameter(Int8Weight.from_float(old.detach()), requires_grad=old.requires_grad)
-        # The same object: an optimizer that was made before must not go on with a weight that nothing uses.
+        # The parameter stays the same object, so an optimizer that was made before still updates it.
         torch.utils.swap_tensors(old, weight)
 
     def release(self) -> None:
-        """Undoes `adopt`: a plain parameter with the dequantized values."""
+        """Undoes `adopt`: the parameter becomes a float tensor with the dequantized values."""
         if isinstance(self.weight, DTensor):
-            super().release()  # says so
+            super().release()  # raises the UserError for a sharded layer
         weight = nn.Parameter(dequantized(self.weight), requires_grad=self.weight.requires_grad)
         torch.utils.swap_tensors(self.weight, weight)
         super().release()
@@ -69,7 +71,7 @@ class Int8WeightLinear(LowPrecisionLinear):
 
 
 class Int8WeightOnly(Kind):
-    """What is stored is what is multiplied: there is nothing to switch off, and nothing to predict."""
+    """INT8 storage of W. All GEMMs multiply by the stored values, so no option and no predicted noise."""
 
     name = "int8_weight_only"
     keys = KindKeys(
@@ -116,7 +118,7 @@ class Int8WeightOnly(Kind):
         return 1, k
 
     def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        """w_NK is the dequantized weight, which is what `output` multiplies."""
+        """See Kind. w_NK: the dequantized weight, by which `output` multiplies, so there is no error."""
         return exact(x_TK), exact(w_NK.t())
 
     def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:

@@ -1,12 +1,12 @@
-"""`mxfp8` (OCP Microscaling): blocks of 32 elements, each with an 8-bit exponent as its scale.
+"""`mxfp8` (OCP Microscaling): blocks of 32 elements, each with a power of two, stored in 8 bits, as scale.
 
     output         x, W in blocks of 32 along K
     grad_input     g, W in blocks of 32 along N
     grad_weight    g, x in blocks of 32 along T
 
-Blocks are vectors, so W is quantized once along K and once along N: no one set of 8-bit values serves both,
-and there is no 8-bit gather. Only Blackwell multiplies such blocks; elsewhere the GEMMs are emulated unasked,
-since the kind is worth trying before the hardware for it is there. The plan says so.
+Blocks are vectors, so W is quantized along K for `output` and again along N for `grad_input`. No single set
+of 8-bit values serves both, so this kind has no 8-bit gather. Only Blackwell GPUs have GEMMs for such blocks.
+On other devices the GEMMs are emulated, so that the kind can be tried without such a GPU; the plan says so.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from lptune.numerics import MX_BLOCK, QuantizedBlocks
 
 
 class Mxfp8(Blockwise):
-    """One scale per vector of 32 elements in x, W and g."""
+    """One scale per 32 elements along the contraction in x, W and g."""
 
     name = "mxfp8"
     keys = KindKeys(("block", "high"), ("block", "high"), ("e4m3",))

@@ -1,24 +1,23 @@
-"""What kinds with one scale per row or column share: `int8_rowcol`, `float8_rowwise`,
+"""The code that kinds with one scale per row or column share: `int8_rowcol`, `float8_rowwise`,
 `float8_rowwise_with_gw_hp`.
 
     output      = x @ W.T    contracts over K: rows of x, rows of W        one scale per row of each
     grad_input  = g @ W      contracts over N: rows of g, columns of W
     grad_weight = g.T @ x    contracts over T: columns of g, columns of x  one scale per column of each
 
-A scale can leave the sum only where it is constant along the contraction. W was quantized by rows for
-`output`, and in `grad_input` those scales vary along the contraction. They are pushed into the other operand
-instead:
+A scale can be taken out of the sum only if it is constant along the contraction. `output` quantizes W by
+rows, but in `grad_input` these row scales vary along the contraction. They are multiplied into g instead:
 
     g @ (q * s) = (g * s.T) @ q        `folded`
 
-so g * s.T is quantized by rows and multiplied by the very 8-bit weight that forward used: W is rounded once,
-not twice. That matters under an 8-bit all-gather, where the original weight is not there to be quantized by
-column. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, allows x to be saved in 8 bits;
-outlier channels of x then share a scale with ordinary ones, so it is an option and `column` the default
-(docs/numerics.md).
+g * s.T is quantized by rows and multiplied by the 8-bit weight of forward, so W is rounded once, not twice.
+This also works under an 8-bit all-gather, where the original weight is not available for quantizing by
+columns. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, makes it possible to save x in 8
+bits. Outlier channels of x then share a scale with the other channels, so `folded` is an option there and
+`column` is the default (docs/numerics.md).
 
-g is needed in two forms, by rows for one GEMM and by columns for the other. With the default choices one op
-makes both.
+`grad_input` needs g quantized by rows and `grad_weight` needs it quantized by columns. With the default
+options one op makes both.
 """
 
 import torch
@@ -53,7 +52,7 @@ from lptune.numerics import (
 
 
 class Rowwise(Kind):
-    """x, W and g have a scale for each row or column. Row scales of W and x travel with their rows."""
+    """x, W and g have a scale for each row or column. A gather of W or x sends each row with its scale."""
 
     row_scales = True
 
@@ -65,7 +64,7 @@ class Rowwise(Kind):
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See Kind. quantized_x: x's rows; where `output` is low and `grad_weight` folded."""
+        """See Kind. quantized_x: by rows; allowed only if `output` is low and `grad_weight` is folded."""
         assert quantized_x is None or (spec.output == "low" and spec.grad_weight == "folded")
         fmt, power_of_two = spec.fmt, spec.power_of_two
         saved: tuple[Tensor, ...] = (x_TK,)
@@ -146,7 +145,7 @@ class Rowwise(Kind):
         return f"{spec.fmt} rows"
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
-        """Rows are sharded whole, so no rank needs another one."""
+        """See Kind. FSDP does not divide rows, so row scales need no communication: `agree` is unused."""
         return Quantized(*quantize_rows(shard.rows_MK, spec.fmt, power_of_two=spec.power_of_two))
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
@@ -175,12 +174,12 @@ class Rowwise(Kind):
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a GEMM in compute dtype multiplies by."""
+    """The weight of a GEMM that is `high`, in `dtype`."""
     return dequantize(_weight_rows(spec, w_NK), dtype) if spec.high_uses_8_bit_weight else w_NK
 
 
 def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
-    """The 8-bit rows of a weight in compute dtype, or those in which it was gathered."""
+    """The 8-bit rows of a weight: quantized from the compute dtype, or as they were gathered."""
     if not isinstance(w_NK, GatheredWeight):
         return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
     return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
@@ -202,7 +201,7 @@ def _grad_input(
         assert w_rows is not None
         q_NK, scale_1K = w_rows.q_MK, None
     else:
-        # Quantized by column: the original weight, or what is left of it after rows (requantized).
+        # By columns: of the original weight (`column`), or of the dequantized rows (`requantized`).
         from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
         q_NK, scale_1K = quantize_columns(
             from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
@@ -271,22 +270,22 @@ def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
 
 
 def _inverse(scale_M1: Tensor) -> Tensor:
-    """1 / scale, 0 where a row is zero: what a row is multiplied with when its scale is folded away."""
+    """1 / scale, or 0 for a row of zeros: the factor of an operand whose row scales are folded into g."""
     return torch.where(scale_M1 > 0, 1 / scale_M1.to(torch.float64), 0.0)
 
 
 def _requantized(spec: LinearSpec, w_NK: Tensor) -> Operand:
-    """W quantized by row, dequantized and quantized by column.
+    """W with the errors of quantizing it by rows, dequantizing it and quantizing it by columns.
 
-    The first rounding is noise. The second is a known error: it starts from 8-bit values and scales, and
-    where scales of rows and columns are alike, or both powers of two, it rounds much less than a step.
+    The first rounding is noise. The second is a known error, because the dequantized values lie on a grid.
+    If scales of rows and columns are similar, or all are powers of two, its error is much less than a step.
     """
     fmt, power_of_two = FORMATS[spec.fmt], spec.power_of_two
     rows = dequantize(numerics.quantize_rows(w_NK, fmt, power_of_two=power_of_two), w_NK.dtype)
     again = numerics.quantize_columns(rows, fmt, power_of_two=power_of_two)
     twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
     error = twice - rows.to(torch.float64)
-    # Known, and yet no more than the format allows: a quantizer that is off must not widen its own bound.
+    # A faulty quantizer must not widen its own bound, so its error is checked against half a step.
     step = quantization_step(rows, (w_NK.shape[0], 1), fmt, power_of_two=power_of_two)
     assert (error.abs() <= step / 2 * (1 + 1e-5)).all(), "the second rounding is off by more than half a step"
     cast = cast_error(w_NK, (1, w_NK.shape[1]), spec.fmt, power_of_two=power_of_two)

@@ -1,15 +1,15 @@
-"""What kinds with one scale per tensor share: `int8_tensorwise`, `float8_tensorwise`, `float8_delayed`.
+"""The code that kinds with one scale per tensor share: `int8_tensorwise`, `float8_tensorwise`,
+`float8_delayed`.
 
-A scale that is the same everywhere leaves every sum, so each of x, W and g is quantized once and the same
-8-bit tensor serves both GEMMs it takes part in. That is the cheapest kind, and the coarsest: one outlier
-token decides the step of all others. Float8 forgives it more than INT8 does, since its step shrinks with the
-value.
+A single scale can be taken out of every sum. So x, W and g are each quantized once, and the same 8-bit tensor
+serves both GEMMs that use it. These kinds cost least and are the coarsest: one outlier token sets the scale
+of all tokens. Float8 suffers less from this than INT8, because its rounding step shrinks with the value.
 
-g takes e5m2 in float8 by default: gradients spread over more orders of magnitude than e4m3 holds
+In float8, g is e5m2 by default: gradients spread over more orders of magnitude than e4m3 covers
 (arXiv:2209.05433).
 
-Where the device wants both operands of a GEMM contiguous along the contraction, g, W and x have to be stored
-the other way round for the two GEMMs of backward; g both ways, in one pass.
+Some devices need both operands of a GEMM contiguous along the contraction. For backward, W and x are then
+column-major, and g is needed in both orders; one pass over g makes both.
 """
 
 import torch
@@ -36,7 +36,7 @@ from lptune.numerics import QuantizedTensor, dequantize
 
 
 class Tensorwise(Kind):
-    """x, W and g have one scale each. Ranks that hold parts of one agree on its amax first."""
+    """x, W and g have one scale each. Ranks that have parts of one of them agree on its amax first."""
 
     one_scale = True
 
@@ -48,7 +48,7 @@ class Tensorwise(Kind):
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See Kind. quantized_x: where `output` and `grad_weight` are low."""
+        """See Kind. quantized_x: allowed only if `output` and `grad_weight` are low."""
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
         x = QuantizedTensor(*quantized_x) if quantized_x else self._quantize(spec, x_TK, layer, "x")
@@ -56,8 +56,8 @@ class Tensorwise(Kind):
         out_TN = scaled_mm(
             x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
         )
-        # x itself and not its 8-bit copy, unless that is shared: q, k and v share one x, and each would keep
-        # a copy of its own.
+        # Save x, not its 8-bit copy: q, k and v share one x, but each would save its own copy. A gathered
+        # 8-bit copy is shared by them.
         return out_TN, quantized_x or (x_TK,)
 
     def backward(
@@ -102,9 +102,12 @@ class Tensorwise(Kind):
         for_weight: bool,
         transposed: bool,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """g as grad_input multiplies it, row by row, and as grad_weight does; None where it is not wanted."""
+        """(g for grad_input, row-major; g for grad_weight, column-major if `transposed`) or None for each."""
         if transposed and for_input and for_weight and not self.has_history and not spec.stochastic:
-            return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
+            by_rows, q_by_columns = quantize_tensor_both_ways(
+                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two
+            )
+            return by_rows, by_rows._replace(q_MK=q_by_columns)
         if transposed and for_weight and not for_input:
             return None, self._quantize(spec, g_TN, layer, "g", transposed)
         g = self._quantize(spec, g_TN, layer, "g") if for_input or for_weight else None
@@ -114,14 +117,14 @@ class Tensorwise(Kind):
     def _saved(
         self, spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, transposed: bool
     ) -> QuantizedTensor:
-        """x as grad_weight multiplies it."""
+        """x in 8 bits for grad_weight, from the tensors that `forward` saved."""
         if len(saved) == 1:
             return self._quantize(spec, saved[0], layer, "x", transposed)
         q_TK, scale_11 = saved
         return QuantizedTensor(transposed_copy(q_TK) if transposed else q_TK, scale_11)
 
     def _high_weight(self, spec: LinearSpec, w_NK: Tensor, layer: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a GEMM in compute dtype multiplies by."""
+        """The weight of a GEMM that is `high`, in `dtype`."""
         return (
             dequantize(self._quantize(spec, w_NK, layer, "w"), dtype) if spec.high_uses_8_bit_weight else w_NK
         )
@@ -136,7 +139,7 @@ class Tensorwise(Kind):
     def quantize(
         self, spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool
     ) -> QuantizedTensor:
-        """x, w or g, which `operand` says, by one scale; transposed: q is stored column by column."""
+        """Quantizes with one scale. operand: "x", "w" or "g". transposed: q is column-major."""
         fmt = spec.grad_fmt if operand == "g" else spec.fmt
         if spec.stochastic and operand == "g":
             g = quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)

@@ -1,3 +1,3 @@
-"""What lives from step to step beside a layer: histories, random keys, precomputed scales, the first step's
-verification. LowPrecision holds one of each.
+"""State of layers that changes from step to step: amax histories, random keys, precomputed scales, and the
+verification of the first step. LowPrecision has one object of each.
 """

@@ -1,20 +1,19 @@
-"""The amax histories behind `float8_delayed`.
+"""The amax histories of `float8_delayed`.
 
-A scale is chosen from the largest amax of the last HISTORY steps. Within a step every rank and micro-batch
-uses the same scales and measures its own amaxes; at the end of the step the largest of all of them enters the
-history. That is one reduction a step for all layers together, however many there are.
+A scale is computed from the largest amax of the last HISTORY steps. Within a step, all ranks and all
+micro-batches use the same scales, and each measures its own amaxes. At the end of the step, the largest of
+them enters the history. This needs one all-reduce per step for all layers together.
 
     scaling = DelayedScaling(plan, device)
     with scaling.step():
         ... forward and backward of all micro-batches ...
 
-Ranks that gather weights in 8 bits need no amax for it: the history's is the same on all of them. Each
-measures its own rows, and the reduction at the end of the step finds the whole weight's.
+An 8-bit gather of a weight needs no collective for its scale, because all ranks have the same history. Each
+rank measures its own rows, and the all-reduce at the end of the step finds the amax of the whole weight.
 
-What runs outside of `step` (an evaluation) quantizes with the same scales and is not measured. A step that a
-loop drops as a whole, since something in it was not finite, is taken out again by `undo`. The state is
-a few numbers per layer and saved with a checkpoint; a run that resumes from another kind of precision starts
-without a history, as a new one does.
+Passes outside of `step` (an evaluation) use the same scales and are not measured. `undo` removes the amaxes
+of a skipped step. The state is a few numbers per layer, and is saved in a checkpoint. A run that resumes from
+a checkpoint of another kind starts without a history, like a new run.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,14 +29,15 @@ from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
 from lptune.linear.kind import kind_of
 from lptune.linear.plan import Plan
 from lptune.linear.weights.weight_amax import max_over_ranks
+from lptune.numerics import nan_as_inf
 
-# Steps remembered. Longer holds on to an outlier longer; torchao's former recipe had 16, TransformerEngine's
-# default is 1,024.
+# Number of steps in a history. In a longer history an outlier counts for longer. torchao's former recipe had
+# 16 steps, TransformerEngine's default is 1,024.
 HISTORY = 16
 
 
 class DelayedScaling:
-    """Histories of all layers of `plan` that scale with delay; nothing, at no cost, for other kinds."""
+    """The histories of all layers of `plan` whose kind has them; for other kinds empty, at no cost."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class DelayedScaling:
         all_reduce_max: Callable[[Tensor], None] | None = None,
         gradient_factor: float = 1.0,
     ) -> None:
-        """all_reduce_max: takes a tensor's elementwise maximum over all ranks, in place; None: over the
-        process group, if there is one. (A rank that went by a history of its own would quantize its rows of a
-        weight by another scale than the others read them by.) gradient_factor: by
-        which a loop multiplies its loss since FSDP averages gradients, the number of data ranks; the history
-        is kept without it, so that a run may go on with another number.
+        """all_reduce_max: replaces a tensor by its elementwise maximum over all ranks. None: an all-reduce
+        over the process group, if there is one. (With different histories, ranks would quantize the rows of a
+        weight by different scales.) gradient_factor: the number of data ranks, by which the loop multiplies
+        its loss because FSDP averages gradients. Histories are stored without this factor, so that a run can
+        resume with another number of ranks.
         """
         self._layers = [each for each in plan.converted if each.spec and kind_of(each.spec).has_history]
         self._all_reduce_max = all_reduce_max or _max_over_process_group
@@ -62,31 +62,31 @@ class DelayedScaling:
         self._factor_3 = torch.tensor(factors, device=device)
         self._is_open = self._has_stepped = False
         self._index: dict[int, int] = {}
-        # Of the weights of which layers there is a history: what the host must know at a gather, on all ranks
-        # alike; None: not read since the history changed.
+        # For each layer, whether its weight has a history. The host needs this at a gather, equal on all
+        # ranks. None: not read since the history changed.
         self._has_past: list[bool] | None = None
         for i, layer in enumerate(self._layers):
             assert layer.number is not None
             self._index[layer.number] = i
             state = LIVE.get(layer.number)
-            if state is not None:  # the layer of a plan may be gone, and only a copy of its model be left
-                # Views: what the kernels write for one layer is here in one tensor for all.
+            if state is not None:  # None if the layer was freed, and only a copy of its model exists
+                # Views: the kernels write per layer, into one tensor for all layers.
                 state.amaxes = LayerAmaxes(self._past_L3[i], self._current_L3[i], self._in_step)
                 state.amax_source = self
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and backward passes of one optimizer step, on every rank."""
+        """Surrounds the forward and backward passes of one optimizer step, on every rank."""
         if not self._layers:
             yield
             return
-        # An evaluation in between left its amaxes. Those of weights are never old: a weight that was gathered
-        # then and stayed is not gathered again.
+        # Remove the amaxes that an evaluation left. Keep those of weights: a weight that has stayed gathered
+        # since then is not gathered again, and its amax is still right.
         for operand in range(len(OPERANDS)):
             if operand != WEIGHT:
                 self._current_L3[:, operand] = 0
-        # Restored or not, the history decides. It is read here, where nothing is under way: at the end of the
-        # step the host would wait for backward before it could launch the update.
+        # Read the history here, while the device is idle. At the end of the step, the host would wait for
+        # backward before it could launch the update.
         self._look_back()
         self._read_past()
         self._is_open = True
@@ -94,10 +94,9 @@ class DelayedScaling:
             yield
         finally:
             self._is_open = False
-        # NaN has no order that every backend agrees on; inf does.
-        amaxes = torch.where(self._current_L3.isnan(), torch.inf, self._current_L3)
+        amaxes = nan_as_inf(self._current_L3)
         self._all_reduce_max(amaxes)
-        # A step that is not finite must not spoil the next 16, where a loop goes on after one.
+        # An amax that is not finite would spoil the scales of the next HISTORY steps.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
         self._has_stepped = True
         self._before_LH3.copy_(self._history_LH3)
@@ -113,17 +112,17 @@ class DelayedScaling:
         return self._is_open
 
     def undo(self, skipped: Tensor) -> None:
-        """Takes the last step's amaxes out of the histories where `skipped`, a 0-dimensional bool on their
-        device, is set. The host does not wait.
+        """Removes the last step's amaxes from the histories if the step was skipped.
 
-        Those that are not finite are not in them anyway; what was huge just before it overflowed is.
+        skipped: 0-dimensional bool tensor on the histories' device; the host does not wait for it. Amaxes
+        that are not finite never enter a history, but the huge finite ones of an overflowing step do.
         """
         if self._layers:
             self._history_LH3.copy_(torch.where(skipped, self._before_LH3, self._history_LH3))
             self._look_back()
 
     def loaded(self) -> None:
-        """After the histories were filled."""
+        """Call after the tensors of `state` were filled."""
         if self._layers:
             self._look_back()
 
@@ -136,17 +135,18 @@ class DelayedScaling:
             has_past_L = self._past_L3[:, WEIGHT] > 0
             gathers_low = self.first_step_agrees
             if not gathers_low or isinstance(has_past_L, FakeTensor):
-                # A dry run has no values. As in a run, there is a history after the first step.
+                # Tensors of a dry run have no values. As in a run, the first step leaves a history.
                 self._has_past = [self._has_stepped or not gathers_low] * len(self._layers)
             else:
                 self._has_past = has_past_L.tolist()
         return self._has_past
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
-        """See AmaxSource: the history's, as for a weight that is not sharded; a collective only without one.
+        """See AmaxSource. Returns the history's amax, as for a weight that is not sharded. If the weight has
+        no history yet, returns the maximum over ranks of `mine_BC`, by a collective.
 
-        After the gather the original values are gone, so this rank's rows are measured here, and `step`
-        merges them with the others'.
+        Records `mine_BC`, because the rows cannot be measured after the gather; `step` merges it with the
+        amaxes of the other ranks.
         """
         i = self._index[number]
         self._current_L3[i, WEIGHT] = mine_BC.squeeze()
@@ -155,12 +155,11 @@ class DelayedScaling:
         )
 
     def weight_changed(self) -> None:
-        """Nothing to do: a weight's own amax is none of its scale."""
+        """No-op: delayed scales do not depend on the current weight."""
 
     def state(self) -> dict[str, Tensor]:
-        """For each layer (HISTORY, 3) float32, oldest first, columns as in kernels.OPERANDS.
-
-        The live tensors: to be saved, or filled in place before `loaded`.
+        """The live histories by name, for a checkpoint: for each layer (HISTORY, 3) float32, oldest step
+        first, one column for each of kernels.OPERANDS. After filling them in place, call `loaded`.
         """
         return {f"amax_history/{layer.name}": self._history_LH3[i] for i, layer in enumerate(self._layers)}
 

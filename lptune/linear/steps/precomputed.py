@@ -1,24 +1,24 @@
-"""The scales of all weights, precomputed: one collective a step instead of one per weight and gather.
+"""Precomputes the scales of all weights: one collective per step instead of one per weight and gather.
 
-A weight with one scale, or with one per block, is quantized for an 8-bit all-gather by amaxes of all ranks
-(weight_amax.py). Weights change once a step, so once is enough:
+To quantize a weight with one scale, or one scale per block, for an 8-bit gather, a rank needs the amaxes of
+all ranks (weight_amax.py). Weights change once per step, so measuring them once per step is enough:
 
     scales = PrecomputedScales(model, optimizer)     after fully_shard
     ... train ...
 
-The first gather after a change measures all weights and merges the amaxes in one all-reduce over the ranks
-that share their rows; all other gathers find theirs. The optimizer says that it changed them, loading says
-so, and whoever else writes to weights calls `weights_changed(model)`, on all ranks.
+The first gather after a change measures all weights, and merges the amaxes in one all-reduce over the ranks
+that share their rows. Later gathers look the amaxes up. Optimizers and loading announce their changes; code
+that writes to weights in another way must call `weights_changed(model)` on all ranks.
 
-A scale must not outlive its weight: a stale one is silent, saturating what grew and coarsening what shrank.
-A tensor's version counter tells of neither AdamW nor loading, and whether to measure again must be decided
-alike on all ranks, or they wait for each other forever. So a scale is not trusted but checked: at each gather
-a rank compares the amax of its rows with the one that it contributed. Where nobody announced a change and a
-scale would no longer be right, that is an error, whichever way the weight was written. The check reads a
-shard, which is read anyway to be quantized, and waits for nothing.
+A stale scale is a silent error: it saturates a weight that grew, and coarsens a weight that shrank. The
+version counter of a tensor misses changes by AdamW and by loading. Also, all ranks must make the same
+decision to measure again, or the collective deadlocks. So each gather checks the scale: a rank compares the
+amax of its rows with the amax that it contributed to the scale. If they differ, a change was not announced,
+and that is an error, however the weight was written. The check reads the shard, which quantizing reads
+anyway, and neither ranks nor the host wait for it.
 
-Without PrecomputedScales everything is as right, at a collective for each gather. `float8_delayed` needs
-none (delayed.py).
+Without PrecomputedScales the results are the same, with one collective per gather. `float8_delayed` needs no
+collective (delayed.py).
 """
 
 import weakref
@@ -38,19 +38,19 @@ from lptune.linear.weights.weight_amax import max_over_ranks, shard_amaxes
 
 
 class PrecomputedScales:
-    """Amaxes of the weights of `model` that are gathered in 8 bits by scales of a tensor or of blocks;
-    nothing, at no cost, where there are none.
+    """Amaxes of the weights of `model` that are gathered in 8 bits with one scale, or one per block. Empty,
+    at no cost, if the model has no such weight.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """model: sharded. optimizers: all that update its weights. Raises UserError before `fully_shard`."""
+        """model: after `fully_shard`, else UserError is raised. optimizers: all that update its weights."""
         self._weights: dict[int, _Weight] = {}
-        self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # number: of this rank's rows, of all
+        self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # layer number: of this rank's rows, of all rows
         for name, module in model.named_modules():
             if not isinstance(module, LowPrecisionLinear) or not is_master(module.weight):
                 continue
             kind = kind_of(module.spec)
-            if kind.row_scales or kind.has_history:  # no rank waits for another one's amaxes
+            if kind.row_scales or kind.has_history:  # such scales need no collective
                 continue
             if not isinstance(module.weight, DTensor):
                 raise UserError(
@@ -60,20 +60,20 @@ class PrecomputedScales:
             LIVE[module.number].amax_source = self
         if self._weights:
             for optimizer in optimizers:
-                # Before, so that a step that fails half way has announced its changes; after, for what a step
-                # gathers itself (a closure).
+                # Before the step, so that a step that fails half way has announced its changes. After it,
+                # because a closure may have gathered and measured weights during the step.
                 optimizer.register_step_pre_hook(self._stepped)
                 optimizer.register_step_post_hook(self._stepped)
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
-        """See AmaxSource. Raises RuntimeError (on CUDA: fails an assertion on the device) naming the layer
-        whose weight changed unannounced.
+        """See AmaxSource. Raises RuntimeError, with the layer's name, if its weight changed without an
+        announcement (on CUDA: an assertion on the device fails).
         """
         if number not in self._amaxes:
             self._measure(mesh, mine_BC.device)
         then_BC, whole_BC = self._amaxes[number]
         same = (mine_BC == then_BC) | (mine_BC.isnan() & then_BC.isnan())
-        # No `if`: it would wait for the device.
+        # An `if` would make the host wait for the device.
         torch._assert_async(
             same.all(),
             f"layer {self._weights[number].name}: its weight was changed after its scale was measured, and "
@@ -91,7 +91,7 @@ class PrecomputedScales:
 
     def _measure(self, mesh: DeviceMesh, device: torch.device) -> None:
         sharded = {number: weight.sharded() for number, weight in self._weights.items()}
-        # Those that the ranks of `mesh` hold together: all, unless parts of a model have meshes of their own.
+        # Only weights that are sharded over `mesh`. Parts of a model may have other meshes.
         group = mesh.get_group()
         masters: dict[int, MasterWeight] = {
             number: weight.to_local()  # type: ignore[misc]
@@ -108,15 +108,15 @@ class PrecomputedScales:
 
 
 class _Weight:
-    """Where the rows of a weight are, without keeping a model alive."""
+    """Finds the rows of a layer's weight, by weak references, so that the model can be freed."""
 
     def __init__(self, name: str, module: LowPrecisionLinear) -> None:
         self.name = name
         self._module, self._sharded = weakref.ref(module), weakref.ref(module.weight)
 
     def sharded(self) -> DTensor:
-        """The parameter that is sharded: while a module is gathered (after an evaluation, say) it holds
-        another one, and after loading with assign=True a new one.
+        """The sharded parameter. While a module is gathered (for example after an evaluation), its weight is
+        another tensor; after loading with assign=True, the sharded parameter is a new object.
         """
         module = self._module()
         if module is not None and is_master(module.weight):

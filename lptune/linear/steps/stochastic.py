@@ -6,8 +6,9 @@
             rounding.start(step, first + i)     # i counts through the step's global batch, over ranks
             loss(batch).backward()
 
-A key stands for (seed, step, layer's name), the number of the micro-batch shifts the element's index, so the
-bits that round an element of a gradient are those of its place in the global batch.
+The random bits that round an element of a gradient depend on a key and on an index. The key is a hash of
+(seed, step, layer name). The index is the element's position in the global batch: the number of the
+micro-batch shifts it. So the bits do not depend on the number of ranks.
 """
 
 from torch import nn
@@ -19,7 +20,7 @@ from lptune.numerics import random_key
 
 
 class StochasticRounding:
-    """Keys for all layers of `plan` that round stochastically; nothing, at no cost, for others."""
+    """Sets the keys of all layers of `plan` that round stochastically; other layers cost nothing."""
 
     def __init__(self, model: nn.Module, plan: Plan, seed: int) -> None:
         self._seed, self._step = seed, -1
@@ -31,16 +32,18 @@ class StochasticRounding:
                 self._handles[layer.name] = module.handle
 
     def start(self, step: int, micro_batch: int) -> None:
-        """Before the forward and backward pass of one micro-batch, numbered within the global batch."""
+        """Call before the forward and backward pass of a micro-batch. micro_batch: its number within the
+        global batch, over all ranks.
+        """
         for name, handle in self._handles.items():
             if step != self._step:
-                # 0 stands for no key.
+                # 0 means that there is no key.
                 handle[KEY] = max(1, random_key(self._seed, step, name))
             handle[MICRO_BATCH] = micro_batch
         self._step = step
 
     def stop(self) -> None:
-        """No random key any more: a backward pass before the next `start` is an error."""
+        """Removes the keys: a backward pass before the next `start` raises an error."""
         for handle in self._handles.values():
             handle[KEY] = 0
         self._step = -1

@@ -1,1 +1,1 @@
-"""Weights that travel: what FSDP gathers in 8 bits, and the amaxes by which ranks quantize alike."""
+"""Weights that FSDP gathers in 8 bits, and the amaxes from which all ranks compute the same scales."""

@@ -1,18 +1,18 @@
-"""A weight that is stored in INT8: the parameter of `int8_weight_only`.
+"""Int8Weight: a weight that is stored in INT8, the parameter of `int8_weight_only`.
 
-`Int8Weight` looks like a float matrix (N, K) and holds `q_NK` (int8) and `scale_N1` (float32), one scale per
-row: a quarter of a float32 master weight's memory, and there is no master weight beside it. Three things may
-be done to it:
+An `Int8Weight` looks like a float matrix (N, K) and stores `q_NK` (int8) and `scale_N1` (float32), one scale
+per row. It needs a quarter of the memory of a float32 master weight, and has no master weight beside it.
+Three kinds of operations are allowed:
 
-- it is multiplied with, by the op that consumes q and scale (weight_only.py);
-- it is filled: `copy_` (loading a checkpoint) and the initializers of nn.init quantize to nearest;
-- it is updated by an optimizer that rounds stochastically (training/optimizer.py). Any other arithmetic in
-  place is an error: rounding to nearest loses each update below half a step, and such a run looks healthy.
+- multiplying by it, in the op that takes q and scale (kernels.weight_only_mm);
+- filling it: `copy_` (loading a checkpoint) and the initializers of nn.init quantize to nearest;
+- updating it, by an optimizer that rounds stochastically (training/int8_adamw.py). Other in-place arithmetic
+  is an error: rounding to nearest loses each update below half a step, and such a run looks healthy.
 
-Whatever else reads it sees the dequantized values, in a plain tensor.
+All other operations that read it get the dequantized values, in an ordinary tensor.
 
-Under FSDP2 it is sharded and gathered as it is stored (row_tensor.py). q and scale of the gathered weight are
-views of the buffer that was exchanged, which FSDP frees and fills again.
+FSDP2 shards and gathers q and scale (row_tensor.py). In a gathered weight they are views of the all-gather
+buffer, which FSDP frees and fills again.
 
 Shapes: N out_features (or this rank's rows of them), K in_features, R ranks.
 """
@@ -27,27 +27,29 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
+from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.weights.master_weight import plain_rows
-from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor, as_sharded
+from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
 
 
 class Int8Weight(GatheredByRows):
-    """A float matrix of which INT8 rows and their scales are kept: `q_NK * scale_N1`."""
+    """A float matrix stored as INT8 rows and one scale per row: `q_NK * scale_N1`."""
 
     PARTS = ("q_NK", "scale_N1")
 
     q_NK: Tensor
     """int8 in [-127, 127]."""
     scale_N1: Tensor
-    """float32."""
+    """float32, one for each row."""
 
     @classmethod
     def from_float(cls, w_NK: Tensor, scale_N1: Tensor | None = None) -> "Int8Weight":
-        """w_NK: any float dtype, (N, K). Rounded to nearest, or restored exactly where `scale_N1` is the one
-        that it was dequantized by.
+        """Quantizes w_NK (N, K), of any float dtype, to nearest.
+
+        scale_N1: the scales with which w_NK was dequantized earlier; q is then restored exactly.
         """
         weight = cls.like(w_NK)
         weight.fill_from(w_NK, scale_N1)
@@ -62,7 +64,7 @@ class Int8Weight(GatheredByRows):
 
     @torch.no_grad()
     def fill_from(self, w_NK: Tensor, scale_N1: Tensor | None = None) -> None:
-        """Overwrites the weight with `w_NK`, as `from_float` does."""
+        """Overwrites the weight with `w_NK`; arguments as in `from_float`."""
         if self.q_NK.is_meta:
             return
         w32_NK = w_NK.to(device=self.device, dtype=torch.float32)
@@ -75,25 +77,25 @@ class Int8Weight(GatheredByRows):
         self.store(slice(None), QuantizedRows(q_NK.clamp(-127, 127).to(torch.int8), scale_N1))
 
     def store(self, rows: slice, quantized: QuantizedRows) -> None:
-        """Overwrites `rows`."""
+        """Overwrites the rows `rows` with 8-bit rows and their scales."""
         self.q_NK[rows].copy_(quantized.q_MK)
         self.scale_N1[rows].copy_(quantized.scale_M1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """`q * scale` in float32, rounded once to `dtype` (its own, if None), as a plain tensor."""
+        """`q * scale` in float32, rounded once to `dtype` (None: self.dtype), as an ordinary tensor."""
         w_NK = dequantize(QuantizedRows(self.q_NK, self.scale_N1), dtype or self.dtype)
         return w_NK.view(self.shape)
 
     @classmethod
     def operation(cls, func: Any) -> Callable[..., Any] | None:
-        """Filling quantizes to nearest."""
+        """See RowTensor. Adds `copy_` and the initializers, which quantize to nearest."""
         return _FILLING.get(func) or super().operation(func)
 
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Whatever else reads it sees plain values; whatever else would write is refused."""
+        """Calls `func` with dequantized values. Raises if `func` writes to an Int8Weight."""
         if func.namespace == "c10d":
-            # It would send dequantized copies, receive into another copy, and leave the weight unwritten.
+            # A collective would send and receive dequantized copies, and never write to the weight.
             raise UserError(
                 f"precision.kind: int8_weight_only does not allow {func} on its weights (parallelize_module "
                 "with torch's styles does it); cut them by the styles of lptune.distributed "
@@ -108,29 +110,29 @@ class Int8Weight(GatheredByRows):
         return func(*plain_args, **plain_kwargs)
 
     def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
-        """As they are stored."""
+        """The stored q and scales."""
         return Quantized(self.q_NK, self.scale_N1)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
-        """An Int8Weight again."""
+        """An Int8Weight of the gathered q and scales."""
         return Int8Weight(*quantized, dtype=dtype, full_rows=self.full_rows)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """int8."""
+        """Always torch.int8, the dtype of q."""
         return torch.int8
 
 
 def int8_rows(tensor: Tensor) -> Int8Weight | None:
-    """The Int8Weight that `tensor` is, or that a DTensor holds of it on this rank; None for any other."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """`tensor` if it is an Int8Weight; this rank's Int8Weight if it is a DTensor of one; else None."""
+    local = on_this_rank(tensor)
     return local if isinstance(local, Int8Weight) else None
 
 
 @torch.no_grad()
 def dequantized(tensor: Tensor) -> Tensor:
-    """`tensor` with plain values: itself, or what an Int8Weight stands for, or the rows of a MasterWeight; in
-    a DTensor as it was, if it was in one.
+    """`tensor` as float values: of an Int8Weight the dequantized values, of a MasterWeight its live rows, and
+    any other tensor itself. A DTensor gives a DTensor with the same placements.
     """
     rows = int8_rows(tensor)
     return plain_rows(tensor) if rows is None else as_sharded(tensor, rows.dequantize())
@@ -138,14 +140,15 @@ def dequantized(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantized(tensor: Tensor, scale_N1: Tensor | None = None, like: Tensor | None = None) -> Tensor:
-    """`tensor`, plain or a DTensor of rows, as an Int8Weight in the same sharding; the opposite of
-    `dequantized`. scale_N1: see `Int8Weight.from_float`. like: the parameter that it takes the place of, of
-    which tensor parallelism may have left less than all rows.
+    """`tensor` as an Int8Weight, with the placements of `tensor`; the inverse of `dequantized`.
+
+    tensor: float values, or a DTensor of rows. scale_N1: see `Int8Weight.from_float`. like: the parameter
+    that the result replaces; tensor parallelism may have cut its rows.
     """
     if not isinstance(tensor, DTensor):
         return Int8Weight.from_float(tensor, scale_N1)
-    scale_N1 = scale_N1.to_local() if isinstance(scale_N1, DTensor) else scale_N1
-    weight = Int8Weight.from_float(tensor.to_local(), scale_N1)
+    local_scale_N1 = None if scale_N1 is None else on_this_rank(scale_N1)
+    weight = Int8Weight.from_float(tensor.to_local(), local_scale_N1)
     replaced = None if like is None else int8_rows(like)
     weight.full_rows = tensor.shape[0] if replaced is None else replaced.full_rows
     return as_sharded(tensor, weight)
@@ -153,7 +156,7 @@ def quantized(tensor: Tensor, scale_N1: Tensor | None = None, like: Tensor | Non
 
 @torch.no_grad()
 def row_scales(tensor: Tensor) -> Tensor:
-    """The scales (N, 1) of an Int8Weight, sharded as it is; live storage."""
+    """The live scales (N, 1) of an Int8Weight, or of a DTensor of one, with its placements."""
     rows = int8_rows(tensor)
     assert rows is not None
     return as_sharded(tensor, rows.scale_N1.detach())

@@ -1,29 +1,28 @@
-"""A matrix kept in parts with a row for each of its rows, that FSDP2 shards and gathers as it is told.
+"""RowTensor: a matrix stored as row-aligned tensors (q, scale), which FSDP2 shards and gathers together.
 
-FSDP2 asks a parameter whether it wants to be gathered in its own way (`fsdp_pre_all_gather`,
-`fsdp_post_all_gather`). A tensor subclass can say yes; to get that far it has to live through what
-`fully_shard` does to a parameter before: chunk it by rows, pad it, view it flat, put it into a DTensor, move
-it. `RowTensor` does those, part by part, and leaves what the parts mean to its subclasses:
+FSDP2 lets a tensor subclass define its own all-gather, by the methods `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`. But first `fully_shard` applies other operations to the parameter: it chunks it by
+rows, pads it, views it as flat, puts it into a DTensor, and moves it. `RowTensor` applies these operations to
+each of its parts. Its subclasses define what the parts mean:
 
     Int8Weight          q and scale; the parameter of int8_weight_only
-    GatheredWeight      q and scale of a whole weight as it comes out of an 8-bit all-gather
-    MasterWeight        the float32 rows of which q and scale are made for every gather
+    GatheredWeight      q and scale of a whole weight, from an 8-bit all-gather
+    MasterWeight        the float32 rows that are quantized for every gather
 
-What two ranks exchange is one uint8 buffer with a row for each row of the weight, because at world size 1
-FSDP2 forwards only the first tensor of several, and because short shards must be padded by ourselves (the
-hook that is told the padded size refuses a buffer of another width):
+Ranks exchange one uint8 buffer with one row per row of the weight. It is a single tensor, because at world
+size 1 FSDP2 passes on only the first of several tensors. It is padded here, because FSDP2's hook with the
+padded size refuses a buffer of another width:
 
-    | scale, 4 bytes | 12 unused | q, K bytes |    a scale per row; 16 bytes of header keep rows aligned
-    | q, K bytes |                                 scales of more than a row, which all ranks know
+    | scale, 4 bytes | 12 unused | q, K bytes |    one scale per row; a header of 16 bytes keeps rows aligned
+    | q, K bytes |                                 scales for more than one row, which all ranks know
 
-Rows are never cut, so a shard has its own row scales and needs no collective to be quantized. Other scales
-cover rows of several ranks. They are agreed upon before (weight_amax.py) and not sent.
+FSDP does not divide rows, so a rank computes the row scales of its shard without communication. Other scales
+cover rows of several ranks. The ranks agree on these before the gather (weight_amax.py) and do not send them.
 
 Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
 import copy
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -31,22 +30,23 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from lptune.linear.dtensors import on_this_rank
 
 HEADER_BYTES = 16
 _aten = torch.ops.aten
 
 
 class RowTensor(torch.Tensor):
-    """Looks like a float matrix (N, K); holds `PARTS`, tensors of N rows each."""
+    """Looks like a float matrix (N, K); stores the tensors named in `PARTS`."""
 
     PARTS: ClassVar[tuple[str, ...]]
-    """Attributes that are tensors. The first has the matrix's shape; where it is cut, all have its rows."""
+    """Names of the tensor attributes. The first has the matrix's shape. To be sliced, all need N rows."""
     CONTEXT: ClassVar[tuple[str, ...]] = ()
-    """Further attributes of plain values, which every tensor made of this one inherits."""
+    """Names of other attributes, plain values, which a tensor made of this one copies."""
     full_rows: int
-    """N of the whole weight, also where this is a shard of it."""
+    """N of the whole weight. A shard has the same value."""
 
     @staticmethod
     def __new__(
@@ -57,8 +57,8 @@ class RowTensor(torch.Tensor):
         size: Sequence[int] | None = None,
         **context: Any,
     ) -> "RowTensor":
-        """dtype: what it looks like to others. size: its shape, where that is not the first part's (a flat
-        view).
+        """parts: in the order of PARTS. dtype: the dtype that it shows. size: its shape, if that is not the
+        first part's (a flat view). context: the attributes named in CONTEXT.
         """
         first = parts[0]
         self: RowTensor = torch.Tensor._make_wrapper_subclass(
@@ -74,14 +74,14 @@ class RowTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors it is kept in."""
+        """The tensors that store it, in the order of PARTS."""
         return tuple(getattr(self, name) for name in self.PARTS)
 
     def data_ptr(self) -> int:
-        """Of the first part. torch says 0 for all of such; accelerate tells parameters apart by it."""
+        """The address of the first part. torch would return 0; accelerate tells parameters apart by it."""
         return self.parts()[0].data_ptr()
 
-    # torch's own copies and pickles tell such a class by an address of 0.
+    # torch's own methods recognise a wrapper subclass by an address of 0, which this class does not have.
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _restored, (type(self), vars(self), self.dtype, tuple(self.shape), self.requires_grad)
 
@@ -94,7 +94,7 @@ class RowTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As any tensor's. Assigned, it replaces the parts; torch would replace only the dtype it shows."""
+        """As for any tensor. Assignment replaces the parts too; torch would only replace the dtype."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -107,19 +107,19 @@ class RowTensor(torch.Tensor):
             setattr(self, name, getattr(new, name))
 
     def of_plain(self, value: Tensor) -> Self:
-        """A tensor of this kind that stands for `value`, a plain tensor of floats."""
+        """A tensor of this class with the values of a float tensor. RuntimeError if that would round."""
         how = "load it by copy_(), train it by an optimizer of lptune.training.build_optimizer"
         raise RuntimeError(f"the .data of {self} would have to be rounded to 8 bits; {how}")
 
     def rebuilt(
         self, parts: Sequence[Tensor], dtype: torch.dtype | None = None, size: Sequence[int] | None = None
     ) -> Self:
-        """Of the same kind, of other parts."""
+        """A tensor of this class with the same CONTEXT and other parts. dtype, size: as in `__new__`."""
         context = {name: getattr(self, name) for name in self.CONTEXT}
         return type(self)(*parts, dtype=dtype or self.dtype, full_rows=self.full_rows, size=size, **context)
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """`function` of each part: something that treats rows alike and leaves their number to FSDP."""
+        """Applies `function` to each part. function: treats all rows alike; `full_rows` stays the same."""
         return self.rebuilt([function(part) for part in self.parts()], dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -151,13 +151,13 @@ class RowTensor(torch.Tensor):
 
     @classmethod
     def operation(cls, func: Any) -> Callable[..., Any] | None:
-        """What `func` does to this kind of tensor; None, or a result of NotImplemented: see `otherwise`."""
+        """How this class runs the operator `func`. For None or a result of NotImplemented: `otherwise`."""
         return OPERATIONS.get(func)
 
     @classmethod
     @abstractmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All other operators."""
+        """Runs an operator that `operation` does not implement."""
 
 
 def _restored(
@@ -170,39 +170,37 @@ def _restored(
 
 
 class Quantized(NamedTuple):
-    """8-bit rows of a matrix, and the scales of these rows or of all of the matrix."""
+    """8-bit rows of a matrix, and the scales of these rows or of the whole matrix."""
 
     q_NK: Tensor  # int8 or float8
-    scale: Tensor  # float32, (N, 1) of these rows, or of the whole matrix (1, 1) or one per block
+    scale: Tensor  # float32; (N, 1) for these rows; or (1, 1) or one per block, for the whole matrix
 
 
 class GatheredByRows(RowTensor):
-    """A sharded parameter that FSDP2 gathers as 8-bit rows, by the two hooks that it looks for."""
+    """A sharded parameter that FSDP2 gathers as 8-bit rows, by FSDP2's two hooks for tensor subclasses."""
 
     @abstractmethod
     def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
-        """This rank's rows. mesh: the axis over which the weight is sharded."""
+        """This rank's rows in 8 bits. mesh: the axis over which the weight is sharded."""
 
     @abstractmethod
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
-        """The gathered weight; q, and scales of rows, are views of the buffer. dtype: what it looks like to
-        others.
-        """
+        """The gathered weight, which shows `dtype`. q, and scales of rows, are views of the buffer."""
 
     @property
     @abstractmethod
     def row_dtype(self) -> torch.dtype:
-        """Of the 8-bit values."""
+        """The dtype of the 8-bit values."""
 
     @property
     def header_bytes(self) -> int:
-        """Of each row in the buffer: a scale per row has to be sent, others are known."""
+        """Bytes before each row in the buffer, for the row's scale; 0 if scales are not sent."""
         return HEADER_BYTES
 
     @torch.no_grad()
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], Tensor | None]:
-        """This rank's rows as one buffer, padded to what the first rank has; the scale, where it is not in
-        there.
+        """Returns this rank's rows as one buffer, padded to the number of rows of the first rank, and the
+        scale if it is not in the buffer.
         """
         sent = self.rows_to_send(mesh)
         buffer = pack_rows(sent, -(-self.full_rows // mesh.size()), self.header_bytes)
@@ -217,7 +215,9 @@ class GatheredByRows(RowTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[()]] | None:
-        """The whole weight, as views of the gathered buffer."""
+        """The whole weight, as views of the gathered buffer. out: the weight of an earlier gather, whose q
+        FSDP has filled again; only its scale is updated here.
+        """
         (buffer,) = outputs
         quantized = unpack_rows(buffer, self.full_rows, self.row_dtype, self.header_bytes)
         if metadata is not None:
@@ -225,25 +225,26 @@ class GatheredByRows(RowTensor):
         weight = self.whole(quantized, param_dtype)
         if out is None:
             return weight, ()
-        out = out.to_local() if isinstance(out, DTensor) else out  # as tensor parallelism left it
+        out = on_this_rank(out)  # tensor parallelism makes a DTensor
         assert isinstance(out, type(weight))
-        # Asked of the storage, since the fake tensors of a dry run have no address.
+        # Compare storages, not addresses: the fake tensors of a dry run have no address.
         assert out.parts()[0].untyped_storage()._cdata == quantized.q_NK.untyped_storage()._cdata
         if metadata is not None:
-            # The tensor that the first gather made serves all later ones. Its scale is filled again, as FSDP
-            # does with q: `out` may be an alias, and so may what autograd has saved.
+            # All gathers use the tensor of the first one. Its scale is overwritten in place, as FSDP does
+            # with q, because `out` and the tensors that autograd saved may be aliases of it.
             (scale,) = out.parts()[1:]
             with torch.autograd._unsafe_preserve_version_counter(scale):  # type: ignore[attr-defined]
                 scale.copy_(metadata)
             if metadata.device.type != "cpu":
-                # It was made on FSDP's stream, which must not reuse its memory before this one has read it.
+                # The scale was made on FSDP's stream. Its memory must not be reused before this stream reads.
                 metadata.record_stream(torch.accelerator.current_stream(metadata.device))
         return None
 
 
 def pack_rows(quantized: tuple[Tensor, Tensor], num_rows: int, header_bytes: int = HEADER_BYTES) -> Tensor:
-    """The buffer of some rows, uint8 (num_rows, header_bytes + K); those that are not there are padding, all
-    zero. quantized: q and scale, which is sent where there is a header.
+    """Packs 8-bit rows into a buffer, uint8 (num_rows, header_bytes + K). Missing rows are zero (padding).
+
+    quantized: q and scale. The scale is packed only if there is a header.
     """
     q_NK, scale = quantized
     n, k = q_NK.shape
@@ -258,36 +259,15 @@ def pack_rows(quantized: tuple[Tensor, Tensor], num_rows: int, header_bytes: int
 def unpack_rows(
     buffer: Tensor, num_rows: int, dtype: torch.dtype, header_bytes: int = HEADER_BYTES
 ) -> Quantized:
-    """The first `num_rows` rows of a buffer, as views of it; dtype: an 8-bit one. Without a header the scale
-    has 0 columns.
+    """q and scale of the first `num_rows` rows of a buffer, as views. dtype: the 8-bit dtype of q. Without a
+    header, the scale has 0 columns.
     """
     rows = buffer[:num_rows]
     return Quantized(rows[:, header_bytes:].view(dtype), rows[:, : min(4, header_bytes)].view(torch.float32))
 
 
-def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local`, this rank's rows, in a DTensor if `tensor` is one."""
-    if not isinstance(tensor, DTensor):
-        return local
-    # One column for each part that a row is cut into, if the local tensor has a number for each row.
-    parts = math.prod(
-        tensor.device_mesh.size(axis)
-        for axis, placement in enumerate(tensor.placements)
-        if placement.is_shard(1)
-    )
-    columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=torch.Size((tensor.shape[0], columns)),
-        stride=(columns, 1),
-    )
-
-
 def is_matrix(tensor: Any) -> bool:
-    """Whether it has the shape of its parts, and is no flat view."""
+    """Whether `tensor` is a RowTensor with the shape of its first part, and not a flat view."""
     return isinstance(tensor, RowTensor) and tensor.shape == tensor.parts()[0].shape
 
 
@@ -300,7 +280,7 @@ def _clone(tensor: RowTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view(tensor: RowTensor, size: Sequence[int]) -> Any:
-    # FSDP keeps a flat view for its own gather, which it does not use where a tensor has hooks.
+    # FSDP makes a flat view for its default gather, and does not use it if the tensor has hooks.
     if tuple(size) not in ((-1,), (tensor.numel(),), tuple(tensor.shape)):
         return NotImplemented
     shape = tuple(tensor.shape) if len(size) == tensor.dim() else (tensor.numel(),)
@@ -348,15 +328,15 @@ def _empty_like(
 
 
 def _new_zeros(tensor: RowTensor, size: Sequence[int], **kwargs: Any) -> Any:
-    # What FSDP pads a shard with. Zero values, whatever the scale.
+    # FSDP pads a shard with it. Values are 0 for any scale.
     if len(size) != 2 or size[1] != tensor.parts()[0].shape[1] or any(kwargs.values()):
         return NotImplemented
     return tensor.map(lambda part: part.new_zeros((size[0], part.shape[1])))
 
 
 def _pin_memory(tensor: RowTensor, device: Any = None) -> Any:
-    # FSDP pins what it offloads to the host. A plain tensor in return would have no hooks, and the weight
-    # would be gathered in high precision.
+    # FSDP pins parameters that it offloads to the host. An ordinary tensor has no hooks, and FSDP would
+    # gather the weight in high precision.
     return tensor.map(lambda part: part.pin_memory()) if is_matrix(tensor) else NotImplemented
 
 
@@ -367,7 +347,7 @@ def _is_pinned(tensor: RowTensor, device: Any = None) -> bool:
 def _zeros_like(
     tensor: RowTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
-    # Moments and gradients of a weight are plain.
+    # Moments and gradients of a weight are ordinary tensors.
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
@@ -380,7 +360,7 @@ _VIEWS = (
     _aten.split.Tensor,
 )
 CUTTING = (_aten.slice.Tensor, _aten.split.Tensor, _aten.new_zeros.default)
-"""What makes a tensor of other rows."""
+"""Operations whose result has other rows than their argument."""
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
@@ -396,4 +376,4 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten._pin_memory.default: _pin_memory,
     _aten.is_pinned.default: _is_pinned,
 }
-"""What every RowTensor lives through."""
+"""The operations that every RowTensor implements, by operator."""

@@ -1,22 +1,22 @@
-"""The amax of a weight of which each rank has some rows.
+"""Amaxes of a sharded weight: how ranks agree on them.
 
-A scale per row needs nobody: rows are sharded whole. A scale per tensor needs the largest of all ranks'
-amaxes, and a scale per 128 x 128 block those of its neighbours, since shards end inside blocks. So before a
-rank can quantize its rows for an 8-bit all-gather, ranks must agree, and this is how they can:
+Row scales need no communication, because FSDP does not divide rows. A scale per tensor needs the largest amax
+of all ranks. A scale per 128 x 128 block needs the amaxes of neighbouring ranks, because a shard can end
+inside a block. So ranks must agree on amaxes before they quantize their rows for an 8-bit gather:
 
-    nothing              at each gather of each weight, a collective of its own; always right, often slow
+    no amax source       a collective at each gather of each weight; always right, often slow
     PrecomputedScales    one collective after each optimizer step, for all weights (precomputed.py)
-    DelayedScaling       none: the amaxes of past steps are known to all ranks already (delayed.py)
+    DelayedScaling       no collective: all ranks know the amaxes of past steps (delayed.py)
 
-The last two are *sources* (kernels/live.py): a source knows layers by number and is asked at every gather,
-with what this rank has just measured on its own rows. Amaxes and not scales are exchanged, as the quantizers
-want the scale and its inverse from one amax, rounded once each.
+PrecomputedScales and DelayedScaling are amax sources (kernels/live.py). At every gather, the amax source is
+called with the layer number and the amaxes of this rank's rows. Ranks exchange amaxes, not scales, because
+the quantizers compute both the scale and its inverse from the amax, each rounded once.
 
-Rounding to the compute dtype keeps the order of numbers. The amax of rounded rows is therefore the rounded
-amax, bit for bit, and float32 rows need not be cast to be measured.
+Rounding to the compute dtype is monotonic, so the amax of rounded rows is exactly the rounded amax. Float32
+rows need not be cast before they are measured.
 
-Shapes: N out_features of the whole weight, M this rank's rows of them, K in_features; B x C blocks, of which
-a weight with one scale has 1 x 1.
+Shapes: N out_features of the whole weight, M of them on this rank, K in_features; B x C scale blocks, 1 x 1
+for a weight with one scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,17 +30,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, AmaxSource, quantize_by_amax
 from lptune.linear.weights.row_tensor import Quantized
+from lptune.numerics import nan_as_inf
 
 
 def weight_changed(number: int) -> None:
-    """The weight of layer `number` was written by something other than the optimizer, on all ranks."""
+    """Tells the amax source of layer `number` that the weight changed, on all ranks, not by an optimizer."""
     source = _source(number)
     if source is not None:
         source.weight_changed()
 
 
 def whole_amax(number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The amax of a whole weight, from that of this rank's rows; asks the layer's source, or all ranks."""
+    """The amaxes (B, C) of a whole weight, from the layer's amax source, or by a collective if it has none.
+
+    mine_BC: the amaxes of this rank's rows. mesh: the axis over which the weight is sharded.
+    """
     source = _source(number)
     return max_over_ranks(mine_BC, mesh) if source is None else source.whole_amax(number, mine_BC, mesh)
 
@@ -51,9 +55,8 @@ def _source(number: int) -> AmaxSource | None:
 
 
 def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The elementwise maximum over the ranks of `mesh` (one axis); inf where there is a NaN. A collective."""
-    # NaN has no order that every backend agrees on; inf does, and gives the same scale.
-    amax = torch.where(amax.isnan(), torch.inf, amax)
+    """The elementwise maximum over the ranks of `mesh` (one axis), with inf in place of NaN. A collective."""
+    amax = nan_as_inf(amax)
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return amax
@@ -64,27 +67,25 @@ class Shard(NamedTuple):
 
     rows_MK: Tensor  # any float dtype
     first_row: int
-    full_rows: int
-    block: int | None  # side of the blocks that have an amax each; None: one for the whole
+    full_rows: int  # N
+    block: int | None  # side of the square blocks with one amax each; None: one amax for the whole weight
     compute_dtype: torch.dtype
 
 
 def first_row(full_rows: int, mesh: DeviceMesh) -> int:
-    """Where this rank's rows begin, as FSDP deals them out: to each rank as many as to the first, while they
-    last.
-    """
+    """The first row of this rank. FSDP gives ceil(full_rows / ranks) rows to each rank until none is left."""
     return min(mesh.get_local_rank() * -(-full_rows // mesh.size()), full_rows)
 
 
 @torch.no_grad()
 def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
-    """The amaxes (B, C) of each whole weight as far as its shard here tells, 0 for blocks that are elsewhere;
-    float32, of values rounded to the compute dtype.
+    """The amaxes (B, C) of each whole weight, measured on this rank's rows alone; 0 for blocks without such
+    rows. float32, of values rounded to the compute dtype.
     """
     amaxes = [torch.zeros(_grid(shard), dtype=torch.float32, device=shard.rows_MK.device) for shard in shards]
     whole = [i for i, shard in enumerate(shards) if shard.block is None and shard.rows_MK.numel()]
     if whole:
-        # All weights in a few launches. The norm of order inf is the largest magnitude, and keeps NaN.
+        # This measures all weights in a few launches. The inf-norm is the amax, and keeps NaN.
         norms = torch._foreach_norm([shards[i].rows_MK for i in whole], torch.inf)
         for i, norm in zip(whole, norms, strict=True):
             amaxes[i].copy_(norm.to(shards[i].compute_dtype).reshape(1, 1))
@@ -95,9 +96,9 @@ def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
 
 
 def quantize_by_agreement(shard: Shard, fmt: str, agree: Callable[[Tensor], Tensor]) -> Quantized:
-    """The 8-bit rows of a shard whose rows are in compute dtype, by the scales of the whole weight.
+    """Quantizes the rows of a shard, which are in compute dtype, with the scales of the whole weight.
 
-    agree: the amaxes (B, C) of this shard -> those of the whole weight, on all ranks alike.
+    agree: maps the amaxes (B, C) of this shard to those of the whole weight, equal on all ranks.
     """
     (mine_BC,) = shard_amaxes([shard])
     return Quantized(
@@ -114,7 +115,7 @@ def _grid(shard: Shard) -> tuple[int, int]:
 def _measure_blocks(shard: Shard, block: int, amax_BC: Tensor) -> None:
     (m, k), first = shard.rows_MK.shape, shard.first_row // block
     above = shard.first_row - first * block
-    # Zeros fill up the first and the last block; they do not change an amax.
+    # The first and the last block are padded with zeros, which do not change an amax.
     filled = F.pad(shard.rows_MK.abs(), (0, -k % block, above, -(above + m) % block))
     tiles = filled.view(filled.shape[0] // block, block, -1, block)
     amax_BC[first : first + tiles.shape[0]] = tiles.amax((1, 3)).to(shard.compute_dtype)

@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple
 
 import yaml
 
-from tests import fork_server
 from tests.cli.conftest import ROOT, clean_environment
 from tests.faults.adversary import phases
 from tests.faults.adversary.child import CLOSED, NO_READER, Streams, call
+from tests.helpers import fork_server
 
 SECRET = "s3cr3t-5b1f9e"
 """Content of the victim, and value of the variable TOP_SECRET."""

@@ -1,0 +1,48 @@
+"""How ranks are started, watched and ended, and what a rank does for its launcher.
+
+    in the launcher   launcher.py    starts torchrun; the exit code; where logs end up
+                      flags.py       torchrun's flags
+                      watch.py       ends all ranks after the first failure
+                      exchange.py    messages between the launchers of several machines
+                      report.py      prints the cause
+    in a rank         rank.py        start and end of a process that is a rank
+    in both           outcome.py     files by which a rank tells how it ends
+                      log.py         output of the ranks that do not print to the console
+                      preemption.py  signals that ask a run to stop
+
+No file imports torch at its top. The names below are those that code in a rank needs. They import the
+standard library alone, since a run listens to signals before it imports anything slower.
+"""
+
+from lptune.launch.log import LOGS, keep_log, move_logs, redirect_output
+from lptune.launch.outcome import (
+    LAUNCHER,
+    LEAVING,
+    OUTCOMES,
+    Outcome,
+    Rank,
+    announce,
+    hold,
+    outcome_of,
+    read_outcomes,
+    read_ranks,
+    write_outcome,
+)
+
+__all__ = [
+    "LAUNCHER",
+    "LEAVING",
+    "LOGS",
+    "OUTCOMES",
+    "Outcome",
+    "Rank",
+    "announce",
+    "hold",
+    "keep_log",
+    "move_logs",
+    "outcome_of",
+    "read_outcomes",
+    "read_ranks",
+    "redirect_output",
+    "write_outcome",
+]

@@ -1,0 +1,127 @@
+"""torchrun's flags: how they are told from the rest of a command line, completed and checked.
+
+lptune adds nothing to torchrun's own parser. It refuses the flags that a run cannot follow (a number of
+machines that changes, restarts within a launch), and chooses the rendezvous where no flag does.
+"""
+
+import copy
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from lptune.config import UserError, closest
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[list[str], list[str]]:
+    """`(flags, rest)`: torchrun's flags with their values, and all from the first positional argument on."""
+    namespace, unknown = parser().parse_known_args([*arguments, "no-recipe"])
+    flags = [argument for argument in unknown if argument.startswith("-")]
+    if flags:
+        name = flags[0].partition("=")[0]
+        known = re.findall(r"--[a-z][a-z-]+", parser().format_help())
+        raise UserError(
+            f"run: no such option: {name}{closest(name, [*known, *own_flags])}; see `lptune run --help`"
+        )
+    rest = [namespace.training_script, *namespace.training_script_args][:-1]
+    return list(arguments[: len(arguments) - len(rest)]), rest
+
+
+def parser() -> "argparse.ArgumentParser":
+    """torchrun's parser; it raises UserError where the original prints and exits."""
+    from torch.distributed.run import get_args_parser
+
+    def error(message: str) -> NoReturn:
+        raise UserError(f"run: torchrun: {message}; see `torchrun --help`")
+
+    arguments = get_args_parser()
+    arguments.allow_abbrev = False
+    arguments.error = error  # type: ignore[method-assign]
+    return arguments
+
+
+def choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
+    """Fills in the rendezvous flags; returns the address of the rendezvous, empty for one machine."""
+    smallest, _, largest = str(args.nnodes).partition(":")
+    if largest not in ("", smallest):
+        raise UserError(
+            f"run: --nnodes: {args.nnodes}: a run does not change its size while it runs; give one number, "
+            "and start it again with another (resume: auto continues it)"
+        )
+    if args.max_restarts:
+        raise UserError(
+            "run: --max-restarts: ranks are not restarted within a launch; run the same command again "
+            "(resume: auto continues it)"
+        )
+    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    here = ("--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port")
+    if smallest == "1":
+        if not given.intersection(here) and not any(name.startswith("PET_") for name in os.environ):
+            args.standalone = True
+            _stay_on_loopback(args)
+        return ""
+    if args.standalone:
+        raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
+    if not args.rdzv_endpoint and (args.rdzv_backend != "static" or not _is_set("--master-addr", given)):
+        raise UserError(
+            f"run: --nnodes {args.nnodes}: the machines need a place to meet; give all of them the same "
+            "--rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"
+        )
+    if args.rdzv_endpoint and not _is_set("--rdzv-backend", given) and not _is_set("--node-rank", given):
+        args.rdzv_backend = "c10d"  # torchrun's own default wants the machines numbered
+    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    if re.match(r"localhost\b|127\.|\[?::1\b", address):  # several launchers on one machine
+        _stay_on_loopback(args)
+    return str(address)
+
+
+def _is_set(flag: str, given: set[str]) -> bool:
+    return flag in given or f"PET_{flag[2:].replace('-', '_').upper()}" in os.environ
+
+
+def stay_on_loopback() -> None:
+    """Keeps gloo on the loopback device: on one machine, no port needs to be open to the network."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _stay_on_loopback(args: "argparse.Namespace") -> None:
+    args.local_addr = args.local_addr or "127.0.0.1"
+    stay_on_loopback()
+
+
+def keeps_logs_itself(args: "argparse.Namespace") -> bool:
+    """Whether a flag tells torchrun what to do with the output of the ranks."""
+    defaults = parser()
+    names = ("log_dir", "redirects", "tee", "local_ranks_filter")
+    return any(getattr(args, name) != defaults.get_default(name) for name in names)
+
+
+def check(args: "argparse.Namespace") -> list[signal.Signals]:
+    """The signals to handle. Raises UserError, before anything is touched, for flags that cannot work."""
+    import torch
+    import torch.distributed.run
+
+    if args.no_python or args.run_path:
+        raise UserError("run: --no-python and --run-path do not go with a recipe")
+    if args.nproc_per_node == "gpu" and not torch.cuda.is_available():
+        raise UserError("run: --nproc-per-node: gpu, but this machine has no CUDA device")
+    signals = []
+    for name in args.signals_to_handle.split(","):
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals):
+            raise UserError(f"run: --signals-to-handle: no such signal: {name}")
+        signals.append(number)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
+    looked_at = copy.copy(args)
+    looked_at.log_dir = args.log_dir or os.devnull  # otherwise torchrun leaves a temporary folder
+    try:
+        torch.distributed.run.config_from_args(looked_at)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise UserError(f"run: torchrun: {error}") from None
+    return signals

@@ -1,0 +1,269 @@
+"""The watch: a thread of the launcher that ends a run within seconds of its first failure, on every machine.
+
+torchrun ends the ranks of a machine after a process has ended, not when it fails. It sends SIGTERM first and
+SIGKILL after 30 seconds; a rank that waits in a collective, or that saves on SIGTERM, does not react to the
+first. torchrun does not tell other machines: their ranks hang until the timeout of the collective (10 minutes
+for NCCL, 30 for gloo). So the watch
+
+- reads the outcomes of its ranks (outcome.py), and sees a rank that vanished without one through its pidfd;
+- publishes their failures in the key-value store that the launchers of torchrun share, and reads failures of
+  other machines there;
+- waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
+  published by a rename), and ends the launcher itself where torchrun hangs: in its exit barrier, or while it
+  asks a store whose host is gone;
+- writes a heartbeat; the launcher of the first machine reports a machine without one.
+
+Code 143 is not a failure: a rank that exits with it has saved, and the other ranks get time to save. If there
+was nothing to save, they are ended, too. The watch passes signals of the launcher on to the ranks
+(`pass_on`).
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lptune.launch.exchange import Exchange
+from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch.report import describe_silent, print_other, print_own
+
+_POLL_S = 0.1
+_SETTLE_S = 1.0  # for the other ranks of this machine to report the same error, so that rank 0 can be quoted
+_VANISHED_S = 0.2  # a rank was killed: no explanation will come
+_LOST_PEER_S = 4.0  # for the machine of the lost peer to report the reason
+_SAVE_S = 30.0  # a peer exits after a save, which ends with a barrier; torchrun waits no longer than this
+_STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
+_HINT_S = 15.0
+
+
+class Watch(threading.Thread):
+    """Watches the ranks of this machine, which write their outcomes into `folder`.
+
+    rendezvous: the address where the machines meet, for messages; empty for a single machine. leave: called
+    with the exit code where the launcher would hang instead of ending.
+    """
+
+    def __init__(self, folder: Path, rendezvous: str, leave: Callable[[int], None]) -> None:
+        super().__init__(name="lptune-watch", daemon=True)
+        self._folder, self._rendezvous, self._leave = folder, rendezvous, leave
+        self._ranks: dict[int, Rank] = {}
+        self._pidfds: dict[int, int] = {}
+        self._killed: set[int] = set()
+        self._published = {-1}  # a launcher's own words are published at the end
+        self._elsewhere: list[Outcome] = []
+        self._exchange: Exchange | None = None
+        self._cut_off = False
+        self._over = threading.Event()
+        self._signal: signal.Signals | None = None
+        self._signalled: set[int] = set()
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any rank of this machine has started."""
+        return bool(self._ranks) or any(self._folder.glob("rank-*.json"))
+
+    def pass_on(self, number: signal.Signals) -> bool:
+        """Sends `number` once to each rank of this machine; False if no rank has started.
+
+        The ranks get as long as they need to save. A scheduler can still kill, a user can signal again.
+        """
+        self._signal = number
+        return self.has_ranks
+
+    def finish(self) -> int:
+        """Ends the watch after a launch without a failure; returns the exit code 0."""
+        self.stop()
+        return 0
+
+    def stop(self) -> None:
+        """Stops the thread of the watch."""
+        self._over.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout=_STUCK_S)
+
+    # ---- the thread
+
+    def run(self) -> None:
+        """The thread: polls until the launcher has printed the cause."""
+        try:
+            self._wait_for_an_end()
+            self._kill_ranks()
+            if not self._over.wait(_STUCK_S):
+                self._leave(self.conclude({}))
+        except Exception:
+            print(f"lptune's watch over the ranks failed:\n{traceback.format_exc()}", file=sys.stderr)
+
+    def _wait_for_an_end(self) -> None:
+        """Waits; returns when the ranks of this machine must be killed."""
+        started_s = time.monotonic()
+        first_sign_s: float | None = None
+        hinted = not self._rendezvous
+        while not self._over.wait(_POLL_S):
+            self._meet_ranks()
+            self._send_signal()
+            now_s = time.monotonic()
+            if not hinted and not self._ranks and now_s - started_s > _HINT_S:
+                hinted = True
+                where = f"{self._rendezvous} (or is that another program's port?)"
+                print(f"waiting for the other machines at {where}", file=sys.stderr, flush=True)
+            outcomes = read_outcomes(self._folder)
+            self._talk(outcomes)
+            patience_s = self._patience_s(outcomes)
+            if patience_s is None:
+                continue
+            first_sign_s = first_sign_s or now_s
+            if now_s - first_sign_s >= patience_s:
+                return
+
+    def _patience_s(self, outcomes: list[Outcome]) -> float | None:
+        """Seconds that the ranks here may go on after the first sign of an end; None without such a sign."""
+        vanished = self._vanished()
+        ends = [outcome for outcome in [*outcomes, *self._elsewhere] if outcome.code != 0]
+        cause = min(ends, key=lambda outcome: outcome.precedence, default=None)
+        if vanished and (cause is None or cause.lost_peer):
+            return _VANISHED_S
+        if cause is None:
+            return None
+        if cause.nothing_to_save:
+            return _SETTLE_S
+        if cause.code in LEAVING:
+            return _SAVE_S if cause.code == 143 else _SETTLE_S
+        if cause.lost_peer and self._exchange is not None:
+            return _LOST_PEER_S
+        if cause in self._elsewhere:
+            return _VANISHED_S
+        num_ranks = max(rank.num_local for rank in self._ranks.values())
+        return 0.0 if len({outcome.rank for outcome in outcomes} | vanished) == num_ranks else _SETTLE_S
+
+    def _meet_ranks(self) -> None:
+        for rank in read_ranks(self._folder, set(self._ranks)):
+            self._ranks[rank.rank] = rank
+            # A pidfd stays with this process, even if another process gets its number.
+            try:
+                self._pidfds[rank.rank] = os.pidfd_open(rank.pid)
+            except ProcessLookupError:
+                self._pidfds[rank.rank] = -1
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._pidfds[rank] < 0 or bool(select.select([self._pidfds[rank]], [], [], 0)[0])
+
+    def _send_signal(self) -> None:
+        if self._signal is None:
+            return
+        for rank in set(self._ranks) - self._signalled:
+            self._signalled.add(rank)
+            if self._pidfds[rank] < 0:
+                continue
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                signal.pidfd_send_signal(self._pidfds[rank], self._signal)
+
+    def _vanished(self) -> set[int]:
+        """The ranks that ended without writing an outcome."""
+        ended = {rank for rank in self._ranks if rank not in self._killed and self._has_ended(rank)}
+        # Read now: a rank writes its outcome before it ends.
+        return ended and ended - {outcome.rank for outcome in read_outcomes(self._folder)}
+
+    def _kill_ranks(self) -> None:
+        for rank, pidfd in self._pidfds.items():
+            if not self._has_ended(rank):
+                self._killed.add(rank)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    # ---- other machines
+
+    def _talk(self, outcomes: list[Outcome]) -> None:
+        """Publishes new outcomes of this machine and reads those of other machines."""
+        if not self._connect(outcomes):
+            return
+        assert self._exchange is not None
+        if outcomes and all(outcome.code == 0 for outcome in outcomes):
+            # From now on the store may end at any moment without a fault, which torch would report loudly.
+            self._exchange.ask_rarely()
+        try:
+            for outcome in outcomes:
+                is_news = outcome.code not in LEAVING or outcome.nothing_to_save
+                if is_news and outcome.rank not in self._published:
+                    self._published.add(outcome.rank)
+                    self._exchange.publish(outcome)
+            self._elsewhere += self._exchange.news()
+        except RuntimeError:  # all errors of torch's store
+            self._lose(self._exchange.address, outcomes)
+
+    def _connect(self, outcomes: list[Outcome]) -> bool:
+        """Connects to the store of the launchers if possible; returns whether there is a connection."""
+        if self._exchange is not None or self._cut_off or not self._ranks:
+            return self._exchange is not None
+        rank = next(iter(self._ranks.values()))
+        # In a very short run the host of the store may be gone when the ranks here are done.
+        if rank.num_nodes == 1 or not rank.store or (outcomes and all(done.code == 0 for done in outcomes)):
+            return False
+        try:
+            self._exchange = Exchange(rank)
+        except RuntimeError:
+            self._lose(rank.store, outcomes)
+        return self._exchange is not None
+
+    def _lose(self, address: str, outcomes: list[Outcome]) -> None:
+        self._exchange, self._cut_off = None, True
+        left = {outcome.rank for outcome in outcomes if outcome.code in LEAVING}
+        if left < set(self._ranks) and not self._elsewhere:
+            line = f"the launcher that hosts the rendezvous, {address}, is gone"
+            self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
+
+    # ---- the end of the launcher
+
+    def conclude(self, exit_codes: Mapping[int, int]) -> int:
+        """Prints the cause once, tells the other machines, and returns the exit code of the launcher.
+
+        exit_codes: of ranks that torchrun found ended, negative where a signal killed them.
+        """
+        self.stop()
+        self._meet_ranks()
+        outcomes = [outcome for outcome in read_outcomes(self._folder) if outcome.code != 0]
+        known = {outcome.rank for outcome in outcomes} | self._killed
+        silent = dict.fromkeys(self._vanished(), 1) | dict(exit_codes)
+        words = [describe_silent(rank, code) for rank, code in sorted(silent.items()) if rank not in known]
+        # Time 0: a rank that ended without an outcome ended before torchrun stopped the others, which wrote
+        # one.
+        here = outcomes + [Outcome(-1, code, 0, socket.gethostname(), line) for code, line in words]
+        self._tell(here)
+        cause = min([*here, *self._elsewhere], key=lambda outcome: outcome.precedence, default=None)
+        if cause is None:
+            return 1
+        same = [outcome for outcome in outcomes if outcome.line and outcome.code == cause.code]
+        if cause.nothing_to_save:
+            print(cause.line, file=sys.stderr)
+        elif cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
+            pass  # the ranks here have exited by themselves
+        elif same:  # most errors occur on every rank: quote the first
+            print_own(min(same, key=lambda outcome: outcome.rank))
+        elif cause in here:
+            print_own(cause)
+        else:
+            print_other(cause)
+        sys.stderr.flush()
+        if self._exchange is not None:
+            self._exchange.linger()
+        return cause.code
+
+    def _tell(self, here: list[Outcome]) -> None:
+        """Also publishes the outcome of this launcher, and reads those of other launchers a last time."""
+        if not self._connect(here):
+            return
+        assert self._exchange is not None
+        try:
+            for outcome in here:
+                if outcome.rank == -1:
+                    self._exchange.publish(outcome)
+        except RuntimeError:
+            self._exchange, self._cut_off = None, True
+            return
+        self._exchange.ask_now()
+        self._talk(here)

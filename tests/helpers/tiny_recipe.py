@@ -1,0 +1,47 @@
+"""A checkpoint and a config with which a recipe runs in seconds, for fixtures and for scripts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers import warm
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, so that sums are taken in one order, and nothing of a launcher above us."""
+    dropped = ("LPTUNE_", "TORCHELASTIC_", "PET_")
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ("RANK", "WORLD_SIZE")
+    }
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """llama3_2/tiny with random weights and a tokenizer that knows a chat template."""
+    warm.lptune(["new-checkpoint", "llama3_2/tiny", str(folder)], folder=folder.parent).check_returncode()
+    return folder
+
+
+def write_config(path: Path, checkpoint: Path, output_dir: Path, /, **changed: Any) -> Path:
+    """A run of a few seconds: 12 steps of 8 short rows of the built-in data."""
+    values = {
+        "model": {"path": str(checkpoint)},
+        "data": {"source": "builtin", "seq_len": 128, "eval_fraction": 0.05, "max_rows": 600},
+        "optimizer": {"lr": 3.0e-3},
+        "schedule": {"warmup_steps": 2},
+        "compile": "none",
+        "activation_checkpointing": "none",
+        "compute_dtype": "float32",
+        "device": "cpu",
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "num_steps": 12,
+        "eval_every_steps": 6,
+        "output_dir": str(output_dir),
+    }
+    path.write_text(yaml.safe_dump(values | changed), encoding="utf-8")
+    return path
