@@ -110,6 +110,7 @@ def session(wait_s: float | None = None) -> Iterator[None]:
     # client changed here is replaced by a new one when a connection fails.
     factory = _http._GLOBAL_CLIENT_FACTORY
     verbosity = utils.logging.get_verbosity()
+    has_bars = not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
     if not sys.stderr.isatty():
         utils.disable_progress_bars()  # type: ignore[attr-defined]
         utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -124,6 +125,8 @@ def session(wait_s: float | None = None) -> Iterator[None]:
         for handler in handlers:
             handler.removeFilter(cut)
         utils.logging.set_verbosity(verbosity)
+        if has_bars:
+            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from lptune.models.attention import attend, choose_backend, make_visibilities
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.documents import DocumentBounds, Visibility
-from lptune.models.loss import IGNORE_INDEX, Objective, summed_cross_entropy
+from lptune.models.loss import IGNORE_INDEX, Objective, check_serves_parts, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
 from lptune.models.words import words_of
 
@@ -249,6 +249,8 @@ class Decoder(nn.Module):
         words = words_of(self.lm_head, self.config.vocab_size)
         if labels_BS is None:
             return words.gather(self.chunk_loss.finish(self.lm_head(hidden_BSH)))
+        if not words.is_all:
+            check_serves_parts(loss)
         of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
         tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
         found = in_chunks(of_chunk, tensors, words.width)

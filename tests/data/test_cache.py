@@ -222,6 +222,21 @@ def test_what_a_kill_leaves_of_an_entry_is_removed_when_that_entry_is_made(tmp_p
     assert entries(tmp_path) == [tmp_path / key]
 
 
+def test_what_a_kill_leaves_is_removed_by_a_run_that_finds_its_own_entry(tmp_path: Path) -> None:
+    ours, theirs = "o" * 32, "k" * 32
+    cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, theirs))
+    process.start()
+    process.join()
+    (tmp_path / f"{'l' * 32}.lock").touch()
+    (tmp_path / f".tmp-{'l' * 32}-0").mkdir()
+    with (tmp_path / f"{'l' * 32}.lock").open("r+") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # of a process that is at it
+        assert len(entries(tmp_path)) == 3
+        cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
+        assert entries(tmp_path) == [tmp_path / f".tmp-{'l' * 32}-0", tmp_path / ours]
+
+
 def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,6 @@ class Blockwise(Kind):
         needs_grad_input: bool,
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        (x_TK,) = saved
         dtype, size, transposed = g_TN.dtype, self.size, k_major(g_TN.device)
         low_input = needs_grad_input and spec.grad_input != "high"
         low_weight = needs_grad_weight and spec.grad_weight != "high"
@@ -90,9 +89,9 @@ class Blockwise(Kind):
                 g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
         if needs_grad_weight and g_columns is None:
-            gw_NK = g_TN.t() @ x_TK
+            gw_NK = g_TN.t() @ saved[0]
         elif g_columns is not None:
-            g, x = g_columns, self.quantize(x_TK, 0, spec.fmt, transposed=transposed)
+            g, x = g_columns, self.quantize(saved[0], 0, spec.fmt, transposed=transposed)
             gw_NK = block_scaled_mm(
                 g.q_MK.t(),
                 x.q_MK,
