@@ -37,8 +37,8 @@ if shutil.which(os.environ.get("CXX", "g++")) and torch.version.cuda is None and
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
-# What is here stays: a fork's collector need not visit it, which would copy every page that it touches. A full
-# collection in a fork costs 0.02 s instead of 0.36.
+# What is here stays: a fork's collector need not visit it, which would copy every page that it touches. A
+# full collection in a fork costs 0.02 s instead of 0.36.
 gc.collect()
 gc.freeze()
 
