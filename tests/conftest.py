@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 LONGEST = (
     "proofs/test_matrix.py",
     "recipes/test_full_finetune.py",
-    "linear/test_verify.py",
+    "linear/steps/test_verify.py",
     "faults/test_faults.py",
     "proofs/test_rank_matrix.py",
     "examples/test_own_model.py",

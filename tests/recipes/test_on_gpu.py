@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.conftest import Finished, Run, losses, read_metrics
+from tests.helpers.cold import Finished
+from tests.recipes.conftest import Run, losses, read_metrics
 
 DEVICE = os.environ.get("LPTUNE_GPU_TESTS_ON", "cuda")
 pytestmark = [
