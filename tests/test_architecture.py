@@ -262,3 +262,13 @@ def test_an_interpreter_is_started_warm_or_cold_by_a_helper_and_nowhere_else() -
             if isinstance(node, ast.Attribute) and ast.unparse(node) in STARTS:
                 found.add(path.relative_to(ROOT).as_posix())
     assert found == STARTED_BY.keys()
+
+
+def test_the_files_that_are_to_run_first_exist(pytestconfig: pytest.Config) -> None:
+    (conftest,) = [
+        plugin
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
+    ]
+    assert conftest.LONGEST
+    assert [name for name in conftest.LONGEST if not (ROOT / "tests" / name).is_file()] == []
