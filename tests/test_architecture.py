@@ -239,3 +239,34 @@ def test_the_walk_from_the_command_line_to_a_kernel_counts_its_files() -> None:
     (num_files,) = re.findall(r"\*\*(\d+) files\*\*", walk)
     steps = "\n".join(re.findall(r"^\d+\. .*$", walk, re.MULTILINE))
     assert len(set(re.findall(r"`([\w/]+\.py):", steps))) == int(num_files)
+
+
+STARTS = {"sys.executable", "os.fork", "multiprocessing.get_context", "multiprocessing.Process"}
+STARTED_BY = {
+    "tests/helpers/cold.py": "as a user does",
+    "tests/helpers/fork_server.py": "forked off one that has imported torch",
+    "tests/faults/kills.py": "forked off one that has just prepared what is killed",
+    "tests/proofs/bits.py": "imports no helper, for it runs any commit",
+    "tests/faults/adversary/child.py": "starts none: pretends to a command line",
+    "tests/config/test_extras.py": "starts none: compares a text",
+}
+
+
+def test_an_interpreter_is_started_warm_or_cold_by_a_helper_and_nowhere_else() -> None:
+    """Scripts that are the text of a test may start what they like: that is what their test is about."""
+    found = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in STARTS:
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == STARTED_BY.keys()
+
+
+def test_the_files_that_are_to_run_first_exist(pytestconfig: pytest.Config) -> None:
+    (conftest,) = [
+        plugin
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
+    ]
+    assert conftest.LONGEST
+    assert [name for name in conftest.LONGEST if not (ROOT / "tests" / name).is_file()] == []
