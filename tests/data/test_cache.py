@@ -51,7 +51,9 @@ def rows(tmp_path: Path) -> Path:
 def run(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
     def run(tokenizer: Tokenizer = tokenizer, seed: int = 0, **keys: Any) -> Prepared:
         values = {"source": str(rows), "seq_len": 128, "cache": str(tmp_path / "cache"), **keys}
-        return prepare(DataConfig(**values), tokenizer, seed=seed, vocab_size=600)
+        cfg = DataConfig(**values)
+        made = tokenizer.with_chat_template(cfg.chat_template) if cfg.chat_template else tokenizer
+        return prepare(cfg, made, seed=seed, vocab_size=600)
 
     return run
 
