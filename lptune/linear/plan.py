@@ -98,7 +98,8 @@ class Plan:
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
-            key = (re.sub(r"\.\d+\.", ".#.", layer.name), *layer.columns(), layer.reason or "")
+            name = re.sub(r"\.\d+\.", ".#.", layer.name, count=1)
+            key = (name, *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
         return [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
 

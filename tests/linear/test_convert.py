@@ -79,6 +79,15 @@ def test_the_table_groups_layers_that_differ_in_their_number_only() -> None:
     ]
 
 
+def test_the_table_groups_by_the_first_number_of_a_name() -> None:
+    def block() -> nn.Module:
+        experts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(32, 48)}) for _ in range(2))
+        return nn.ModuleDict({"experts": experts})
+
+    plan = linear.convert(nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(3))}), INT8)
+    assert [row[0] for row in plan.rows()] == ["layers.0-2.experts.0.up", "layers.0-2.experts.1.up"]
+
+
 def test_a_tied_head_stays_high_and_tied() -> None:
     model = Tiny(tied=True)
     plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol", skip=()))

@@ -211,6 +211,17 @@ def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind
         assert numerics.relative_error(ours[gemm], truth[gemm]) <= predicted.bound, gemm
 
 
+@pytest.mark.parametrize("grad_input", ["folded", "requantized"])
+def test_a_nan_in_the_weight_is_a_nan_in_the_prediction_and_no_fault_of_the_quantizer(
+    grad_input: str,
+) -> None:
+    layer, (x, g) = _layer(torch.float32, grad_input=grad_input), _inputs(torch.float32)
+    w_NK = linear.dequantized(layer.weight.detach()).clone()
+    w_NK[0, 0] = torch.nan
+    predicted = linear.predicted_errors(layer.spec, x, w_NK, g)["grad_input"]
+    assert predicted.bound != predicted.bound
+
+
 def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     layer = _layer(torch.float32)
     results = _run(layer, torch.zeros(0, K), torch.zeros(0, N))
