@@ -50,6 +50,10 @@ def is_config(name: str) -> bool:
 
 def find_any(name: str) -> Path:
     """The file of a recipe or config, given by name."""
+    if name in configs() and name in recipes():
+        raise UserError(
+            f"{name}: is a recipe and a config; give the path: {recipes()[name]} or {configs()[name]}"
+        )
     return _find("recipe or config", name, {**configs(), **recipes()}, ".py")
 
 

@@ -73,12 +73,12 @@ def run(
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:
     """A message with the right command if a config stands in the place of RECIPE or --config is missing."""
     name, *others = positional
-    if catalog.is_config(name):
+    if name not in catalog.recipes() and catalog.is_config(name):
         config = config_name or name
         return f"run: {name} is a config, and RECIPE comes first: lptune run full_finetune --config {config}"
     if config_name is not None:
         return ""
-    given = next((word for word in others if catalog.is_config(word)), None)
+    given = next((word for word in (*others, name) if catalog.is_config(word)), None)
     if given is not None:
         return f"run: {given} is a config: lptune run {name} --config {given}"
     return f"run: --config is required: lptune run {name} --config CONFIG; `lptune ls` shows what there is"

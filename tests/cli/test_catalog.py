@@ -123,6 +123,23 @@ def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> 
     assert str(caught.value).startswith(message)
 
 
+def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the_other(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from lptune.config import FinetuneConfig\n\ndef main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
+    for folder, file, content in (("recipes", "twin.py", text), ("configs", "twin.yaml", GOOD + "seed: 7\n")):
+        Path(folder).mkdir()
+        (Path(folder) / file).write_text(content)
+    monkeypatch.setattr(catalog, "folder", Path)
+    monkeypatch.setattr("lptune.cli.preflight.check", lambda *_: None)
+    missing = "error: run: twin is a config: lptune run twin --config twin\n"
+    assert command("run", "twin") == (2, "", missing)
+    assert command("run", "twin", "--config", "twin") == (0, "7\n", "")
+    for arguments in (["cat", "twin"], ["cp", "twin", "mine.py"]):
+        both = "error: twin: is a recipe and a config; give the path: recipes/twin.py or configs/twin.yaml\n"
+        assert command(*arguments) == (2, "", both)
+
+
 def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
     with open("huge.py", "wb") as file:
         file.truncate(recipe.MAX_CHARS + 1)
