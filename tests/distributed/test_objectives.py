@@ -186,3 +186,27 @@ def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks, compil
             value = expected[key]
             # Sums of up to 256 float32 terms in another order, as in test_tensor_parallel.py.
             assert (results[key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+def _documented(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The value of the documented objective and its whole gradient."""
+    with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
+        assert world.tensor_mesh is not None
+        head = _PartOfTheLogits(Group.of(world.tensor_mesh))
+        logits_TV, labels_T, _ = one_rank.inputs()
+        of_chunk = functools.partial(one_rank.chunk_loss(V), head, one_rank.documented_objective())
+        found = in_chunks(of_chunk, [logits_TV, labels_T], V, max_logits=5 * V)
+        (gradient_TV,) = torch.autograd.grad(found, logits_TV)
+        torch.distributed.all_reduce(gradient_TV)
+        return found.detach(), gradient_TV
+
+
+def test_the_documented_objective_is_that_of_all_words(ranks: Ranks) -> None:
+    logits_TV, labels_T, _ = one_rank.inputs()
+    truth = logits_TV.double().logsumexp(1)[labels_T != -100].square().sum()
+    (truth_TV,) = torch.autograd.grad(truth, logits_TV)
+    for found, gradient_TV in ranks.run(_documented, NUM_RANKS):
+        # Relative: log Z as a log-probability, squared, and a sum of T terms.
+        rtol = (2 * one_rank.log_p_tolerance(V, 30.0) + T * 2**-24) * 2
+        torch.testing.assert_close(found.double(), truth.detach(), rtol=rtol, atol=0)
+        torch.testing.assert_close(gradient_TV, truth_TV, rtol=rtol, atol=1e-6)

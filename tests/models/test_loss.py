@@ -16,7 +16,9 @@ most 2 R with two such factors, and is off by 2 R times as much and the two loga
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,16 +329,14 @@ def test_a_gradient_that_blocks_would_lose_is_an_error() -> None:
         torch.autograd.grad(cubes, raw_tv, create_graph=True)
 
 
-class _SquaredNormalizer:
-    """log(Z)**2, an objective of no class of the library."""
-
-    targets: tuple[Tensor, ...] = ()
-
-    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
-        return logits.for_each_token(lambda x_tV: x_tV.logsumexp(1).square())
-
-    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
-        return values_t.sum()
+def documented_objective() -> models.Objective:
+    """The objective that docs/models.md shows: log(Z)**2."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(class SquaredNormalizer:.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/models.md", "exec"), scope)
+    found: models.Objective = scope["SquaredNormalizer"]()
+    return found
 
 
 def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_token() -> None:
@@ -353,7 +353,7 @@ def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_toke
     assert torch.equal(
         ours(tokens_BS, None, labels_BS), ours(tokens_BS, None, labels_BS, summed_cross_entropy)
     )
-    found = ours(tokens_BS, None, labels_BS, loss=_SquaredNormalizer())
+    found = ours(tokens_BS, None, labels_BS, loss=documented_objective())
     expected = logits_BSV.logsumexp(-1).square()[labels_BS != -100].sum()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
