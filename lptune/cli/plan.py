@@ -73,7 +73,7 @@ def plan(
     device = None if cfg.device == "cpu" else _device(device_name)
     found = dry_run(cfg, model_config, world_size, device)
     click.echo(f"plan of {config_name} for {source}\n{found.report()}\n")
-    click.echo(disk_report(cfg, found.num_parameters, folder))
+    click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
         return
     click.echo(verdict(found, device))

@@ -112,6 +112,7 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
     for number, (precision, parallel) in enumerate(CASES[num_ranks]):
         data_size = num_ranks // parallel.get("tensor", 1)
         found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
+        assert found.checkpoint_bytes == 12 * found.num_parameters
         expected = sorted([*each, count] for each, count in found.collectives.items())
         assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
         # The update's: losses and squares of gradients, two float64 of every rank.
