@@ -7,11 +7,13 @@ name is.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import lptune
-from lptune.config import UserError, check_path, closest, kind_of
+from lptune.config import MEBI, UserError, check_path, closest, kind_of, read_text
 
+DEFAULT_RECIPE = "full_finetune"
 _PACKAGE = Path(lptune.__file__).parent
 
 
@@ -46,6 +48,18 @@ def find_config(name: str) -> Path:
 def is_config(name: str) -> bool:
     """Whether `name` is the name or path of a config, not of a recipe and not `key=value`."""
     return name in configs() or ("=" not in name and Path(name).suffix in (".yaml", ".yml"))
+
+
+def recipe_of(config: Path) -> str:
+    """The recipe that a config is for: that of the first `lptune run RECIPE --config …` in its comments, if
+    this installation has it; else full_finetune.
+    """
+    try:
+        text = read_text(config, 4 * MEBI)
+    except (OSError, ValueError):  # reported where the config is loaded
+        return DEFAULT_RECIPE
+    found = re.search(r"^#.*\blptune run (?:.* )?(\w+) --config ", text, re.MULTILINE)
+    return found[1] if found and found[1] in recipes() else DEFAULT_RECIPE
 
 
 def find_any(name: str) -> Path:

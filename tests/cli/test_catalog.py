@@ -140,6 +140,37 @@ def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the
         assert command(*arguments) == (2, "", both)
 
 
+def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from lptune import config\n\ndef main(cfg: config.{0}) -> None:\n    print(cfg.seed)\n"
+    Path("recipes").mkdir()
+    Path("recipes/full_finetune.py").write_text(text.format("RunConfig"))
+    Path("recipes/other.py").write_text(text.format("FinetuneConfig"))
+    monkeypatch.setattr(catalog, "folder", Path)
+    comment = "#   lptune run --nproc-per-node 2 other --config c.yaml\n"
+    keys = GOOD + "eval_every_steps: 2\n"
+    Path("c.yaml").write_text(comment + keys)
+    Path("bare.yaml").write_text(keys)
+    Path("foreign.yaml").write_text(comment.replace("other", "elsewhere") + keys)
+    code, stdout, _ = command("validate", "c.yaml")
+    assert (code, stdout.splitlines()[0]) == (0, "ok: c.yaml fits other (FinetuneConfig)")
+    # A dry run needs a model: it is the recipe's config that is past.
+    assert "unknown key" not in command("plan", "--config", "c.yaml")[2]
+    for name in ("bare.yaml", "foreign.yaml"):
+        error = (
+            f"error: {name}: full_finetune has no key 'eval_every_steps', and the recipe other has it; name the "
+            f"recipe: other --config {name}\n"
+        )
+        for arguments in (
+            ["validate", name],
+            ["plan", "--config", name],
+            ["run", "full_finetune", "--config", name],
+        ):
+            assert command(*arguments) == (2, "", error), arguments
+        assert command("validate", "other", "--config", name)[0] == 0
+
+
 def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
     with open("huge.py", "wb") as file:
         file.truncate(recipe.MAX_CHARS + 1)
