@@ -49,8 +49,10 @@ quickstart: .venv/.installed
 	$(BIN)/lptune run full_finetune --config quickstart
 
 # Two workers of one thread each. A file's tests go to one worker, or both would make what the file's fixtures
-# make for all of its tests; in the order of their names, so that the last files are short ones.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+# make for all of its tests; the longest files first (tests/conftest.py), so that the last ones are short.
+# What torch compiles is kept in TORCHINDUCTOR_CACHE_DIR (by default /tmp/torchinductor_$$USER) under the hash of
+# its source, for all workers and ranks and for the next time.
+BY_FILE := --dist loadfile --no-loadscope-reorder --durations=15
 test: export OMP_NUM_THREADS := 1
 test: .venv/.installed
 	$(BIN)/python -m pytest -m "not slow" -n 2 $(BY_FILE)

@@ -89,7 +89,7 @@ def main() -> None:
             )
             print(f"{' x '.join(map(str, shape))}: bf16 {ms['none']:.2f} ms  {ratios}", flush=True)
         if left_out:
-            print(f"{left_out} points not measured, the time was over; the same command goes on with them")
+            print(f"{left_out} points not measured in the given time; the same command measures them")
             results.content["left_out"] = left_out
             return
     if not args.dry_run:

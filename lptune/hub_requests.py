@@ -1,8 +1,8 @@
-"""Requests to the Hugging Face hub, whoever makes them: `lptune download`, an export that is uploaded, data.
+"""Requests to the Hugging Face hub, by `lptune download`, by an export that is uploaded, and by data sources.
 
-huggingface_hub waits for an answer for ever, sleeps as long as an answer tells it to, prints addresses with
-their passwords when it tries again, and reads its variables and the proxies of the environment as they are.
-Here are the limits for all that, and the line that says what went wrong.
+huggingface_hub waits for an answer for ever, sleeps as long as an answer says, prints addresses with their
+passwords when it tries again, and does not check its variables and the proxies of the environment. This
+module sets limits for all that, and makes the line that says what went wrong.
 
 Imports nothing of lptune but its config, so that every part may ask.
 """
@@ -110,6 +110,7 @@ def session(wait_s: float | None = None) -> Iterator[None]:
     # client changed here is replaced by a new one when a connection fails.
     factory = _http._GLOBAL_CLIENT_FACTORY
     verbosity = utils.logging.get_verbosity()
+    has_bars = not utils.are_progress_bars_disabled()  # type: ignore[attr-defined]
     if not sys.stderr.isatty():
         utils.disable_progress_bars()  # type: ignore[attr-defined]
         utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -124,6 +125,8 @@ def session(wait_s: float | None = None) -> Iterator[None]:
         for handler in handlers:
             handler.removeFilter(cut)
         utils.logging.set_verbosity(verbosity)
+        if has_bars:
+            utils.enable_progress_bars()  # type: ignore[attr-defined]
 
 
 @contextmanager

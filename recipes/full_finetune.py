@@ -68,6 +68,7 @@ def main(cfg: FinetuneConfig) -> None:
                 metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
             if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
                 raise run.stopped(stopped)
+            is_save_due = False
             while step < num_steps:
                 with meter.timed():
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
@@ -93,11 +94,12 @@ def main(cfg: FinetuneConfig) -> None:
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
                     raise update.diverged(step, writer.wait(), run.path)
                 writer.check()
-                # A skipped step changes nothing; saving it would only make retention remove a checkpoint.
-                is_new = not update.num_skipped_in_a_row
+                # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
+                is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
                 at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
-                if at_end or (is_new and (is_overdue or is_due(step, cfg.checkpoint.every_steps))):
+                if at_end or (is_save_due and not update.num_skipped_in_a_row):
                     writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
+                    is_save_due = False
                 if stopped:
                     raise run.stopped(stopped)
 
@@ -110,7 +112,7 @@ def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.Worl
     """The cross-entropy, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
     # With None, each row is one document, and attention is causal over the whole row.
-    packed = models.Documents(batch.positions_BS, batch.document_BS, batch.offsets)
+    packed = models.DocumentBounds(batch.positions_BS, batch.document_BS, batch.offsets)
     documents = None if batch.one_document_per_row else packed
     loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS)
     return loss

@@ -1,6 +1,7 @@
 """Fixtures shared by the whole suite."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,33 @@ settings.register_profile("developer", deadline=None)
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "developer")
 
+# A shell starts what it runs in the background with SIGINT ignored, and so would be every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = Path(__file__).parents[1]
+
+LONGEST = (
+    "proofs/test_matrix.py",
+    "recipes/test_full_finetune.py",
+    "linear/steps/test_verify.py",
+    "faults/test_faults.py",
+    "proofs/test_rank_matrix.py",
+    "examples/test_own_model.py",
+    "kernels/test_triton_aot.py",
+    "distributed/test_gather.py",
+    "recipes/test_no_silent_fallback.py",
+    "recipes/test_real_assets.py",
+    "faults/test_preemption.py",
+    "proofs/test_equivalence.py",
+)
+"""The files that take longest. They run first, in this order, so that the workers of xdist end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts by file alone: the tests of a file keep their order, and each worker sees the same order."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

@@ -146,10 +146,6 @@ def test_public_classes_and_functions_have_docstrings(file: str) -> None:
             assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
 
 
-SHORT_DOCSTRINGS = {"checkpoint": 8, "distributed": 10, "linear": 14, "models": 5}
-"""Part -> the number of its public docstrings with fewer than five words, which say nothing; else none."""
-
-
 def public_docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
     """(line, docstring) of public functions and classes, and of the public methods of such classes."""
     for node in body:
@@ -163,21 +159,21 @@ def public_docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield from public_docstrings(node.body)
 
 
-def test_hardly_any_docstring_has_fewer_than_five_words() -> None:
-    found: dict[str, list[str]] = {}
-    for file in FILES:
-        for line, docstring in public_docstrings(tree(file).body):
-            if len(docstring.split()) < 5:
-                found.setdefault(part(file), []).append(f"{file}:{line}: {docstring}")
-    for name, short in found.items():
-        assert len(short) <= SHORT_DOCSTRINGS.get(name, 0), f"say more, or delete them: {short}"
+def test_no_public_docstring_has_fewer_than_five_words() -> None:
+    short = [
+        f"{file}:{line}: {docstring}"
+        for file in FILES
+        for line, docstring in public_docstrings(tree(file).body)
+        if len(docstring.split()) < 5
+    ]
+    assert not short, f"say more, or delete them: {short}"
 
 
-def test_config_imports_no_torch_and_the_cli_none_at_the_top() -> None:
+def test_config_imports_no_torch_and_the_cli_launch_and_hardware_none_at_the_top() -> None:
     for file in FILES:
         if part(file) == "config":
             assert not [line for module, line in imports(file) if module.split(".")[0] == "torch"], file
-        if part(file) == "cli":
+        if part(file) in ("cli", "hardware", "launch"):
             for node in tree(file).body:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -243,3 +239,34 @@ def test_the_walk_from_the_command_line_to_a_kernel_counts_its_files() -> None:
     (num_files,) = re.findall(r"\*\*(\d+) files\*\*", walk)
     steps = "\n".join(re.findall(r"^\d+\. .*$", walk, re.MULTILINE))
     assert len(set(re.findall(r"`([\w/]+\.py):", steps))) == int(num_files)
+
+
+STARTS = {"sys.executable", "os.fork", "multiprocessing.get_context", "multiprocessing.Process"}
+STARTED_BY = {
+    "tests/helpers/cold.py": "as a user does",
+    "tests/helpers/fork_server.py": "forked off one that has imported torch",
+    "tests/faults/kills.py": "forked off one that has just prepared what is killed",
+    "tests/proofs/bits.py": "imports no helper, for it runs any commit",
+    "tests/faults/adversary/child.py": "starts none: pretends to a command line",
+    "tests/config/test_extras.py": "starts none: compares a text",
+}
+
+
+def test_an_interpreter_is_started_warm_or_cold_by_a_helper_and_nowhere_else() -> None:
+    """Scripts that are the text of a test may start what they like: that is what their test is about."""
+    found = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in STARTS:
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == STARTED_BY.keys()
+
+
+def test_the_files_that_are_to_run_first_exist(pytestconfig: pytest.Config) -> None:
+    (conftest,) = [
+        plugin
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
+    ]
+    assert conftest.LONGEST
+    assert [name for name in conftest.LONGEST if not (ROOT / "tests" / name).is_file()] == []

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lptune.launch import preemption
-from tests.helpers.tiny_recipe import environment
+from tests.helpers import cold
 
 NUMBERS = sorted(preemption.SIGNALS)
 
@@ -25,17 +23,10 @@ def a_terminal() -> Iterator[None]:
     signal.signal(signal.SIGHUP, previous)
 
 
-def start(script: str, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+def start(script: str, *arguments: str, **variables: str) -> cold.Process:
     """The script, after it has said that it is ready; a group of its own."""
-    command = [sys.executable, "-c", f"from lptune.launch import preemption\n{textwrap.dedent(script)}"]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        env=environment() | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+    code = f"from lptune.launch import preemption\n{textwrap.dedent(script)}"
+    process = cold.start("-c", code, *arguments, variables=variables, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", process.communicate()
     return process
@@ -125,14 +116,7 @@ def test_a_run_is_stopped_cleanly_by_a_signal_before_its_first_line_of_python(
 ) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, preemption.SIGNALS)  # as a launcher does
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config", "quickstart"],
-            env=environment(),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = cold.start(*cold.LPTUNE, "run", "full_finetune", "--config", "quickstart", folder=tmp_path)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     process.send_signal(number)

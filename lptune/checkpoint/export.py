@@ -70,7 +70,7 @@ Files = dict[str, dict[str, Target]]
 
 def export_hf(
     checkpoint: Path,
-    source: HFIndex,
+    base: HFIndex,
     folder: Path,
     cfg: ExportConfig,
     world: World | None = None,
@@ -79,24 +79,24 @@ def export_hf(
 ) -> Path:
     """Writes the weights of a verified checkpoint as a Hugging Face folder; returns `folder`.
 
-    source: the base checkpoint. Tensor names and files stay the same; config.json and tokenizer files are
-    copied.
+    base: the index of the base checkpoint. Tensor names and files stay the same; config.json and tokenizer
+    files are copied.
     world: all of its ranks call this. None: this process alone exports.
     replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
     or an empty folder, is deleted. Anything else is renamed, and a line is printed. If False: only an empty
     folder is replaced.
 
-    Raises UserError, the same on all ranks: if checkpoint and source do not belong together, if the disk has
+    Raises UserError, the same on all ranks: if checkpoint and base do not belong together, if the disk has
     too little room, if writing fails, or if a file does not read back equal. `folder` is then unchanged.
     """
     with side_group(world) as group:
-        _export(checkpoint, source, folder, cfg, group, replace, world.print if world is not None else print)
+        _export(checkpoint, base, folder, cfg, group, replace, world.print if world is not None else print)
     return folder
 
 
 def _export(
     checkpoint: Path,
-    source: HFIndex,
+    base: HFIndex,
     folder: Path,
     cfg: ExportConfig,
     group: SideGroup,
@@ -110,10 +110,10 @@ def _export(
             state = read_state(manifest)
             about = state.about
             card = model_card(about, state.step, read_parts(state), state.fingerprint)
-            check_base(state, source.folder)
-            files = plan_files(source, cfg)
+            check_base(state, base.folder)
+            files = plan_files(base, cfg)
             if group.rank == 0:
-                _check_space(folder, files, source)
+                _check_space(folder, files, base)
                 if not replace:  # an export of a run goes into the run's folder, which must exist
                     folder.parent.mkdir(parents=True, exist_ok=True)
                 made = Scratch(folder)
@@ -129,7 +129,7 @@ def _export(
             write_part(scratch, group.rank, mine)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
-                _write_rest(scratch, source, files, cfg, about.chat_template, card)
+                _write_rest(scratch, base, files, cfg, about.chat_template, card)
                 assert made is not None
                 made.unmark()
                 _publish(scratch, folder, replace, say)
@@ -139,23 +139,23 @@ def _export(
             made.remove()
 
 
-def plan_files(source: HFIndex, cfg: ExportConfig) -> Files:
-    """The tensors of each file of the export: the files of `source`, or, if export.max_shard_gib is set, new
+def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
+    """The tensors of each file of the export: the files of `base`, or, if export.max_shard_gib is set, new
     files of at most that size.
     """
-    model = models.build_on_meta(read_config(source, say=lambda note: None))  # the run has printed the notes
+    model = models.build_on_meta(read_config(base, say=lambda note: None))  # the run has printed the notes
     targets: dict[str, Target] = {}
-    for parameter, names in match_tensors(model, source).items():
-        stored = [source.tensors[name] for name in names]
+    for parameter, names in match_tensors(model, base).items():
+        stored = [base.tensors[name] for name in names]
         # A tied weight gets the widest dtype of its names. Rounded to two dtypes, it would not be tied.
         widest = reduce(torch.promote_types, (tensor.dtype for tensor in stored))
         dtype = widest if cfg.dtype == "original" else getattr(torch, cfg.dtype)
         targets |= {name: Target(parameter, stored[0].shape, dtype) for name in names}
-    targets = {name: targets[name] for name in source.tensors if name in targets}
+    targets = {name: targets[name] for name in base.tensors if name in targets}
     files: Files = {}
     if not cfg.max_shard_gib:
         for name, target in targets.items():
-            files.setdefault(source.tensors[name].file, {})[name] = target
+            files.setdefault(base.tensors[name].file, {})[name] = target
         return files
     shards: list[dict[str, Target]] = [{}]
     for name, target in targets.items():
@@ -191,9 +191,9 @@ def _together(group: SideGroup, checkpoint: Path, folder: Path) -> AbstractConte
     return group.together((*WRITE_ERRORS, UserError), line_of)
 
 
-def _check_space(folder: Path, files: Files, source: HFIndex) -> None:
+def _check_space(folder: Path, files: Files, base: HFIndex) -> None:
     needed = sum(_num_bytes(tensors) + _HEADERS_BYTES * len(tensors) for tensors in files.values())
-    needed += sum(path.stat().st_size for path in _copied(source.folder))
+    needed += sum(path.stat().st_size for path in _copied(base.folder))
     nearest = next(part for part in folder.absolute().parents if part.exists())
     free = free_bytes(nearest)
     if free < needed:
@@ -242,11 +242,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_rest(
-    scratch: Path, source: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
+    scratch: Path, base: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
 ) -> None:
-    for path in _copied(source.folder):
+    for path in _copied(base.folder):
         with (
-            open(open_regular(model_file(source.folder, path), os.O_RDONLY), "rb") as read,
+            open(open_regular(model_file(base.folder, path), os.O_RDONLY), "rb") as read,
             (scratch / path.name).open("xb") as written,
         ):
             shutil.copyfileobj(read, written)
@@ -262,9 +262,9 @@ def _write_rest(
         write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)
     if chat_template is not None:
         write_text(scratch / "chat_template.jinja", chat_template)
-    if len(files) > 1 or (source.has_index_file and not cfg.max_shard_gib):
+    if len(files) > 1 or (base.has_index_file and not cfg.max_shard_gib):
         file_of = {name: file for file, tensors in files.items() for name in tensors}
-        weight_map = {name: file_of[name] for name in source.tensors if name in file_of}
+        weight_map = {name: file_of[name] for name in base.tensors if name in file_of}
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     write_text(scratch / "README.md", card)

@@ -193,7 +193,7 @@ class Scratch:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
             self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            with suppress(OSError):  # if locks do not work here, the next writer may remove this folder
+            with suppress(OSError):  # without a lock, the next writer takes this folder for a leftover
                 lock_file(self._lock, wait=False)
             unlocked.rename(self.path / self.MARK)
 

@@ -43,8 +43,7 @@ def load_state(
     Raises UserError if a parameter or a tensor of the optimizer is missing in the checkpoint or has another
     shape or dtype there, or if the checkpoint has the state of another optimizer.
     """
-    # The optimizer counts updates, and skipped steps are none.
-    num_updates = manifest.step - read_state(manifest).skipped["num_skipped"]
+    num_updates = read_state(manifest).num_updates
     optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
     _check_all_listed(manifest, optimized, optimizer)
     files = StoredFiles(manifest)

@@ -4,15 +4,31 @@ A checkpoint is renamed before it is removed, so that a kill during the removal 
 Files in it that lptune did not write are kept, in a folder `old-step-…`.
 """
 
+import json
+import os
 import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
-from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_of
-from lptune.config import CheckpointConfig, UserError
+from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
+from lptune.config import (
+    MEBI,
+    CheckpointConfig,
+    LongLineError,
+    UserError,
+    kind_of,
+    named,
+    open_regular,
+    raw_lines,
+)
 from lptune.distributed import print_line
 
+MAX_LINE_BYTES = MEBI
+"""Of a line of metrics.jsonl; a run writes less than a thousandth."""
 _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")
 
 
@@ -26,14 +42,21 @@ def steps_to_keep(eval_losses: Mapping[int, float | None], cfg: CheckpointConfig
     return keep | {-step for _, step in sorted(known)[: cfg.keep_best]}
 
 
-def remove_old(folder: Path, newest: int, cfg: CheckpointConfig) -> None:
+def remove_old(folder: Path, newest: int, cfg: CheckpointConfig, metrics: Path | None = None) -> None:
     """Removes old checkpoints by the keys of `cfg`. newest: the step that was just published.
 
+    metrics: metrics.jsonl of the run. If a stop left an evaluation to the next launch, only it has the loss.
     Checkpoints of later steps are neither counted nor removed. Raises UserError if `newest` is incomplete.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(folder) if step_of(path) <= newest}
+    if newest not in checkpoints:
+        name = step_folder_name(newest)
+        raise UserError(f"{folder / name}: is gone, it was removed or renamed while the run was writing")
     check_sizes(checkpoints[newest])
     losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
+    if cfg.keep_best and metrics is not None and None in losses.values():
+        later = evaluations(metrics)
+        losses = {step: later.get(step) if loss is None else loss for step, loss in losses.items()}
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
         _remove(checkpoints[step])
 
@@ -55,5 +78,34 @@ def _eval_loss(checkpoint: Path) -> float | None:
         state = read_json(checkpoint / "state.json")
     except UserError:  # a damaged checkpoint cannot be the best one
         return None
-    loss = state.get("eval_loss") if isinstance(state, dict) else None
-    return float(loss) if isinstance(loss, (int, float)) else None
+    return _number(state)
+
+
+def evaluations(metrics: Path) -> dict[int, float | None]:
+    """Step -> held-out loss, of the lines of metrics.jsonl that have one; None: it was not finite.
+
+    Lines that no run writes are passed over. Raises UserError for one without an end, OSError as open does.
+    """
+    found = dict[int, float | None]()
+    if not kind_of(metrics):
+        return found
+    with named(metrics), open(open_regular(metrics, os.O_RDONLY), "rb") as file:
+        try:
+            for line in raw_lines(file, MAX_LINE_BYTES):
+                if b'"eval_loss"' in line:
+                    with suppress(ValueError, RecursionError):
+                        record = json.loads(line)
+                        if isinstance(record, dict) and type(record.get("step")) is int:
+                            found[record["step"]] = _number(record)
+        except LongLineError as error:
+            raise UserError(f"{metrics}: a line of it {error}; move the file away") from None
+    return found
+
+
+def _number(record: Any) -> float | None:
+    """`eval_loss` of an object read from JSON, where it is a number."""
+    loss = record.get("eval_loss") if isinstance(record, dict) else None
+    # A NaN has no order, and an integer may be beyond any float.
+    if isinstance(loss, (int, float)) and not isinstance(loss, bool) and abs(loss) <= sys.float_info.max:
+        return float(loss)
+    return None

@@ -135,9 +135,10 @@ class Run:
         prints the plan and `report`. A collective.
         """
         self.folder.create(self._continues, self._world.print)
-        if self._world.is_main:
-            self.folder.write_config(self._cfg)
-            self.folder.write_plan(plan.to_json())
+        with self.folder.together():
+            if self._world.is_main:
+                self.folder.write_config(self._cfg)
+                self.folder.write_plan(plan.to_json())
         self._world.print("\n".join([plan.table(), *report]))
         if self._saved is not None:
             self._world.print(f"continuing {self._saved.folder}")
@@ -148,7 +149,8 @@ class Run:
         """The writer of checkpoints; use it as a context manager. A collective. Raises UserError if the run's
         folder has disappeared since `begin`.
         """
-        self.folder.check_held()
+        with self.folder.together():
+            self.folder.check_held()
         return RunWriter(self, model, optimizer, low, update)
 
     def stopped(self, by: Signals) -> SystemExit:
@@ -174,8 +176,9 @@ class Run:
             return
         assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
         export_hf(self._newest, base.index, self.folder.export, self._cfg.export, self._world)
-        if self._world.is_main:
-            self.folder.write_exported(self.step, self._cfg.export)
+        with self.folder.together():
+            if self._world.is_main:
+                self.folder.write_exported(self.step, self._cfg.export)
         self._world.print(f"export: {self.folder.export} (read back and compared with {self._newest})")
 
 
@@ -196,7 +199,12 @@ class RunWriter:
     ) -> None:
         self._run, self._low, self._update = run, low, update
         self._files = CheckpointWriter(
-            run.folder.checkpoints, model, optimizer, run._world, run._cfg.checkpoint
+            run.folder.checkpoints,
+            model,
+            optimizer,
+            run._world,
+            run._cfg.checkpoint,
+            metrics=run.metrics,
         )
 
     def __enter__(self) -> "RunWriter":

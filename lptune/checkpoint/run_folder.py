@@ -23,12 +23,14 @@ from typing import Any
 from lptune import launch
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
+from lptune.checkpoint.retention import MAX_LINE_BYTES, evaluations
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
     TEMPORARY,
     ExportConfig,
     HeldFolder,
+    LongLineError,
     RunConfig,
     UserError,
     check_inputs_stay,
@@ -38,10 +40,11 @@ from lptune.config import (
     lock_file,
     named,
     open_regular,
+    raw_lines,
     remedy,
     to_yaml,
 )
-from lptune.distributed import World
+from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
 _RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
@@ -71,6 +74,14 @@ class RunFolder:
         """metrics.jsonl: one JSON object for each step."""
         return self.path / "metrics.jsonl"
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block of work in the folder, most of it the main rank's. After it all ranks go on, or all raise
+        the UserError of the first rank that failed. A collective.
+        """
+        with side_group(self._world) as group, group.together((UserError,), str), _errors_of(self.path):
+            yield
+
     def write_config(self, cfg: Any) -> None:
         """Writes config.yaml with every key, so that it stays the same config if defaults change."""
         self.check_held()
@@ -84,41 +95,45 @@ class RunFolder:
         """Removes the metrics of steps after `step`, which the resumed run writes again, and an incomplete
         last line. If the file has lines that no run writes, the original is renamed and `say` gets a line.
         """
-        kept, num_odd = list[str](), 0
-        text = ""
+        kept, num_odd, why_odd = list[str](), 0, ""
         if self.metrics.exists():
             descriptor = open_regular(self.metrics, os.O_RDONLY)
-            with named(self.metrics), open(descriptor, encoding="utf-8", errors="surrogateescape") as file:
-                text = file.read()
-        for line in text.splitlines(keepends=True):
-            try:
-                line.encode()  # raises UnicodeEncodeError, a ValueError, for a line that is not UTF-8
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            at = record.get("step") if isinstance(record, dict) else None
-            if type(at) is not int:
-                num_odd += line.endswith("\n")
-            elif at <= step:
-                kept.append(line.rstrip("\n") + "\n")
-        if num_odd:
+            with named(self.metrics), open(descriptor, "rb") as file:
+                try:
+                    for line in raw_lines(file, MAX_LINE_BYTES):
+                        at = _step_of_line(line)
+                        if at is None:
+                            num_odd += line.endswith(b"\n")
+                        elif at <= step:
+                            kept.append(line.decode().rstrip("\r\n") + "\n")
+                except LongLineError as error:
+                    why_odd = f"a line of it {error}"
+        why_odd = why_odd or (f"{num_odd} of its lines are no metrics of a run" if num_odd else "")
+        if why_odd:
             aside = set_aside(self.metrics).name
-            say(f"set aside: {self.metrics} -> {aside}: {num_odd} of its lines are no metrics of a run")
+            say(f"set aside: {self.metrics} -> {aside}: {why_odd}")
         write_text(self.metrics, "".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the metrics have an eval_loss for `step`. A collective."""
-        lines: list[str] = []
-        if self._world.is_main and self.metrics.exists():
-            with named(self.metrics):
-                lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        return self._world.sum(any(r["step"] == step and "eval_loss" in r for r in records)) > 0
+        """Whether the metrics have an eval_loss for `step`, as the main rank reads them. A collective."""
+        found = False
+        with self.together():
+            if self._world.is_main:
+                found = step in evaluations(self.metrics)
+        return self._world.sum(found) > 0
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
-        """Whether export/ has the weights of `step`. Raises UserError if it has them with other settings than
-        `cfg`, or if export.json cannot be read.
+        """Whether export/ has the weights of `step`, as the main rank reads it: other ranks may see an older
+        state of a network folder. Raises UserError if it has them with other settings than `cfg`, or if
+        export.json cannot be read. A collective.
         """
+        found = False
+        with self.together():
+            if self._world.is_main:
+                found = self._holds_export(step, cfg)
+        return self._world.sum(found) > 0
+
+    def _holds_export(self, step: int, cfg: ExportConfig) -> bool:
         path = self.path / "export.json"
         if not path.is_file() or not self.export.is_dir():
             return False
@@ -145,33 +160,36 @@ class RunFolder:
         later steps are set aside or removed; else all results are renamed. say: gets a line for each rename.
         Raises UserError if the folder cannot be made or another run has locked it.
         """
-        if self._world.is_main:
-            self.check_held()
-            if self._held is None:
-                self._make()
-            if self._lock is None:
-                try:
-                    self.lock(os.O_EXCL)
-                except FileExistsError:
-                    raise UserError(
-                        f"output_dir: another run has written to {self.path} since this one started; run "
-                        "again to continue it, or choose another folder"
-                    ) from None
-            self.checkpoints.mkdir(exist_ok=True)
-            # A kill left these incomplete. Because of the lock, no other run is writing them.
-            for partial in _leftovers(self.checkpoints):
-                remove_leftover(partial)
-            step = resumed.step if resumed and self._is_own(resumed) else -1
-            if step < 0:
-                self._set_aside_results(say)
-            # Checkpoints of later steps are damaged, or the user went back to an earlier step. They must not
-            # be confused with the checkpoints that this run will write.
-            for later in list_checkpoints(self.checkpoints):
-                if step_of(later) > step:
-                    say(f"set aside: {later} -> {set_aside(later).name}")
-            self.keep_metrics_until(step, say)
-        self._world.barrier()
+        with self.together():
+            if self._world.is_main:
+                self._create(resumed, say)
         launch.keep_log(self.path / "logs")
+
+    def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
+        self.check_held()
+        if self._held is None:
+            self._make()
+        if self._lock is None:
+            try:
+                self.lock(os.O_EXCL)
+            except FileExistsError:
+                raise UserError(
+                    f"output_dir: another run has written to {self.path} since this one started; run "
+                    "again to continue it, or choose another folder"
+                ) from None
+        self.checkpoints.mkdir(exist_ok=True)
+        # What a kill left half written or half removed; the lock says that nobody is at it.
+        for partial in _leftovers(self.checkpoints):
+            remove_leftover(partial)
+        step = resumed.step if resumed and self._is_own(resumed) else -1
+        if step < 0:
+            self._set_aside_results(say)
+        # Checkpoints of later steps are damaged, or of a past that the user has gone back from. They
+        # would be mistaken for this run's own.
+        for later in list_checkpoints(self.checkpoints):
+            if step_of(later) > step:
+                say(f"set aside: {later} -> {set_aside(later).name}")
+        self.keep_metrics_until(step, say)
 
     def _make(self) -> None:
         try:
@@ -286,6 +304,16 @@ class RunFolder:
                 )
 
 
+def _step_of_line(line: bytes) -> int | None:
+    """The step of a line of the metrics; None: no run wrote it."""
+    try:
+        record = json.loads(line.decode())  # what is no UTF-8 is no run's
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if type(step) is int else None
+
+
 def _leftovers(checkpoints: Path) -> list[Path]:
     """Files and folders that a killed run left among its checkpoints, by their temporary names."""
     return [
@@ -329,22 +357,31 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     try:
-        if world.is_main:
-            check_inputs_stay(cfg)
-            run.check(cfg.resume)
-            if run.path.is_dir():
-                run.hold()
-            if run.is_a_run():
-                run.lock()
-        yield run
+        with run.together():
+            if world.is_main:
+                check_inputs_stay(cfg)
+                run.check(cfg.resume)
+                if run.path.is_dir():
+                    run.hold()
+                if run.is_a_run():
+                    run.lock()
+        with _errors_of(run.path):
+            yield run
+    finally:
+        run.unlock()
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """An OSError that names a path in `folder`, a run's, is a UserError."""
+    try:
+        yield
     except OSError as error:
         name = error.filename
         if not isinstance(name, (str, bytes, os.PathLike)):  # None, or the number of a file descriptor
             raise
         file = Path(os.fsdecode(name))
-        if not file.absolute().is_relative_to(run.path.absolute()):
+        if not file.absolute().is_relative_to(folder.absolute()):
             raise
         todo = remedy(error, "make room there or mend it")
-        raise UserError(f"output_dir: {run.path}: {file}: {error.strerror}; {todo}, and run again") from None
-    finally:
-        run.unlock()
+        raise UserError(f"output_dir: {folder}: {file}: {error.strerror}; {todo}, and run again") from None

@@ -56,6 +56,7 @@ from lptune.checkpoint.manifest import (
     write_manifest,
 )
 from lptune.checkpoint.retention import remove_old
+from lptune.checkpoint.state import RunState
 from lptune.checkpoint.stored import (
     as_shards,
     beside_parameters_of,
@@ -90,18 +91,21 @@ class CheckpointWriter:
         world: World,
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Path | None = None,
     ) -> None:
         """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
-        seconds, for cfg.every_minutes, which count from now on.
+        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`.
         """
         listing(optimizer)
-        self._clock, self._last_save_s = clock, clock()
+        self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
         self._world = world
-        if world.is_main and not folder.is_dir():
-            folder.mkdir(parents=True)
-        self._held = HeldFolder(folder) if world.is_main else None
         self._group = SideGroup(world)
+        self._held: HeldFolder | None = None
+        with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._held = HeldFolder(folder)
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
         self._copied.set()
@@ -140,9 +144,9 @@ class CheckpointWriter:
         First waits for an earlier save, and raises its error if it failed.
 
         state: the content of state.json without the step. tensors: further tensors by name: DTensors, or
-        tensors that are equal on all ranks; they are copied before this method returns. eval_loss: of this
-        step, for checkpoint.keep_best. wait: return only when the checkpoint is published, even with
-        cfg.async_save. Raises UserError if the disk is full or cannot be written to; checkpoints stay.
+        tensors that are equal on all ranks; they are copied to the host before this method returns.
+        eval_loss: of this step, for checkpoint.keep_best. wait: return only when the checkpoint is published,
+        even with cfg.async_save. Raises UserError if the disk cannot be written to; checkpoints stay.
         """
         self.wait()
         self._last_save_s = self._clock()
@@ -150,18 +154,19 @@ class CheckpointWriter:
         content = {"step": step, **state}
         if eval_loss is not None and math.isfinite(eval_loss):
             content["eval_loss"] = eval_loss
-        # Copy now, because these tensors also change during forward and backward.
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        job = _Job(step, content, self._contents(tensors))
+        job = _Job(step, content, self._contents(tensors, RunState(content, step).num_updates))
         final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
             self._write(job, _on_host)
             return final
         on_cuda = self._world.device.type == "cuda"
+        # They change within a step, not only at its end. The stream that will change them copies them first.
+        self._copy((part for part in job.parts if part.name in tensors), pinned=on_cuda)
+        later = [part for part in job.parts if part.name not in tensors]
         saved = torch.cuda.current_stream(self._world.device).record_event() if on_cuda else None
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write_in_background, args=(job, saved), name="lptune-checkpoint", daemon=True
+            target=self._write_in_background, args=(job, later, saved), name="lptune-checkpoint", daemon=True
         )
         self._thread.start()
         return final
@@ -193,12 +198,12 @@ class CheckpointWriter:
 
     # ---- what
 
-    def _contents(self, tensors: Mapping[str, Tensor]) -> dict[str, list["_Part"]]:
+    def _contents(self, tensors: Mapping[str, Tensor], num_updates: int) -> dict[str, list["_Part"]]:
         """By file name: the parts that this rank writes into the file."""
         beside = further(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
-            "optimizer": state_of(self._model, self._optimizer),
+            "optimizer": state_of(self._model, self._optimizer, num_updates),
             "replicated": [each for each in beside if not each.is_sharded],
             "sharded": [each for each in beside if each.is_sharded],
         }
@@ -216,10 +221,12 @@ class CheckpointWriter:
 
     # ---- how
 
-    def _write_in_background(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
+    def _write_in_background(
+        self, job: "_Job", later: Iterable["_Part"], saved: "torch.cuda.Event | None"
+    ) -> None:
         try:
             try:
-                self._copy(job, saved)
+                self._copy_later(later, saved)
             finally:
                 self._copied.set()
             if self._copied_on_device is not None:
@@ -229,19 +236,20 @@ class CheckpointWriter:
             self._failure = error
 
     @torch.no_grad()
-    def _copy(self, job: "_Job", saved: "torch.cuda.Event | None") -> None:
-        parts = [part for group in job.files.values() for part in group]
+    def _copy(self, parts: Iterable["_Part"], pinned: bool = False) -> None:
+        for part in parts:
+            self._copies[part.name] = _copied(part, self._copies.get(part.name), pinned)
+
+    def _copy_later(self, parts: Iterable["_Part"], saved: "torch.cuda.Event | None") -> None:
         if saved is None:
-            for part in parts:
-                self._copies[part.name] = _copied(part, self._copies.get(part.name))
+            self._copy(parts)
             return
         # A new thread starts on the first GPU, and leaving the stream would create a CUDA context there.
         torch.cuda.set_device(self._world.device)
         stream = torch.cuda.Stream(self._world.device)
         with torch.cuda.stream(stream):
             stream.wait_event(saved)
-            for part in parts:
-                self._copies[part.name] = _copied(part, self._copies.get(part.name), pinned=True)
+            self._copy(parts, pinned=True)
             self._copied_on_device = stream.record_event()
 
     def _wait_for_copy(self) -> None:
@@ -252,7 +260,6 @@ class CheckpointWriter:
     def _write(self, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
         partial = self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
         num_bytes = self._group.total(job.num_bytes)
-        is_main = self._world.is_main
         try:
             with self._together(job):
                 if self._held is not None:
@@ -265,12 +272,12 @@ class CheckpointWriter:
                     self._held.check()
                     self._publish(partial, job)
         except BaseException:
-            if is_main:
+            if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         with self._together(job, "was written, but what it replaces could not be removed"):
-            if is_main:
-                remove_old(self._folder, job.step, self._cfg)
+            if self._world.is_main:
+                remove_old(self._folder, job.step, self._cfg, self._metrics)
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:
@@ -337,8 +344,12 @@ class _Job(NamedTuple):
     files: dict[str, list[_Part]]
 
     @property
+    def parts(self) -> list[_Part]:
+        return [part for group in self.files.values() for part in group]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for group in self.files.values() for part in group)
+        return sum(part.num_bytes for part in self.parts)
 
 
 @torch.no_grad()

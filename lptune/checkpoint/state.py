@@ -119,6 +119,11 @@ class RunState:
         return found
 
     @property
+    def num_updates(self) -> int:
+        """How often the optimizer had stepped: a step that was not finite made no update."""
+        return self.step - self.skipped["num_skipped"]
+
+    @property
     def about(self) -> About:
         """The block `about`, which an export needs."""
         block, types = self.content.get("about"), get_type_hints(About)

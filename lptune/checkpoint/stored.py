@@ -68,8 +68,8 @@ class ListsState(Protocol):
     checkpoint: `KEY/NAME` for state of the parameter NAME. The optimizer chooses KEY.
     """
 
-    def stored(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Tensor]:
-        """The tensors to save: all state that an exact continuation needs."""
+    def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> Mapping[str, Tensor]:
+        """The tensors to save: all state that an exact continuation needs. num_updates: as in `restored`."""
 
     def restored(
         self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
@@ -96,9 +96,9 @@ def beside_parameters_of(model: nn.Module) -> list[Stored]:
     return _named(model, beside)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Stored]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int) -> list[Stored]:
     """The state of the optimizer, as `ListsState.stored` lists it."""
-    return _named(model, listing(optimizer).stored(_names(model)))
+    return _named(model, listing(optimizer).stored(_names(model), num_updates))
 
 
 def state_to_fill(

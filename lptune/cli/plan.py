@@ -65,14 +65,14 @@ def plan(
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
-    model_config, source, folder = _model(cfg, path, preset)
+    model_config, model_name, folder = _model(cfg, path, preset)
     from lptune.checkpoint.disk import disk_report
     from lptune.training.dry_run import dry_run
     from lptune.training.fit import fits, remedies, verdict
 
     device = None if cfg.device == "cpu" else _device(device_name)
     found = dry_run(cfg, model_config, world_size, device)
-    click.echo(f"plan of {config_name} for {source}\n{found.report()}\n")
+    click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
     click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
         return

@@ -45,7 +45,15 @@ from lptune.config.schema import (
     ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
-from lptune.config.text import MEBI, flop_text, printable, read_text, size_text
+from lptune.config.text import (
+    MEBI,
+    LongLineError,
+    flop_text,
+    printable,
+    raw_lines,
+    read_text,
+    size_text,
+)
 
 __all__ = [
     "MEBI",
@@ -62,6 +70,7 @@ __all__ = [
     "FinetuneConfig",
     "HeldFolder",
     "LoggingConfig",
+    "LongLineError",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -100,6 +109,7 @@ __all__ = [
     "open_regular",
     "too_many_ranks_error",
     "printable",
+    "raw_lines",
     "read_text",
     "flop_text",
     "size_text",

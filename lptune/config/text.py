@@ -5,7 +5,9 @@ size, far above any real file and far below what fills the memory. A larger file
 """
 
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 MEBI = 1024**2
 
@@ -19,6 +21,20 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class LongLineError(ValueError):
+    """A line has more bytes than any real one."""
+
+
+def raw_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """The lines of `file`, each with its line feed. Raises LongLineError for one of more than `max_bytes`,
+    of which no more is read.
+    """
+    while line := file.readline(max_bytes + 1):
+        if len(line) > max_bytes:
+            raise LongLineError(f"is longer than {max_bytes:,} bytes")
+        yield line
 
 
 def size_text(num_bytes: float) -> str:

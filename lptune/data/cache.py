@@ -107,6 +107,7 @@ def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
     notes: list[str] = []
     with suppress(_DamagedError):
         if (found := _open(folder, key)) is not None:
+            _remove_partials(folder, None)
             return found
     with _own_files():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

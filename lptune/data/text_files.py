@@ -1,6 +1,7 @@
 """Reads text files lazily: lines, and the values of a JSON text one after the other.
 
-A file is never in memory as a whole, unless it is a single value. An error in a file is raised when reading
+A file is never in memory as a whole, unless it is a single value. A line, or a value, has at most
+MAX_ROW_BYTES: what has more is no row, and would fill the memory. An error in a file is raised when reading
 gets there, after the rows before it were read.
 """
 
@@ -11,16 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lptune.config import UserError
+from lptune.config import MEBI, LongLineError, UserError, raw_lines
 
 CHUNK_BYTES = 1024 * 1024
+MAX_ROW_BYTES = 1024 * MEBI
+"""Of a line, of a value in a JSON text, and of a file that is one text. Far above any document."""
 
 
 def read_text(source: str, path: Path) -> str:
     """The whole file, with line feeds as line breaks. Raises the same errors as `lines`."""
     try:
         with _open(source, path) as file:
-            text = file.read().decode()
+            raw = file.read(MAX_ROW_BYTES + 1)
+            if len(raw) > MAX_ROW_BYTES:
+                raise UserError(
+                    f"{source}: is one text of more than {MAX_ROW_BYTES:,} bytes; cut it into rows"
+                )
+            text = raw.decode()
     except UnicodeDecodeError:
         for _ in lines(source, path):  # which finds the line
             pass
@@ -37,7 +45,8 @@ def lines(source: str, path: Path) -> Iterator[str]:
     """
     try:
         with _open(source, path) as file:
-            for number, raw in enumerate(file, 1):
+            number = 0
+            for number, raw in enumerate(raw_lines(file, MAX_ROW_BYTES), 1):
                 try:
                     line = raw.decode()
                 except UnicodeDecodeError as error:
@@ -46,6 +55,8 @@ def lines(source: str, path: Path) -> Iterator[str]:
                         f"{source} line {number}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
                     ) from None
                 yield f"{line[:-2]}\n" if line.endswith("\r\n") else line
+    except LongLineError as error:
+        raise UserError(f"{source} line {number + 1}: {error}; cut it into rows") from None
     except OSError as error:
         raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
 
@@ -119,6 +130,11 @@ class JsonText:
                 if end < len(self._text) or self._ended:  # otherwise it may be half of a number
                     self._at = end
                     return value
+            if len(self._text) - self._at > MAX_ROW_BYTES:
+                raise UserError(
+                    f"{self._source} line {self._line}: a value is longer than {MAX_ROW_BYTES:,} characters; "
+                    "cut it into rows"
+                )
             self._read_on()
 
     def elements(self) -> Iterator[Any]:

@@ -1,4 +1,15 @@
-"""Ranks, meshes, and how a model is spread over them."""
+"""Ranks, meshes, and how a model is spread over them.
+
+session.py                  the process group of a run, its device and its mesh
+side_group.py               a second process group, for work that waits for disks
+parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2
+tensor_parallel.py          how a Decoder is cut over the axis `tensor`
+styles.py                   how one module is cut
+activation_collectives.py   the collectives on activations, each with its gradient
+shards.py                   which part of a tensor this rank holds
+collective_counts.py        counts the collectives that execute
+verify_gathers.py           compares the gathers of the first step with the precision plan
+"""
 
 from lptune.config import mesh_axes
 from lptune.distributed.collective_counts import (

@@ -1,22 +1,22 @@
 """The collectives of tensor and sequence parallelism, each with its gradient.
 
-There are two kinds of layers whose matrix is cut over ranks. A column-parallel layer computes a part of the
-output features, and needs all tokens of its input. A row-parallel layer reads a part of the input features,
-and its output is a sum over ranks. Between the two nothing is exchanged. Around them (norms, residuals) each
-rank holds all tokens or, with sequence parallelism, its share of the tokens of every row:
+Two kinds of layers have a matrix that is cut over ranks. A column-parallel layer computes a part of the
+output features and needs all tokens of its input. A row-parallel layer reads a part of the input features,
+and its output is a sum over ranks. No collective runs between the two. In the norms and residuals around
+them, each rank holds all tokens or, with sequence parallelism, its share of the tokens of every row:
 
                          forward                backward
     gather_tokens        all-gather             reduce-scatter       before column-parallel layers
     scatter_tokens       reduce-scatter         all-gather           after row-parallel ones
-    copy_tokens          nothing                all-reduce           the two without
+    copy_tokens          nothing                all-reduce           the same places, without
     sum_tokens           all-reduce             nothing              sequence parallelism
 
 Sums and gathers use the dtype of the activations. `gather_tokens_low` is the exception: the layers behind it
 need 8-bit values, so it gathers 8-bit values, once for all of these layers. It returns q and scale, and a
 tensor without storage that carries the gradient (linear.QuantizedTokens).
 
-These are functional collectives, with the name of their group: the compiler can trace them, and they allocate
-their result.
+All are functional collectives, which get the name of their group and allocate their result: the compiler can
+trace them.
 
 Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / ranks rounded up, T = B * S.
 """
@@ -95,12 +95,12 @@ def gather_tokens_low(x_BsK: Tensor, spec: LinearSpec, group: Group) -> Quantize
 
 
 def first_word(vocab_size: int, group: Group) -> int:
-    """The first word of this rank's part of a vocabulary, whose rows are cut as a DTensor's are."""
+    """Index of this rank's first word. The vocabulary is cut like the rows of a DTensor: Shard(0)."""
     return -(-vocab_size // group.size) * group.rank
 
 
 class RankWords(Words):
-    """The words whose logits a head has on this rank; the other ranks of `group` have the other words."""
+    """The words of this rank's part of a head. The other ranks of `group` have the other words."""
 
     is_all = False
 
@@ -111,7 +111,7 @@ class RankWords(Words):
         self._group = group
 
     def largest(self, x: Tensor) -> Tensor:
-        """Of no defined order with NaN, which the sums bring to all ranks."""
+        """The maximum over ranks. It is undefined for NaN; NaN reaches all ranks through the sums."""
         return all_reduce(x, "max", self._group)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
     1. tensor parallelism, on whole parameters;
     2. activation checkpointing, so that the compiled code includes the recomputation and the compiler can
        plan it;
-    3. compilation of the forward of each block, so that FSDP's hooks stay outside the graph and one graph
-       serves all blocks of a kind; and of a Decoder's head with the objective of a chunk;
+    3. compilation of each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
+       all blocks of a kind; compilation of a Decoder's head with the objective of a chunk;
     4. wrapping the weights that the precision plan gathers in 8 bits;
     5. `fully_shard`, block by block and then the root (embeddings, final norm, head).
 
-Parameters stay float32, the master weights (INT8 with int8_weight_only); FSDP gathers a block in the compute
-dtype or in 8 bits and reduces gradients in float32.
+Parameters stay float32 (with int8_weight_only: INT8): they are the master weights. FSDP gathers a block in
+the compute dtype or in 8 bits and reduces gradients in float32.
 """
 
 import functools
@@ -102,7 +102,7 @@ def parallelize(
         # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
         # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
-    # A Decoder draws no random numbers; of another model that is not known.
+    # A Decoder uses no random numbers; another model may.
     checkpoint_activations(each, mode, keeps_random_state=not isinstance(model, Decoder))
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
     by_block = cfg.compile == "block"
@@ -301,7 +301,7 @@ def check_compiler(mode: str) -> None:
     """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and there is none."""
     if mode == "none":
         return
-    # As torch._inductor.config.cpp.cxx has it.
+    # The same choice as torch._inductor.config.cpp.cxx.
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if not shutil.which(name):
         raise UserError(

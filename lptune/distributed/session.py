@@ -1,8 +1,7 @@
 """A session: the process group of a run, its device and its mesh.
 
-The code is the same for one rank and for many. Without a launcher there is a process group of one rank, with
-a store in memory and without a socket, so that FSDP, DTensor and all collectives run with a single device,
-too.
+The code is the same for one rank and for many. Without a launcher the process group has one rank, a store in
+memory and no socket, so that FSDP, DTensor and all collectives also run on a single device.
 """
 
 import os
@@ -73,7 +72,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank (or its group) among them. The tensor axis is innermost: neighbouring ranks."""
+        """Index of this rank (or its tensor-parallel group) among them; the tensor axis is the innermost."""
         return self.rank // self.tensor_size
 
     @property
@@ -247,8 +246,9 @@ def deterministic_algorithms() -> Iterator[None]:
 def _meeting(rank: int, size: int) -> Iterator[None]:
     """Prints a line if the block, in which this rank meets the others, takes longer than `_HINT_S` seconds.
 
-    Where the environment only has leftovers of a launcher, nobody comes, and torch waits for half an hour in
-    silence. Raises UserError where the ranks cannot meet, unless a launcher of lptune finds the cause.
+    If variables of an earlier launcher are left in the environment, no other rank comes, and torch waits for
+    half an hour without a message. Raises UserError if the ranks cannot meet, unless lptune's launcher
+    reports the cause.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     has_launcher = launch.LAUNCHER in os.environ
@@ -286,7 +286,7 @@ def _device_type(device: str) -> str:
 
 
 def _launched_as() -> tuple[int, int]:
-    """(RANK, WORLD_SIZE) of the launcher; (0, 1) without RANK: what else is left of one does not count."""
+    """(RANK, WORLD_SIZE) as the launcher set them; (0, 1) without RANK, whatever other variables are left."""
     if "RANK" not in os.environ:
         return 0, 1
     numbers = []

@@ -1,14 +1,17 @@
-"""What of a sharded tensor is on this rank, and where it lies in the whole.
+"""Which part of a sharded tensor this rank holds, and where this part lies in the whole tensor.
 
-FSDP cuts rows, tensor parallelism rows or columns, so a rank holds a rectangle of a matrix, and a box of what
-has further dimensions (a stack of experts, say). One kind of parameter is less simple: a fused projection
-stacks q, k and v (or gate and up), and a rank needs its heads of all three, so its rows come from three
-places. Tensor parallelism then keeps the rows in another order than the checkpoint,
+FSDP shards rows; tensor parallelism cuts rows or columns. So a rank holds a rectangle of a matrix, and a box
+of a tensor with more dimensions (such as a stack of experts). A fused projection is less simple: it stacks q,
+k and v (or gate and up), and a rank needs its heads of all three, so its rows come from three places. Tensor
+parallelism then keeps the rows in another order than the checkpoint, the order of the mesh,
 
     checkpoint  | q0 q1 | k0 k1 | v0 v1 |      two ranks: | q0 k0 v0 | q1 k1 v1 |
 
 and `local_pieces` says which box of the checkpoint's tensor each run of local rows is. Code that reads or
-writes files works on pieces and needs to know no more of meshes.
+writes files works on these pieces alone and does not depend on the mesh.
+
+A MasterWeight (the parameter of an 8-bit gather) counts as its float rows. Functions that return values take
+these rows by `plain_rows`; functions that read only sizes and placements need not.
 """
 
 import itertools
@@ -25,14 +28,14 @@ from lptune.linear import plain_rows
 
 
 class Piece(NamedTuple):
-    """A box of a tensor: as many rows as `values` has, columns, and so on for each further dimension."""
+    """A box of a tensor: in each dimension, a range of indices. `values` has the box's shape."""
 
     values: Tensor
     """A view of this rank's storage, of as many dimensions as the tensor."""
     start: tuple[int, ...]
     """Where the box begins in the whole tensor, a number for each dimension."""
     at: int = 0
-    """Its first row within what this rank holds."""
+    """The first row of `values`, counted in what this rank holds."""
 
     @property
     def region(self) -> tuple[slice, ...]:
@@ -42,15 +45,15 @@ class Piece(NamedTuple):
 
 
 def whole_piece(tensor: Tensor) -> Piece:
-    """All of a tensor that is not sharded."""
+    """An unsharded tensor as one piece."""
     return Piece(tensor, (0,) * tensor.dim())
 
 
 def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
     """This rank's part of `tensor` (all of it when it is not sharded), empty pieces left out.
 
-    fused_rows: numbers of rows of the matrices that a fused parameter stacks, cut one by one over the mesh
-    axis `tensor`. Without effect where that axis does not cut the tensor's rows.
+    fused_rows: numbers of rows of the matrices that a fused parameter stacks, each of which is cut by itself
+    over the mesh axis `tensor`. Ignored where that axis does not cut the tensor's rows.
     """
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
@@ -72,8 +75,8 @@ def local_pieces(tensor: Tensor, fused_rows: Sequence[int] = ()) -> list[Piece]:
 
 
 def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros (rows of `like`, *shape), their rows sharded as those of `like`: for state of a parameter that
-    has a number, or several, for each row. Raises ValueError where `like` is cut by anything but rows.
+    """Zeros of shape (rows of `like`, *shape), sharded by rows as `like` is. For optimizer state that has one
+    number or several for each row of a parameter. Raises ValueError if `like` is cut by other dims than rows.
     """
     like = like.detach()
     rows = (like.shape[0], *shape)
@@ -89,7 +92,7 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a tensor whose rows alone are cut, and the number of its first row."""
+    """This rank's part of a tensor, and the index of its first row in the order of the mesh (0 if empty)."""
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
@@ -98,12 +101,14 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def first_column(tensor: Tensor) -> int:
-    """Of this rank's part of a matrix."""
+    """Index of the first column of this rank's part of a matrix."""
     return _box(tensor)[1][0] if isinstance(tensor, DTensor) else 0
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of `tensor`: the one that writes it."""
+    """Whether this rank is the first that holds its part of `tensor`: the first on each mesh axis over which
+    `tensor` is replicated. The first holder writes the part.
+    """
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -112,15 +117,16 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
-    """The whole of it, its rows in the checkpoint's order. A collective, if it is sharded."""
+    """The whole tensor, with rows in the order of the checkpoint. A collective if `tensor` is sharded."""
     tensor = plain_rows(tensor)
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full: Tensor = tensor.full_tensor()
-    num_ranks = _num_row_parts(tensor, fused_rows)
-    if not fused_rows or num_ranks == 1:
+    num_parts = _num_row_parts(tensor, fused_rows)
+    if not fused_rows or num_parts == 1:
         return full
-    runs = row_runs(0, full.shape[0], fused_rows, num_ranks)
+    # `full` has its rows in the order of the mesh.
+    runs = row_runs(0, full.shape[0], fused_rows, num_parts)
     whole, at = torch.empty_like(full), 0
     for start, length in runs:
         whole[start : start + length] = full[at : at + length]
@@ -129,11 +135,12 @@ def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
 
 
 def _num_row_parts(tensor: DTensor, fused_rows: Sequence[int]) -> int:
-    """Into how many parts the mesh axis `tensor` cuts each of the fused matrices."""
+    """Into how many parts the mesh axis `tensor` cuts each of the fused matrices; 1 if it does not."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
     if not fused_rows or "tensor" not in names or not _cuts(tensor.placements[names.index("tensor")], 0):
         return 1
+    # `tensor` may be state of the fused parameter, with the same order of rows, if it has as many rows.
     if sum(fused_rows) != tensor.shape[0]:
         raise ValueError(
             f"a tensor of {tensor.shape[0]} rows, cut over the axis `tensor`, belongs to a parameter whose "
@@ -148,10 +155,11 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _box(tensor: DTensor) -> list[tuple[int, int]]:
-    """(first, number) of what this rank holds in each dimension, rows as they lie over the mesh."""
+    """(first, number) of this rank's part in each dimension; rows are counted in the order of the mesh."""
     mesh: DeviceMesh = tensor.device_mesh
     bounds = [(0, size) for size in tensor.shape]
-    # The innermost axis first: FSDP cuts what tensor parallelism has left.
+    # From the last axis, `tensor`, to the first: FSDP shards what tensor parallelism has left. Each time, all
+    # parts but the last ones have equal size, as torch.chunk makes them.
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if placement.is_replicate():
@@ -167,16 +175,17 @@ def _box(tensor: DTensor) -> list[tuple[int, int]]:
 
 
 def row_runs(row: int, num_rows: int, fused_rows: Sequence[int], num_ranks: int) -> list[tuple[int, int]]:
-    """(first, number) in the checkpoint of the rows [row, row + num_rows) as they lie over `num_ranks` ranks.
+    """Where rows of a tensor that was cut lie in the checkpoint: runs (first, number), one after the other.
 
-    fused_rows: see local_pieces.
+    row, num_rows: the rows [row, row + num_rows), in the order of the mesh. fused_rows: see local_pieces.
+    num_ranks: of the axis `tensor`; divides each of fused_rows.
     """
     if not fused_rows or num_ranks == 1:
         return [(row, num_rows)]
     starts = [0, *itertools.accumulate(fused_rows)]
     runs, begin = [], 0
     for rank in range(num_ranks):
-        for start, size in zip(starts, fused_rows, strict=False):
+        for start, size in zip(starts, fused_rows, strict=False):  # the last of `starts` is the end
             share = size // num_ranks
             first, last = max(begin, row), min(begin + share, row + num_rows)
             if first < last:

@@ -1,9 +1,9 @@
 """A second gloo group with its own timeout, for collectives of work that waits for disks.
 
-Ranks that save or verify agree on a few numbers. The group of training cannot be used for that: a background
-thread may not put its collectives between those of the main thread, and NCCL ends a run whose ranks wait for
-each other for ten minutes, which a large file on a slow disk may take. Text is sent as bytes, since the
-object collectives of torch unpickle what they receive.
+Ranks that save or verify files agree on a few numbers. The group of training cannot be used for that. The
+collectives of a background thread must not come between those of the main thread. And NCCL ends a run whose
+ranks wait ten minutes for each other, which a large file on a slow disk may take. Text is sent as bytes,
+since the object collectives of torch unpickle what they receive.
 """
 
 import os
@@ -98,7 +98,7 @@ def side_group(world: World | None) -> Iterator[SideGroup]:
 
 @contextmanager
 def machine_first(world: World) -> Iterator[None]:
-    """Runs the block on the first rank of every machine, then on the other ranks, which find its result.
+    """Runs the block on the first rank of every machine, then on the other ranks, which can use its result.
 
     A collective. A UserError of a first rank is raised on all ranks, and the others skip the block.
     """

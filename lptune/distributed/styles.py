@@ -6,12 +6,12 @@
     }
     parallelize_module(model, mesh["tensor"], plan)
 
-Parameters become DTensors over that axis. Activations stay plain tensors, this rank's part, which our
-autograd function, attention and a compiler all take as they are. Weights may be on meta, or the same on every
-rank; they may be converted before.
+Parameters become DTensors over that axis. Activations stay plain tensors that hold this rank's part:
+autograd functions, attention and the compiler need no DTensor. Weights may be on meta, or equal on all ranks.
+`linear.convert` may have converted the layers before.
 
-torch has styles of its own, in which activations are DTensors, too. Ours differ in that a low-precision layer
-multiplies local tensors with scales of its own part, that q, k and v share one 8-bit gather, and that a fused
+In torch's own styles activations are DTensors, too. The styles here differ in three ways. A low-precision
+layer multiplies local tensors, with the scales of its own part. q, k and v share one 8-bit gather. A fused
 projection can be cut.
 """
 
@@ -54,7 +54,7 @@ class _Style(ParallelStyle):
 
     @abstractmethod
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
-        """In place."""
+        """Replaces parameters and forward of `module`, in place."""
 
 
 class ColumnParallel(_Style):
@@ -90,7 +90,10 @@ class ColumnParallel(_Style):
 
 
 class RowParallel(_Style):
-    """A linear layer cut by input features; what ranks find is summed. sequence: each gets its tokens."""
+    """A linear layer cut by input features; the outputs of the ranks are summed.
+
+    sequence: reduce-scatter, so that each rank gets the sums of its own tokens; otherwise all-reduce.
+    """
 
     def __init__(self, sequence: bool = True) -> None:
         self.sequence = sequence
@@ -106,9 +109,10 @@ class RowParallel(_Style):
 
 
 class GatheredInput(_Style):
-    """A module whose column-parallel layers all take its first argument: it is gathered once for them.
+    """A module whose column-parallel layers all take its first argument, which is gathered once for all.
 
-    Comes after those layers in a plan. In 8 bits, where all of them allow it (precision.tp_all_gather).
+    In a style plan it comes after these layers. The gather moves 8 bits if all layers allow it
+    (precision.tp_all_gather).
     """
 
     def __init__(self, sequence: bool = True) -> None:
@@ -138,7 +142,7 @@ class GatheredInput(_Style):
 
 
 class GatheredOutput(_Style):
-    """A module whose output is needed whole by a column-parallel layer: everything before a head."""
+    """A module whose output is gathered, since a column-parallel layer follows: the model before its head."""
 
     def __init__(self, sequence: bool = True) -> None:
         self.sequence = sequence
@@ -149,7 +153,10 @@ class GatheredOutput(_Style):
 
 
 class Replicated(_Style):
-    """A norm that every rank has whole. partial: each sees other tokens or features, and gradients add up."""
+    """A norm whose parameters are replicated.
+
+    partial: ranks have different tokens or features, so the gradient of a parameter is the sum over ranks.
+    """
 
     def __init__(self, partial: bool = True) -> None:
         self.partial = partial
@@ -167,7 +174,7 @@ class Replicated(_Style):
 
 
 class FeatureParallelNorm(_Style):
-    """An RMSNorm over features that a column-parallel layer has cut: ranks add up their squares."""
+    """An RMSNorm over features that a column-parallel layer has cut: squares are summed over ranks."""
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:
         _cut(module, "weight", mesh, Shard(0))
@@ -175,7 +182,10 @@ class FeatureParallelNorm(_Style):
 
 
 class VocabParallelEmbedding(_Style):
-    """An embedding cut by words. sequence: each rank gets its tokens, otherwise all."""
+    """An embedding cut by words.
+
+    sequence: each rank gets the embeddings of its own tokens; otherwise of all tokens.
+    """
 
     def __init__(self, sequence: bool = True) -> None:
         self.sequence = sequence
@@ -204,7 +214,7 @@ class WordParallelHead(ColumnParallel):
 
 
 class VocabParallelHead(ColumnParallel):
-    """A head whose tokens are gathered before it and whose logits after: for a loss that wants them whole."""
+    """A head that gathers its input and its logits: for a loss that needs the logits of all words."""
 
     def __init__(self, sequence: bool = True) -> None:
         super().__init__()
@@ -218,7 +228,7 @@ class VocabParallelHead(ColumnParallel):
 
 
 class _LocalLinear(nn.Linear):
-    """A linear layer in compute dtype, with its part of a weight."""
+    """A linear layer in compute dtype that multiplies by this rank's part of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
@@ -228,15 +238,16 @@ class _LocalLinear(nn.Linear):
         return F.linear(x, local_part(self.weight))
 
 
-# Classes and not hooks: a hook comes after the bias, which is to be added once, and each layer would have
-# closures of its own, where the compiler wants equal blocks. One class serves all layers of a kind.
+# Subclasses instead of hooks. A forward hook runs after the bias was added, and the bias must be added once,
+# after the sum over ranks. Hooks would also be different closures for each layer, and blocks must be equal to
+# share a compiled graph. One subclass serves all layers of a kind.
 def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
 @functools.cache
 def _of_parts(cls: Any) -> type[nn.Module]:
-    """A LowPrecisionLinear whose input is plain, not a DTensor as under torch's own styles."""
+    """A LowPrecisionLinear whose input is a plain tensor; under torch's own styles it is a DTensor."""
     return _subclass(cls, cls.forward_part)
 
 
@@ -304,7 +315,7 @@ def _feature_parallel(group: Group) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         x32, weight = x.float(), local_part(self.weight).float()
         squares = sum_tokens(x32.square().sum(dim=-1, keepdim=True), group)
-        # Every rank divides its own features by the sum, so what they find to be its gradient adds up, too.
+        # Each rank uses the sum for its own features, so the gradient of the sum is also summed over ranks.
         mean = copy_tokens(squares, group) / self.weight.shape[0]
         return (x32 * torch.rsqrt(mean + self.eps) * (weight + 1.0 if self.adds_one else weight)).to(x.dtype)
 
@@ -331,7 +342,7 @@ def _is_column(module: nn.Module) -> bool:
 def _cut(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, fused: Sequence[int] = ()
 ) -> None:
-    """Makes a parameter of `module`, if it has it, a DTensor of this rank's part: a new Parameter."""
+    """Replaces the parameter `name` of `module`, if it exists, by a DTensor that holds this rank's part."""
     old = module._parameters.get(name)
     if old is None or isinstance(old, DTensor):
         return
@@ -353,7 +364,7 @@ def _take(tensor: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
     """A copy of the runs (first, number) of `tensor` along `dim`, one after the other."""
     if not isinstance(tensor, RowTensor):
         return torch.cat([tensor.narrow(dim, first, number) for first, number in runs], dim=dim)
-    # A part with one column holds a number for each row: it is every column's.
+    # A part with one column has one number for each row, which belongs to all columns: it is not cut.
     parts = [
         part.clone() if dim == 1 and part.shape[1] == 1 else _take(part, dim, runs) for part in tensor.parts()
     ]

@@ -1,11 +1,13 @@
 """Tensor and sequence parallelism: each matrix of a decoder is cut over the ranks of the mesh axis `tensor`.
 
-Megatron's plan (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that each
-rank has whole heads and its share of the MLP, o and down by input features; two collectives around each pair
-(activation_collectives.py) are all there is. The vocabulary is cut in the embedding, the head and the loss.
-With sequence parallelism, what lies between (norms, residuals) is cut by tokens.
+Megatron's scheme (arXiv:1909.08053, 2205.05198): q, k, v, gate and up are cut by output features, so that
+each rank has whole heads and its share of the MLP; o and down are cut by input features. Each such pair needs
+two collectives, one before and one after (activation_collectives.py). With sequence parallelism, norms and
+residuals are cut by tokens, and both collectives run in forward and in backward. Without it, the one before
+only sums gradients in backward, and the one after only sums outputs in forward. The vocabulary is cut in the
+embedding, the head and the loss; its size need not divide.
 
-How one module is cut stands in styles.py. A model of your own takes a plan like the one below
+styles.py says how one module is cut. For a model of your own, write a style plan like the one below
 (docs/distributed.md).
 """
 
@@ -33,7 +35,7 @@ from lptune.models import Decoder, DecoderConfig
 
 
 def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelStyle]:
-    """How a Decoder is cut. sequence: cut the tokens of norms and residuals, too."""
+    """The style plan of a Decoder. sequence: cut the tokens of norms and residuals, too."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     block, plan = "model.layers.*", dict[str, ParallelStyle]()
     if config.fused_projections:
@@ -50,24 +52,27 @@ def decoder_plan(config: DecoderConfig, sequence: bool) -> dict[str, ParallelSty
             plan[f"{block}.{name}"] = ColumnParallel()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[f"{block}.{name}"] = RowParallel(sequence)
+    # One gather serves q, k and v, and one serves gate and up. It must come after these layers in the plan.
     for name in ("self_attn", "mlp"):
         plan[f"{block}.{name}"] = GatheredInput(sequence)
+    # partial: ranks have different heads (q_norm, k_norm) or tokens, so they sum the norm's gradient.
     if config.qk_norm != "none":
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            full = config.qk_norm == "full"
+            full = config.qk_norm == "full"  # normalizes all heads together; otherwise each head by itself
             plan[f"{block}.{name}"] = FeatureParallelNorm() if full else Replicated(partial=True)
     plan[f"{block}.*layernorm"] = Replicated(partial=sequence)
     plan["model.norm"] = Replicated(partial=sequence)
     plan["model.embed_tokens"] = VocabParallelEmbedding(sequence)
     plan["model"] = GatheredOutput(sequence)
-    plan["lm_head"] = WordParallelHead()
+    plan["lm_head"] = WordParallelHead()  # logits stay cut by words: the losses of a Decoder take them so
     return plan
 
 
 def cut_decoder(model: Decoder, mesh: DeviceMesh, sequence: bool) -> None:
-    """Spreads a Decoder over `mesh`, the axis `tensor`, in place. Before checkpointing and `fully_shard`.
+    """Cuts a Decoder over `mesh` (the axis `tensor`), in place. Call it before activation checkpointing and
+    `fully_shard`.
 
-    Raises UserError where heads or sizes do not divide.
+    Raises UserError where heads or intermediate_size do not divide.
     """
     config, num_ranks = model.config, mesh.size()
     divided = {
@@ -94,6 +99,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parallelize_module(model, mesh, dict(plan))
+    # A style made a new parameter for each name. Names that shared one get that of the first name.
     for first, *others in names.values():
         for other in others:
             module, _, parameter_name = other.rpartition(".")
@@ -104,7 +110,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -
 
 
 def describe_mesh(model: nn.Module, world: World) -> str:
-    """`8 x cuda`; beyond FSDP the axes, and what activations are gathered in: never silently high."""
+    """The mesh as text: `8 x cuda`, its axes if it has several, and how modules gather activations."""
     names = world.mesh.mesh_dim_names or ()
     text = f"{world.size} x {world.device.type}"
     if len(names) > 1:
@@ -118,7 +124,7 @@ def describe_mesh(model: nn.Module, world: World) -> str:
 
 
 def fused_rows(model: nn.Module) -> dict[str, Sequence[int]]:
-    """Parameter name -> rows of the matrices that it stacks, where they are cut one by one over the mesh."""
+    """Name of each fused parameter that tensor parallelism cut -> rows of the matrices that it stacks."""
     return {
         f"{name}.{parameter}": module.fused_rows
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Verifies the first step: did its gathers move the bytes that the precision plan says?
+"""Verifies the first step: whether its gathers moved the bytes that follow from the precision plan.
 
 FSDP2 gathers the parameters of a block in one all-gather: weights that `gather_in_8_bits` chose as 8-bit
 rows, other parameters, such as a norm or a bias, in the compute dtype. Its size follows from the shapes:
@@ -40,7 +40,7 @@ def verify_collectives(
 
     Raises PrecisionNotAppliedError for a gather that no block plans, if any is planned in 8 bits.
     """
-    # Weights that an evaluation left gathered would not be gathered again, and could not be checked.
+    # Otherwise FSDP would not gather again what an evaluation left gathered, and the count would miss it.
     reshard(model)
     with record_collectives(mesh) as executed:
         yield
@@ -58,8 +58,9 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
         if isinstance(layer, LowPrecisionLinear) and _gathers_low(layer)
     }
     planned, seen = dict[str, tuple[int, int]](), set[int]()
-    for name, module in reversed(list(model.named_modules())):  # children first: their parameters are theirs
-        is_group = isinstance(module, FSDPModule)  # separate: otherwise mypy forgets the nn.Module
+    # Children first, so that each parameter counts for its innermost FSDP module.
+    for name, module in reversed(list(model.named_modules())):
+        is_group = isinstance(module, FSDPModule)  # a variable: in the condition, mypy would lose nn.Module
         if not is_group:
             continue
         low = other = 0
@@ -77,7 +78,9 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
 
 
 def _gathers_low(layer: LowPrecisionLinear) -> bool:
-    """Whether the plan gathers the weight in 8 bits. The weight itself is not asked: it may be at fault."""
+    """Whether the plan gathers the weight in 8 bits. Does not look at the weight: a weight that is no longer
+    wrapped is a fault to report.
+    """
     return kind_of(layer.spec).keys.stores_low or gathered_bytes(int(layer.handle[NUMBER])) is not None
 
 

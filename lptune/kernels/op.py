@@ -64,7 +64,7 @@ def op(fake: Callable[..., _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
         needed = inspect.signature(fake).parameters.keys() & signature.parameters.keys()
         inspect.signature(fake).bind(**dict.fromkeys(needed))
 
-        # The schema has no keyword-only arguments: torch does not allow tensors among them.
+        # torch allows no keyword-only tensor, so the schema has none. mypy still asks callers for keywords.
         schema = signature.replace(
             parameters=[each.replace(kind=each.POSITIONAL_OR_KEYWORD) for each in parameters],
             return_annotation=flat_type,

@@ -17,8 +17,8 @@ code 143 while it tokenizes or loads. From that call on, a signal is only noted,
 after every step.
 
 A second signal. A signal to the group and its copy from the launcher arrive twice, so a repetition within
-`GRACE_S` changes nothing. After that time a second signal means that somebody insists: the process ends at
-once with 128 + n. With several ranks, only the launcher may decide that, since torchrun sends a SIGTERM to
+`GRACE_S` changes nothing. After that time a second signal is meant to end the process at once: it ends with
+128 + n. With several ranks, only the launcher may decide that, since torchrun sends a SIGTERM to
 ranks that are still saving when the first rank has exited.
 
 The price: a child process must be ended through a pipe or by SIGKILL, since it does not react to SIGTERM.

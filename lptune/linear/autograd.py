@@ -66,7 +66,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         weight_NK = _compute_weight(w_NK, x_TK.dtype)
         out_TN, saved = kind_of(spec).forward(spec, x_TK, weight_NK, layer, quantized_x)
         ctx.spec = spec
-        ctx.save_for_backward(w_NK, layer, *saved)
+        # x is for grad_weight alone, which a frozen weight does not have.
+        ctx.save_for_backward(w_NK, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_TN
 
     @staticmethod

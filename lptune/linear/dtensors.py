@@ -1,5 +1,4 @@
 """Layers that torch's tensor parallelism has cut: `parallelize_module` with ColwiseParallel, RowwiseParallel.
-`on_this_rank` and `as_sharded` convert between a DTensor and its local part.
 
 The weight and the activations are DTensors. The 8-bit ops have no DTensor sharding rules. Instead, each rank
 multiplies its local parts, with scales of these parts, and wraps the result in a DTensor:
@@ -12,6 +11,8 @@ multiplies its local parts, with scales of these parts, and wraps the result in 
 
 An input with another placement is redistributed first. Partial products are dequantized before they are
 summed over ranks, so the sum adds no rounding to 8 bits.
+
+`on_this_rank` and `as_sharded` convert between a DTensor and its local part.
 """
 
 import math
@@ -65,7 +66,7 @@ def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
     if n % ALIGNMENT or k % ALIGNMENT:
         raise UserError(
             f"parallel.tensor: {num_ranks} ranks leave {n} x {k} of a layer of {whole[0]} x {whole[1]}, and "
-            f"an 8-bit GEMM wants multiples of {ALIGNMENT}; use fewer ranks, or name the layer in "
+            f"an 8-bit GEMM needs multiples of {ALIGNMENT}; use fewer ranks, or name the layer in "
             "precision.skip"
         )
 

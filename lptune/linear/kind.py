@@ -152,7 +152,7 @@ class Kind(ABC):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns (grad_input, grad_weight) in g's dtype, each None if it is not needed.
 
-        w_NK: as in `forward`, in g's dtype. saved: from `forward`.
+        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed.
         """
 
     # --- What the plan says.

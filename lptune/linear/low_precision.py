@@ -126,6 +126,11 @@ class LowPrecision:
         self._histories.loaded()
 
     @property
+    def first_step_agrees(self) -> bool:
+        """Whether ranks exchange amaxes in the first step alone, which has no history to go by."""
+        return self._histories.first_step_agrees
+
+    @property
     def verified(self) -> Verified:
         """The counts of the first step. All are 0 before that step ended, and if `verify` is False."""
         return self._first_step.verified

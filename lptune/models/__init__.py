@@ -2,8 +2,8 @@
 
     config = read_config(folder)          # DecoderConfig; UserError for a setting that is not supported
     model = build_on_meta(config)         # Decoder, parameters named as in the checkpoint
-    loss_sum = model(tokens_BS, Documents(...), labels_BS)
-    log_p_BS = model(tokens_BS, Documents(...), labels_BS, loss=log_probabilities)
+    loss_sum = model(tokens_BS, DocumentBounds(...), labels_BS)
+    log_p_BS = model(tokens_BS, DocumentBounds(...), labels_BS, loss=log_probabilities)
 
 Models do not know of precision and sharding. Names that need torch are imported at their first use, so that
 reading configs and presets does not import torch.
@@ -19,7 +19,7 @@ from lptune.models.presets import PRESETS
 if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
-    from lptune.models.documents import Documents
+    from lptune.models.documents import DocumentBounds
     from lptune.models.flops import attention_flops
     from lptune.models.loss import (
         IGNORE_INDEX,
@@ -39,7 +39,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Divergence",
-    "Documents",
+    "DocumentBounds",
     "LayerConfig",
     "Objective",
     "RMSNorm",
@@ -62,7 +62,7 @@ _LAZY = {
     "RMSNorm": "lptune.models.decoder",
     "build_on_meta": "lptune.models.decoder",
     "num_parameters": "lptune.models.decoder",
-    "Documents": "lptune.models.documents",
+    "DocumentBounds": "lptune.models.documents",
     "IGNORE_INDEX": "lptune.models.loss",
     "activate_attention": "lptune.models.attention",
     "attention_flops": "lptune.models.flops",

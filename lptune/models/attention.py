@@ -34,7 +34,7 @@ from lptune.hardware.constant import constant_result
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import tries
 from lptune.models.config import DecoderConfig, LayerConfig
-from lptune.models.documents import Documents, Visibility, visibility_blocks, visibility_mask
+from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask
 
 BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
 
@@ -101,7 +101,7 @@ def _varlen_takes_groups() -> bool:
 
 def make_visibility(
     backend: str,
-    documents: Documents | None,
+    documents: DocumentBounds | None,
     batch: int,
     seq_len: int,
     window: int | None,
@@ -115,7 +115,7 @@ def make_visibility(
     if backend == "cudnn" and window is None:
         return Visibility()
     if backend in ("varlen", "cudnn") or (backend == "flex" and planned_device_type()):
-        offsets = documents.offsets if documents else Documents.single(batch, seq_len, device).offsets
+        offsets = documents.offsets if documents else DocumentBounds.single(batch, seq_len, device).offsets
         return Visibility(offsets=offsets)
     if backend == "flex":
         return Visibility(blocks=visibility_blocks(documents, batch, seq_len, window, device))
@@ -126,7 +126,7 @@ def make_visibility(
 
 def make_visibilities(
     config: DecoderConfig,
-    documents: Documents | None,
+    documents: DocumentBounds | None,
     batch: int,
     seq_len: int,
     device: torch.device,

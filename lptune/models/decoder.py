@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from lptune.models.attention import attend, choose_backend, make_visibilities
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
-from lptune.models.documents import Documents, Visibility
-from lptune.models.loss import IGNORE_INDEX, Objective, summed_cross_entropy
+from lptune.models.documents import DocumentBounds, Visibility
+from lptune.models.loss import IGNORE_INDEX, Objective, check_serves_parts, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
 from lptune.models.words import words_of
 
@@ -176,7 +176,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_adds_one)
         self.ropes = nn.ModuleList(RopeTable(rope) for rope in config.rope_kinds)
 
-    def forward(self, tokens_BS: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
         """Hidden states (B, S, H) after the last norm, in the compute dtype. tokens_BS: int64."""
         config = self.config
         batch, seq_len = tokens_BS.shape
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BS: Tensor,
-        documents: Documents | None = None,
+        documents: DocumentBounds | None = None,
         labels_BS: Tensor | None = None,
         loss: Objective = summed_cross_entropy,
     ) -> Tensor:
@@ -249,6 +249,8 @@ class Decoder(nn.Module):
         words = words_of(self.lm_head, self.config.vocab_size)
         if labels_BS is None:
             return words.gather(self.chunk_loss.finish(self.lm_head(hidden_BSH)))
+        if not words.is_all:
+            check_serves_parts(loss)
         of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
         tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
         found = in_chunks(of_chunk, tensors, words.width)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports the compiler
     from torch.nn.attention.flex_attention import BlockMask
 
 
-class Documents(NamedTuple):
+class DocumentBounds(NamedTuple):
     """Document bounds: where the documents of a batch begin and end."""
 
     positions_BS: Tensor
@@ -28,7 +28,7 @@ class Documents(NamedTuple):
     """int32, the starts of documents in the B*S flattened tokens, padded with B*S to a constant length."""
 
     @classmethod
-    def single(cls, batch: int, seq_len: int, device: torch.device | str | None = None) -> "Documents":
+    def single(cls, batch: int, seq_len: int, device: torch.device | str | None = None) -> "DocumentBounds":
         """The bounds for rows of one document each."""
         return cls(
             positions_BS=torch.arange(seq_len, device=device).expand(batch, seq_len),
@@ -43,13 +43,13 @@ class Visibility(NamedTuple):
     mask_B1SS: Tensor | None = None
     """For sdpa and explicit: bool, True where query (dim 2) sees key (dim 3). B may be 1."""
     offsets: Tensor | None = None
-    """For varlen: `Documents.offsets`."""
+    """For varlen: `DocumentBounds.offsets`."""
     blocks: "BlockMask | None" = None
     """For flex_attention: the blocks in which any key is visible."""
 
 
 def visibility_mask(
-    documents: Documents | None, seq_len: int, window: int | None, device: torch.device
+    documents: DocumentBounds | None, seq_len: int, window: int | None, device: torch.device
 ) -> Tensor:
     """The mask for sdpa and explicit: bool (B, 1, S, S), True where the query (dim 2) sees the key (dim 3).
     documents: None if each row is one document; the mask is then (1, 1, S, S).
@@ -66,7 +66,7 @@ def visibility_mask(
 
 
 def visibility_blocks(
-    documents: Documents | None, batch: int, seq_len: int, window: int | None, device: torch.device
+    documents: DocumentBounds | None, batch: int, seq_len: int, window: int | None, device: torch.device
 ) -> "BlockMask":
     """`visibility_mask` as a BlockMask, with which flex_attention skips blocks where nothing is visible."""
     from torch.nn.attention.flex_attention import create_block_mask

@@ -37,7 +37,12 @@ IGNORE_INDEX = -100
 
 
 class Objective(Protocol):
-    """The protocol of an objective. Any class with these members is an Objective."""
+    """The protocol of an objective. Any class with these members is an Objective.
+
+    If the vocabulary is cut, `values` sees the logits of one part of the words, and asks `Logits.words` for
+    maxima and sums over all parts. A class whose `values` does so sets `serves_parts = True`. A decoder with
+    a cut vocabulary refuses any other objective.
+    """
 
     @property
     def targets(self) -> tuple[Tensor, ...]:
@@ -54,6 +59,19 @@ class Objective(Protocol):
         """The value of the objective: values_t itself, or its sum. values_t is 0 for ignored tokens."""
 
 
+def check_serves_parts(loss: Objective) -> None:
+    """Raises ValueError unless the class that defines `values` says that it serves a part of the words: on
+    such a part an objective made for the whole vocabulary would be wrong without a sign of it.
+    """
+    owner = next(cls for cls in type(loss).__mro__ if "values" in vars(cls))
+    if not vars(owner).get("serves_parts", False):
+        raise ValueError(
+            f"{owner.__name__} would see a part of the vocabulary, which tensor parallelism cut; take maxima "
+            "and sums over words by `logits.words` (docs/models.md) and set serves_parts = True in it, or "
+            "train with parallel.tensor=1"
+        )
+
+
 class LogProbabilities:
     """The log-probability of each token's label, for preference losses and perplexities.
 
@@ -61,6 +79,7 @@ class LogProbabilities:
     """
 
     targets: tuple[Tensor, ...] = ()
+    serves_parts = True
 
     def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
         if logits.words.is_all:
@@ -95,6 +114,8 @@ class Divergence:
     as the teacher's last hidden states, and `logits_of` maps them chunk by chunk, (t, X) -> (t, v), to the
     logits of the words that the student's head has on this rank. The teacher gets no gradient.
     """
+
+    serves_parts = True
 
     def __init__(self, teacher_BSX: Tensor, logits_of: Callable[[Tensor], Tensor] | None = None) -> None:
         self.targets = (teacher_BSX.detach(),)
@@ -134,6 +155,8 @@ class TopKDivergence:
     log_p_BSk: log-probabilities under the teacher's softmax over all words. If rounding makes the sum of p
     larger than 1, r counts as 0. words_BSk: int64, distinct for each token. k must be less than V.
     """
+
+    serves_parts = True
 
     def __init__(self, log_p_BSk: Tensor, words_BSk: Tensor) -> None:
         self.targets = (log_p_BSk.detach(), words_BSk)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.models.config import RopeConfig
-from lptune.models.documents import Documents
+from lptune.models.documents import DocumentBounds
 
 
 class Rope(NamedTuple):
@@ -115,7 +115,7 @@ class RopeTable(nn.Module):
         self.reset(self.inv_freq_F.device)
         return self
 
-    def forward(self, documents: Documents | None, seq_len: int) -> Rope:
+    def forward(self, documents: DocumentBounds | None, seq_len: int) -> Rope:
         """The rotation of every token. documents: None if each row is one document."""
         inv_freq_F = self.inv_freq_F
         if documents is None:
@@ -133,7 +133,7 @@ class RopeTable(nn.Module):
         return Rope(angle_BS1R.cos() * factor, angle_BS1R.sin() * factor)
 
 
-def _last_position(documents: Documents) -> Tensor:
+def _last_position(documents: DocumentBounds) -> Tensor:
     """(B, S): the last position of each token's document. Has static shapes, and the host does not wait."""
     largest = torch.zeros_like(documents.positions_BS)  # column i of a row: document i
     largest = largest.scatter_reduce(1, documents.index_BS, documents.positions_BS, "amax")

@@ -72,6 +72,8 @@ class DryRun:
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
     """Collectives of forward and backward of all micro-batches, and of the update."""
+    first_collectives: Collectives
+    """Those of the first step of a run, which has no amax history to go by; the same for most kinds."""
 
     @property
     def peak_bytes(self) -> int:
@@ -129,6 +131,12 @@ class DryRun:
             found.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
         if self.device_type == "cuda":
             found.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
+        if more := self.first_collectives - self.collectives:
+            calls, num_bytes = more.total(), sum(each.num_bytes * count for each, count in more.items())
+            found.append(
+                f"the first step of a run has no amax history, and {calls:,} collectives more "
+                f"({size_text(num_bytes)})"
+            )
         if self.host_bytes:
             found.append(
                 f"parallel.cpu_offload: {self.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
@@ -166,7 +174,9 @@ def dry_run(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
-            collectives, resting, state_bytes = run_step(model, plan, world, eager, num_micro_batches, log)
+            first, collectives, resting, state_bytes = run_steps(
+                model, plan, world, eager, num_micro_batches, log
+            )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
             if offloads:
@@ -188,21 +198,23 @@ def dry_run(
                 host_bytes=host_bytes,
                 device=device,
                 collectives=collectives,
+                first_collectives=first,
             )
 
 
-def run_step(
+def run_steps(
     model: models.Decoder,
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
-) -> tuple[Collectives, Counter[str], int]:
-    """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`.
+) -> tuple[Collectives, Collectives, Counter[str], int]:
+    """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`; and the
+    second, where that exchanges something else.
 
-    Returns the collectives of all `num_micro_batches` and of the update, bytes by category at the end, and
-    the bytes of the optimizer's state in a checkpoint, over all ranks.
+    Returns the collectives of the first and of later steps, of all `num_micro_batches` and of the update,
+    bytes by category at the end, and the bytes of the optimizer's state in a checkpoint, over all ranks.
     """
     log.phase("start")
     distributed.materialize(model, world, cfg)
@@ -211,30 +223,31 @@ def run_step(
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     update = Update(model, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
-    documents = models.Documents.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
+    documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
-    total, num_run = Collectives(), min(3, num_micro_batches)
-    with low.step(0, num_passes=num_run):
-        loss_sum = torch.zeros((), device=world.device)
-        for number in distributed.accumulate(model, range(num_run), world, cfg, low):
+    totals, num_run = list[Collectives](), min(3, num_micro_batches)
+    for step in range(2 if low.first_step_agrees else 1):
+        totals.append(total := Collectives())
+        with low.step(step, num_passes=num_run):
+            loss_sum = torch.zeros((), device=world.device)
+            for number in distributed.accumulate(model, range(num_run), world, cfg, low):
+                log.collectives.clear()
+                log.phase("forward")
+                loss = model(tokens_BS, documents, tokens_BS)
+                log.phase("backward")
+                (loss * (world.data_size / tokens_BS.numel())).backward()
+                loss_sum += loss.detach()
+                stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
+                total.update({each: count * stands_for for each, count in log.collectives.items()})
             log.collectives.clear()
-            log.phase("forward")
-            loss = model(tokens_BS, documents, tokens_BS)
-            log.phase("backward")
-            (loss * (world.data_size / tokens_BS.numel())).backward()
-            loss_sum += loss.detach()
-            stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
-            total.update({each: count * stands_for for each, count in log.collectives.items()})
-        log.collectives.clear()
-    log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
-    log.phase("update")
-    update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
-    total.update(log.collectives)
-    log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+        log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+        log.phase("update")
+        update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
+        total.update(log.collectives)
+        log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
     assert isinstance(optimizer, ListsMoments)
-    stored = optimizer.stored(names).values()
-    return total, log.at_end(), sum(tensor.numel() * tensor.element_size() for tensor in stored)
+    moments = (state[moment] for state in optimizer.state.values() for moment in optimizer.MOMENTS)
+    return totals[0], totals[-1], log.at_end(), sum(each.numel() * each.element_size() for each in moments)
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self._plain = torch.optim.AdamW(plain, **options, fused=True)
+        self._updated: list[nn.Parameter] = []
+        """The Int8Weights of the last step; not those that had no gradient in it."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -66,16 +68,17 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
         for group, plain in zip(self.param_groups, self._plain.param_groups, strict=True):
             plain.update({key: value for key, value in group.items() if key != "params"})
         self._plain.step()
+        self._updated.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and int8_rows(parameter) is not None:
                     self._update(parameter, group, found_inf)
+                    self._updated.append(parameter)
 
     def take_back(self) -> None:
         """After a step in which `found_inf` was 1: the next one draws the bits that it would have drawn."""
-        for state in self.state.values():
-            if "num_updates" in state:
-                state["num_updates"] -= 1
+        for parameter in self._updated:
+            self.state[parameter]["num_updates"] -= 1
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
         state = self.state[parameter]

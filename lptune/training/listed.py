@@ -3,11 +3,13 @@
 A checkpoint knows no optimizer. `CheckpointWriter` asks it for what is to be saved, and `load_state` for what
 is to be filled (`ListsState` in checkpoint/stored.py):
 
-    stored(names)                        the live tensors, by their names in the checkpoint
+    stored(names, num_updates)           the live tensors, by their names in the checkpoint
     restored(names, saved, num_updates)  makes the state anew, and lists it to be filled
 
 `ListsMoments` has both for the usual case: tensors of each parameter under fixed keys, and a count of
-updates, which needs no tensor in a file. An optimizer derives from it and says which keys:
+updates. The count needs no tensor in a file where it is the run's, `num_updates`. A parameter that was frozen
+for some of the steps has a smaller one, which is listed: AdamW's bias correction follows from it. An
+optimizer derives from the class and says which keys:
 
     class Momentum(ListsMoments, torch.optim.SGD):
         MOMENTS, COUNT = ("momentum_buffer",), None
@@ -40,35 +42,53 @@ class ListsMoments:
     MOMENTS: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     """Keys of the tensors in `state[parameter]`; in a checkpoint `KEY/NAME`."""
     COUNT: ClassVar[str | None] = "step"
-    """Key of the number of updates in `state[parameter]`, 0-dimensional and float32; None: there is none."""
+    """Key of the number of updates in `state[parameter]`, 0-dimensional and float32; None: there is none.
+    In a checkpoint `KEY/NAME`, where the number is not the run's.
+    """
     SKIPS_BY_FOUND_INF: ClassVar[bool] = False
     """Whether step() reads `found_inf`. torch's optimizers with fused=True do and need not say it."""
 
     state: Any
     """As every optimizer of torch has it."""
 
-    def stored(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """The moments of the parameters that have any."""
-        return {
+    def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
+        """The moments of the parameters that have any, and the counts that are not `num_updates`."""
+        moments = {
             f"{moment}/{name}": self.state[parameter][moment]
             for parameter, name in names.items()
             if parameter in self.state
             for moment in self.MOMENTS
         }
+        counts = self._counts(names)
+        # Read at once: each by itself would make the host wait for the device as many times.
+        numbers = torch.stack(list(counts.values())).tolist() if counts else []
+        differ = {
+            key: count for (key, count), n in zip(counts.items(), numbers, strict=True) if n != num_updates
+        }
+        return moments | differ
+
+    def _counts(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+        """The counts of all parameters that have one, by their names in a checkpoint."""
+        return {
+            f"{self.COUNT}/{name}": self.state[parameter][self.COUNT]
+            for parameter, name in names.items()
+            if parameter in self.state and self.COUNT in self.state[parameter]
+        }
 
     def restored(
         self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
     ) -> dict[str, Tensor]:
-        """New moments of the parameters that had any."""
+        """New moments of the parameters that had any, and the counts that the checkpoint holds."""
         for parameter, name in names.items():
             # A parameter that was never updated (a frozen one) has no state.
-            if any(f"{moment}/{name}" in saved for moment in self.MOMENTS):
+            if any(f"{key}/{name}" in saved for key in (*self.MOMENTS, self.COUNT)):
                 state = {moment: self.new_moment(parameter, moment) for moment in self.MOMENTS}
                 if self.COUNT is not None:
                     count = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
                     state = {self.COUNT: count, **state}
                 self.state[parameter] = state
-        return self.stored(names)
+        counts = self._counts(names)
+        return self.stored(names, num_updates) | {key: counts[key] for key in counts.keys() & set(saved)}
 
     def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         """Storage to be filled: of the parameter's shape, dtype and sharding."""

@@ -32,7 +32,8 @@ class AdamW(ListsMoments, torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters; weight decay on matrices only.
+    """AdamW over all trained parameters; weight decay on matrices only. Raises ValueError where there are
+    none.
 
     seed: of the stochastic rounding of weights that are stored in INT8.
     """
@@ -43,6 +44,8 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if any(int8_rows(parameter) is not None for parameter in trained):
         return Int8AdamW(groups, names, seed, **options)
@@ -54,10 +57,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scales all gradients so that their global norm is at most `max_norm` (0: leaves them); returns the norm
     before.
 
-    A 0-dimensional float32 tensor, equal on all ranks.
+    A 0-dimensional float32 tensor, equal on all ranks. A collective where there are several.
     """
     squares = grad_squares(model)
-    if any(isinstance(p.grad, DTensor) for p in model.parameters()):
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt().to(torch.float32)
     scale_gradients(model, max_norm, norm)
@@ -67,14 +70,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 def grad_squares(model: nn.Module) -> Tensor:
     """This rank's share of the squared global norm of all gradients: 0-dimensional, float64.
 
-    By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once.
+    By hand and not through DTensor: one collective for any mesh. What several ranks hold counts once: a part
+    of a DTensor on its first holder, a plain gradient, which is the same on all ranks, on the first rank.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mine = [on_this_rank(gradient) for gradient in gradients if is_first_holder(gradient)]
+    mine = [on_this_rank(gradient) for gradient in gradients if _counts_here(gradient)]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in mine]
     if not norms:
-        return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+        device = next((parameter.device for parameter in model.parameters()), None)
+        return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).to(torch.float64).square().sum()
+
+
+def _counts_here(gradient: Tensor) -> bool:
+    if isinstance(gradient, DTensor):
+        return is_first_holder(gradient)
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def scale_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import cold
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -90,7 +92,7 @@ def call(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def part(name: str, args: argparse.Namespace, path: Path, minutes: float) -> Any:
         code = PART.format(path=str(path), seconds=seconds[name])
-        return suite.Part([sys.executable, "-c", code], {})
+        return suite.Part(cold.command("-c", code), {})
 
     monkeypatch.setattr(suite, "part", part)
     return suite.Call("call-1", argparse.Namespace(out=tmp_path, work=tmp_path, small=True))
@@ -131,8 +133,8 @@ def test_a_call_that_is_killed_leaves_what_was_finished(tmp_path: Path) -> None:
         "call = suite.Call('call-1', argparse.Namespace(out=folder, work=folder, small=True))\n"
         "call.run('quick', 30); call.run('slow', 600)\n"
     )
-    command = [sys.executable, "-c", code, str(BENCHMARKS), str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
+    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
     path, deadline = tmp_path / "call-1.json", time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
@@ -162,8 +164,8 @@ def test_sigterm_ends_the_part_that_is_on_the_device(tmp_path: Path) -> None:
         "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
         "sys.exit(suite.main())\n"
     )
-    command = [sys.executable, "-c", code, str(BENCHMARKS), str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
+    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
     deadline = time.monotonic() + 60
     try:
         while not (tmp_path / "tests.json").exists() and time.monotonic() < deadline:
@@ -296,7 +298,7 @@ def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHON": sys.executable,
+        "PYTHON": cold.command()[0],
         "LPTUNE_LOGS": "",
     }
     command = ["bash", str(script), "--small", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
@@ -314,7 +316,7 @@ def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_part_that_is_in_no_call_runs_too(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), "--part", "fsdp", "--small"]
+    command = cold.command(str(BENCHMARKS / "gpu_suite.py"), "--part", "fsdp", "--small")
     command += ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)

@@ -4,27 +4,35 @@ import errno
 import fcntl
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
 
 from lptune import checkpoint, distributed, training
-from lptune.checkpoint.files import read_bytes, sha256, write_text
+from lptune.checkpoint import save
+from lptune.checkpoint.files import publish_folder, read_bytes, sha256, write_text
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (
+    MEBI,
     RUN_FILES,
     RUN_FOLDERS,
     CheckpointConfig,
     DataConfig,
+    ExportConfig,
     FinetuneConfig,
     LoggingConfig,
     ModelConfig,
     UserError,
 )
 from lptune.launch import log
+from lptune.linear import Plan
+from tests.helpers.ranks import Ranks
 
 MAKE = {
     "a link": lambda path, victim: path.symlink_to(victim),
@@ -413,6 +421,22 @@ def test_metrics_with_lines_that_no_run_writes_are_set_aside_with_a_line(
     ]
 
 
+def test_metrics_with_a_line_without_an_end_are_set_aside_unread(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    run = checkpoint.RunFolder(tmp_path, world)
+    first = '{"step": 1, "loss": 2.0}\n'
+    run.metrics.write_text(first + '{"step": 2, "eval_loss": 1.0' + 2 * MEBI * "0" + "}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line of it is longer than 1,048,576 bytes"):
+        run.has_evaluation(2)
+    said: list[str] = []
+    run.keep_metrics_until(9, said.append)
+    assert len(said) == 1
+    assert said[0].endswith("old-metrics.jsonl-1: a line of it is longer than 1,048,576 bytes")
+    assert run.metrics.read_text() == first
+    assert not run.has_evaluation(2)
+
+
 def test_only_a_runs_own_leftovers_are_removed(tmp_path: Path, world: distributed.World) -> None:
     folder = tmp_path / "checkpoints"
     for name in (".tmp-step-00000001", ".tmp-removed-step-00000002", ".tmp-Llama", ".tmp-step-by-step"):
@@ -473,3 +497,108 @@ def test_a_run_whose_folder_vanishes_ends_with_one_line_and_makes_no_other(
             with pytest.raises(UserError, match=line):
                 run.write_config(_config(folder))
     assert not any(path.is_file() for path in (tmp_path / "mount").rglob("*"))
+
+
+# ---- several ranks: what the main rank finds, all of them end with
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def _is_exported(rank: int, num_ranks: int, folder: str) -> bool:
+    """Each rank has a view of its own of the folder."""
+    with distributed.session("cpu") as world:
+        return RunFolder(Path(folder, f"seen-by-{rank}"), world).is_exported(4, ExportConfig())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whether_a_run_is_exported_is_what_the_main_rank_sees(
+    tmp_path: Path, ranks: Ranks, world: distributed.World, rank: int
+) -> None:
+    run = RunFolder(tmp_path / f"seen-by-{rank}", world)
+    run.export.mkdir(parents=True)
+    run.write_exported(4, ExportConfig())
+    assert ranks.run(_is_exported, 2, str(tmp_path)) == [rank == 0, rank == 0]
+
+
+def _begin(run: checkpoint.Run) -> None:
+    run.begin(Plan("none"), [])
+
+
+def _moved_away(run: checkpoint.Run) -> None:
+    if run._world.is_main:
+        run.path.rename(run.path.with_name("away"))
+
+
+def _go(case: str, run: checkpoint.Run) -> None:
+    """What fails on the main rank alone."""
+    model = nn.Linear(2, 2)
+    if case == "begin":
+        _moved_away(run)
+        _begin(run)
+    _begin(run)
+    if case == "writer":
+        _moved_away(run)
+        optimizer = training.AdamW(model.parameters())
+        low = SimpleNamespace(state=dict)
+        run.writer(model, optimizer, low, SimpleNamespace(counts=dict))  # type: ignore[arg-type]
+    if case == "export":
+        _moved_away(run)
+        run._newest = Path("step-00000001")
+        with mock.patch("lptune.checkpoint.run.export_hf"):
+            run.export(SimpleNamespace(index=None))  # type: ignore[arg-type]
+    if case == "metrics":
+        if run._world.is_main:
+            run.metrics.unlink()
+            run.metrics.mkdir()
+        run.has_evaluation(1)
+    if case == "retention":
+
+        def publish(partial: Path, final: Path) -> None:
+            publish_folder(partial, final)
+            final.rename(final.with_name("taken"))
+
+        optimizer = training.AdamW(model.parameters())
+        with (
+            mock.patch.object(save, "publish_folder", publish),
+            checkpoint.CheckpointWriter(
+                run.folder.checkpoints, model, optimizer, run._world, CheckpointConfig()
+            ) as writer,
+        ):
+            writer.save(1, {}, wait=True)
+
+
+def _fails(rank: int, num_ranks: int, folder: str, case: str) -> str:
+    with distributed.session("cpu") as world:
+        try:
+            with checkpoint.open_run(_config(Path(folder, "run")), world) as run:
+                _go(case, run)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("open", "run is a file; choose another folder"),
+        ("begin", "run was removed, renamed or unmounted"),
+        ("writer", "run was removed, renamed or unmounted"),
+        ("export", "run was removed, renamed or unmounted"),
+        ("metrics", "metrics.jsonl: is a folder, where a regular file is needed"),
+        ("retention", "step-00000001: is gone, it was removed or renamed while the run was writing"),
+    ],
+)
+def test_what_fails_on_the_main_rank_ends_all_ranks_with_the_same_line(
+    tmp_path: Path, ranks: Ranks, case: str, line: str
+) -> None:
+    if case == "open":
+        (tmp_path / "run").touch()
+    else:
+        (tmp_path / "run").mkdir()
+    first, second = ranks.run(_fails, 2, str(tmp_path), case, timeout_s=120.0)
+    assert line in first
+    assert second == first

@@ -396,6 +396,20 @@ def test_the_best_and_the_even_checkpoints_stay(tmp_path: Path, world: distribut
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in (2, 4, 7)]
 
 
+def test_an_evaluation_that_was_made_up_for_after_the_save_counts_for_the_best(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    run, cfg = Run(folder, world), CheckpointConfig(keep_last=1, keep_best=1)
+    with checkpoint.CheckpointWriter(folder, run.model, run.optimizer, world, cfg, metrics=metrics) as writer:
+        for step, eval_loss in ((1, 3.0), (2, None), (3, 2.0), (4, 2.5)):
+            writer.save(step, {}, eval_loss=eval_loss, wait=True)
+            if step == 2:
+                lines = ['{"step": 1, "eval_loss": 9.0}', '{"step": 2, "eval_loss": 1.0}', "[", '"eval_loss"']
+                metrics.write_text("\n".join([*lines, '{"step": 2, "eval_lo']))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
+
+
 def test_of_a_checkpoint_that_goes_the_files_of_others_stay(
     tmp_path: Path, world: distributed.World, capsys: pytest.CaptureFixture[str]
 ) -> None:

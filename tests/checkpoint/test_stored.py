@@ -3,6 +3,7 @@
 Nothing in lptune/checkpoint knows the states of these optimizers, nor their names.
 """
 
+import gc
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lptune import checkpoint, distributed, training
+from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig, UserError
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
@@ -45,7 +47,7 @@ class Odd(torch.optim.Optimizer):
             "average": torch.zeros_like(parameter),
         }
 
-    def stored(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+    def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
         """All of it."""
         listed = {f"{key}/{name}": t for p, name in names.items() for key, t in self.state[p].items()}
         return listed | {"num_updates": self.num_updates}
@@ -55,7 +57,7 @@ class Odd(torch.optim.Optimizer):
     ) -> dict[str, Tensor]:
         """Likewise; it reads its count itself."""
         self.state.update((parameter, self._new(parameter)) for parameter in names)
-        return self.stored(names)
+        return self.stored(names, num_updates)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -399,3 +401,86 @@ def _beside_fused(rank: int, num_ranks: int) -> None:
 
 def test_state_beside_a_fused_parameter_is_stored_in_the_order_of_its_rows(ranks: Ranks) -> None:
     ranks.run(_beside_fused, 2)
+
+
+# ---- parameters that were frozen for some of the steps
+
+
+def _train_head_or_experts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, trained: str
+) -> None:
+    """Trains the parameters whose names begin with `trained`."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    _train(model, optimizer, first, last)
+
+
+def _freeze_and_resume(rank: int, num_ranks: int, folder: str, name: str, schedule: list[str]) -> None:
+    """Two steps for each entry of `schedule`, saved after each; resumed before the last two steps as well."""
+    with distributed.session("cpu") as world:
+        model, optimizer = _built(name, world)
+        for part, trained in enumerate(schedule):
+            _train_head_or_experts(model, optimizer, 2 * part, 2 * part + 2, trained)
+            save(Path(folder), 2 * part + 2, model, optimizer, world)
+        again, optimizer = _built(name, world)
+        last = 2 * len(schedule) - 2
+        checkpoint.load_state(checkpoint.verify(Path(folder) / f"step-{last:08d}"), again, optimizer)
+        _train_head_or_experts(again, optimizer, last, last + 2, schedule[-1])
+        save(Path(folder) / "resumed", last + 2, again, optimizer, world)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "schedule",
+    [["head", "", ""], ["head", "experts", "head", ""]],
+    ids=["unfrozen later", "in turns"],
+)
+def test_a_parameter_that_was_frozen_resumes_with_its_own_count_of_updates(
+    tmp_path: Path, ranks: Ranks, num_ranks: int, schedule: list[str]
+) -> None:
+    ranks.run(_freeze_and_resume, num_ranks, str(tmp_path), "adamw", schedule)
+    step = f"step-{2 * len(schedule):08d}"
+    _same(stored_tensors(tmp_path / "resumed" / step), stored_tensors(tmp_path / step))
+    counts = {key for key in stored_tensors(tmp_path / step) if key.startswith("step/")}
+    assert counts >= {"step/experts"}
+
+
+def test_counts_that_are_the_runs_are_in_no_file(tmp_path: Path) -> None:
+    with _session() as world:
+        model, optimizer = _built("adamw", world)
+        _train(model, optimizer, 0, 2)
+        path = save(tmp_path, 2, model, optimizer, world)
+        names = {name for name, _ in model.named_parameters()}
+        assert stored_tensors(path).keys() == names | {
+            f"{moment}/{name}" for moment in training.ListsMoments.MOMENTS for name in names
+        }
+        # One more step that was not finite: `step` is 3, and the optimizer has made 2 updates.
+        with checkpoint.CheckpointWriter(tmp_path, model, optimizer, world, CheckpointConfig()) as writer:
+            skipped = writer.save(3, {"num_skipped": 1, "num_skipped_in_a_row": 1}, wait=True)
+        assert stored_tensors(skipped).keys() == stored_tensors(path).keys()
+
+
+# ---- memory of further tensors
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_further_tensors_have_one_copy_while_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    copies = list[int]()
+
+    def count(path: Path, tensors: dict[str, Tensor]) -> None:
+        alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == (3, 77)]
+        copies.append(len({each.data_ptr() for each in alive} - {average.data_ptr()}))
+        save_tensors(path, tensors)
+
+    average = torch.ones(3, 77)
+    with _session() as world:
+        model, optimizer = _built("adamw", world)
+        monkeypatch.setattr("lptune.checkpoint.save.save_tensors", count)
+        with checkpoint.CheckpointWriter(tmp_path, model, optimizer, world, CheckpointConfig()) as writer:
+            path = writer.save(1, {}, {"average": average}, wait=wait)
+            if not wait:
+                average.zero_()
+    assert max(copies) == (0 if wait else 1)  # in the background: the one in host memory
+    assert torch.equal(stored_tensors(path)["average"], torch.ones(3, 77))

@@ -7,14 +7,14 @@ import errno
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lptune.cli import catalog, recipe
 from lptune.config import UserError
-from tests.cli.conftest import Command, Lptune, clean_environment
+from tests.cli.conftest import Command
+from tests.helpers import cold
 
 GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -287,22 +287,16 @@ def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: li
         "try:\n    main(sys.argv[1:])\n"
         "finally:\n    print('HEAVY', sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = cold.run("-c", program, *arguments, folder=tmp_path)
     assert done.returncode == (2 if arguments[-1] in WRONG else 0), done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
     for word in WRONG.get(arguments[-1], ()):
         assert word in done.stderr
 
 
-def test_a_closed_pipe_is_no_traceback(lptune: Lptune, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m lptune cat full_finetune | head -1"
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{' '.join(cold.command('-m', 'lptune'))} cat full_finetune | head -1"
     done = subprocess.run(
-        command, shell=True, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+        command, shell=True, cwd=tmp_path, env=cold.environment(), capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -369,6 +370,21 @@ def test_a_request_count_that_is_not_used_up_is_no_reason_to_give_up(
     monkeypatch.setattr(Hub, "odd", _asks_to_wait(429, "GET", ratelimit='"api";r=90;t=100000'))
     code, _, stderr = here("download", "owner/good")
     assert (code, stderr, slept) == (0, "", [1])
+
+
+@pytest.mark.parametrize("has_bars", [True, False])
+def test_progress_bars_are_after_a_session_as_before(monkeypatch: pytest.MonkeyPatch, has_bars: bool) -> None:
+    from huggingface_hub import utils
+
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
+    before = utils.are_progress_bars_disabled()
+    (utils.enable_progress_bars if has_bars else utils.disable_progress_bars)()
+    try:
+        with hub_requests.session():
+            assert utils.are_progress_bars_disabled()
+        assert utils.are_progress_bars_disabled() != has_bars
+    finally:
+        (utils.disable_progress_bars if before else utils.enable_progress_bars)()
 
 
 def test_the_limits_outlive_a_lost_connection_and_end_with_the_session() -> None:

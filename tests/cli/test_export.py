@@ -17,8 +17,9 @@ from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
 from lptune.cli.export import _push as push_to_hub
 from lptune.config import UserError
-from tests.cli.conftest import Command, Finished, Lptune
+from tests.cli.conftest import Command, Lptune
 from tests.helpers import warm
+from tests.helpers.cold import Finished
 
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 

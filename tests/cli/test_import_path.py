@@ -1,14 +1,13 @@
 """Where a run's modules come from: the same on one rank and on two, by either module name of the command."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lptune.launch import launcher
-from tests.cli.conftest import clean_environment
+from tests.helpers import cold
 
 RECIPE = """
 import os, subprocess, sys
@@ -35,8 +34,8 @@ def test_modules_come_from_beside_the_recipe_and_never_from_the_current_director
             (folder / f"{name}.py").write_text("print('planted')\n", encoding="utf-8")
     (beside / "beside_the_recipe.py").write_text("VALUE = 7\n", encoding="utf-8")
     (beside / "mine.py").write_text(RECIPE, encoding="utf-8")
-    command = [sys.executable, "-m", module, "run", *flags, "../recipes/mine.py", "--config", "quickstart"]
-    done = subprocess.run(command, cwd=here, env=clean_environment(), capture_output=True, text=True)
+    arguments = ("run", *flags, "../recipes/mine.py", "--config", "quickstart")
+    done = cold.run("-m", module, *arguments, folder=here)
     assert (done.returncode, done.stdout) == (0, "7 False  True\n"), done.stderr
 
 

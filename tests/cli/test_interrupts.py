@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lptune.cli import interrupts, new_checkpoint
-from tests.cli.conftest import ROOT, Command, Lptune
+from tests.cli.conftest import Command, Lptune
+from tests.helpers.cold import ROOT
 
 DISTURBED = """\
 import os, signal, time

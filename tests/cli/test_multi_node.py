@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, Command, Finished, clean_environment
-from tests.helpers import warm
+from tests.cli.conftest import Command
+from tests.helpers import cold, warm
+from tests.helpers.cold import ROOT, Finished
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -255,7 +256,7 @@ COMMANDS = {
         'for pid in $pids; do wait "$pid"; code=$?; [ $code -gt $highest ] && highest=$code; done\n'
         "exit $highest"
     ),
-    "lptune": f'exec {sys.executable} -m lptune.cli.main "$@"',
+    "lptune": f'exec {" ".join(cold.command(*cold.LPTUNE))} "$@"',
 }
 
 
@@ -268,7 +269,7 @@ def test_the_slurm_script_saves_before_the_time_limit_requeues_and_resumes(
     for name, text in COMMANDS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(stat.S_IRWXU)
-    environment = clean_environment() | {
+    environment = cold.environment() | {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(free_port() - 20000 + 10000),  # makes that port
         "SLURM_JOB_NODELIST": "any",

@@ -4,7 +4,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lptune.launch.flags import check, parser
-from tests.cli.conftest import Command, Lptune, clean_environment
+from tests.cli.conftest import Command, Lptune
+from tests.helpers import cold
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -129,40 +129,19 @@ def test_a_killed_rank_is_named(lptune: Lptune, toy: list[str]) -> None:
 
 
 def test_plain_torchrun_runs_the_same_command_line(tmp_path: Path, toy: list[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    done = subprocess.run(
-        [*command, "lptune.cli.main", "run", *toy, "output_dir=mistake"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = cold.run(*torchrun, *cold.LPTUNE, "run", *toy, "output_dir=mistake", folder=tmp_path)
     assert "error: rows.jsonl: line 3: not JSON; mend it" in done.stderr
     assert {line.partition(" seed")[0] for line in done.stdout.splitlines()} <= {"rank 0 of 2", "rank 1 of 2"}
 
 
 def start(
-    tmp_path: Path, toy: list[str], what: str, ranks: int = 2, command: list[str] | None = None
-) -> "tuple[subprocess.Popen[str], list[int]]":
+    tmp_path: Path, toy: list[str], what: str, ranks: int = 2, program: tuple[str, ...] = ()
+) -> tuple[cold.Process, list[int]]:
     """A launcher whose ranks are all waiting (each says so in a file), and their process ids."""
-    command = command or [
-        sys.executable,
-        "-m",
-        "lptune.cli.main",
-        "run",
-        f"--nproc-per-node={ranks}",
-        *toy,
-        f"output_dir={what}",
-    ]
-    launcher = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=clean_environment() | {"TMPDIR": str(tmp_path)},  # a killed launcher leaves its folder
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = program or (*cold.LPTUNE, "run", f"--nproc-per-node={ranks}", *toy, f"output_dir={what}")
+    # A killed launcher leaves its folder.
+    launcher = cold.start(*program, folder=tmp_path, variables={"TMPDIR": str(tmp_path)})
     said: list[str] = []
     while said.count("waiting") < ranks:
         assert launcher.poll() is None, launcher.communicate()
@@ -200,17 +179,12 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path, toy: list[str]) -> Non
 
 @linux_only
 def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path, toy: list[str]) -> None:
-    environment = clean_environment() | {"RANK": "0", "WORLD_SIZE": "2", "LPTUNE_LAUNCHER_PID": "1"}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LPTUNE_LAUNCHER_PID": "1"}
     if os.getpid() == 1:
         pytest.skip("this process is the launcher that the test pretends is gone")
-    done = subprocess.run(
-        [sys.executable, "-m", "lptune.cli.main", "run", *toy],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-    )
-    assert (done.returncode, done.stdout) == (2, b"")
-    line = b"error: the launcher that started this rank is gone; unset LPTUNE_LAUNCHER_PID if none did\n"
+    done = cold.run(*cold.LPTUNE, "run", *toy, folder=tmp_path, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    line = "error: the launcher that started this rank is gone; unset LPTUNE_LAUNCHER_PID if none did\n"
     assert done.stderr == line
 
 
@@ -253,7 +227,7 @@ def test_a_signal_after_the_grace_interval_ends_all_ranks_at_once(tmp_path: Path
         "from lptune.launch import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
     )
     main += f"main(['run', '--nproc-per-node=2', *{toy}, 'output_dir=stays'])"
-    launcher, pids = start(tmp_path, toy, "stays", command=[sys.executable, "-c", main])
+    launcher, pids = start(tmp_path, toy, "stays", program=("-c", main))
     launcher.send_signal(signal.SIGINT)
     time.sleep(1.0)
     assert launcher.poll() is None

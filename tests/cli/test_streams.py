@@ -7,12 +7,12 @@ about us it says on stderr, after every command.
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, Finished, clean_environment
+from tests.helpers import cold
+from tests.helpers.cold import Finished
 
 
 def test_loading_a_recipe_imports_neither_the_compiler_nor_triton() -> None:
@@ -22,8 +22,7 @@ def test_loading_a_recipe_imports_neither_the_compiler_nor_triton() -> None:
         "recipe.load_main(Path('recipes/full_finetune.py'))\n"
         "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    done = cold.run("-c", code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -56,8 +55,7 @@ def main(cfg):
         "from pathlib import Path; from lptune.cli import recipe; recipe.load_main(Path('recipe.py'))(None)"
     )
     code += "; raise ValueError" * when.endswith("error")
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    done = cold.run("-c", code, folder=tmp_path)
     assert done.returncode == (1 if when.endswith("error") else 0), done.stderr
     assert done.stdout == "freed\n"
 
@@ -81,8 +79,8 @@ def main(cfg: FinetuneConfig) -> None:
 def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Finished:
     shell = {"no reader": 'sleep 0.2; "$@"; echo $? >code', "full": '"$@" >/dev/full; echo $? >code'}
     shell |= {"closed": '"$@" >&-; echo $? >code', "ascii": '"$@"; echo $? >code'}
-    command = ["bash", "-c", shell[where], "-", sys.executable, "-m", "lptune.cli.main", *arguments]
-    environment = clean_environment() | variables
+    command = ["bash", "-c", shell[where], "-", *cold.command(*cold.LPTUNE, *arguments)]
+    environment = cold.environment() | variables
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -92,7 +90,7 @@ def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Fi
         process.stdout = None
     stdout, stderr = process.communicate(timeout=60)
     code = int((cwd / "code").read_text(encoding="utf-8"))
-    return subprocess.CompletedProcess(command, code, stdout or "", stderr)
+    return Finished(command, code, stdout or "", stderr)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +119,7 @@ def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal
         (["cat", "odd.yaml"], 0, "# \\u202egnp\\x9b2J\n", ""),
         (["run"], 2, "", missing),
     ):
-        command = [sys.executable, "-m", "lptune.cli.main", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+        done = cold.run(*cold.LPTUNE, *arguments, folder=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
 
 
@@ -162,7 +159,7 @@ def test_a_command_that_works_does_so_though_it_cannot_print(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_commands_write_nothing_to_stderr_but_the_line_of_an_error(tmp_path: Path) -> None:
-    environment, python = clean_environment(), sys.executable
+    environment, (python,) = cold.environment(), cold.command()
     if installed := os.environ.get("LPTUNE_TEST_INSTALLED"):
         python = str(Path(installed).absolute())
         del environment["PYTHONPATH"]  # the wheel, not the source beside it

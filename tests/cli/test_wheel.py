@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, clean_environment
+from tests.helpers import cold
+from tests.helpers.cold import ROOT
 
 SOURCES = ("pyproject.toml", "LICENSE", "README.md", "lptune", "recipes", "configs")
 
@@ -24,8 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy / name)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
-    done = subprocess.run(command, cwd=copy, env=clean_environment(), capture_output=True, text=True)
+    done = cold.run("-m", "hatchling", "build", "-t", "wheel", "-d", str(out), folder=copy)
     assert done.returncode == 0, done.stderr
     return next(out.glob("*.whl"))
 
@@ -47,13 +47,13 @@ def test_the_wheel_holds_every_recipe_and_config_and_no_test(wheel: Path) -> Non
 def test_the_installed_wheel_works_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     environment, empty = tmp_path / "environment", tmp_path / "empty"
     empty.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    cold.run("-m", "venv", "--without-pip", str(environment)).check_returncode()
     packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     # The dependencies are those of this interpreter; a .pth file comes after what is installed here.
     outer = [path for path in site.getsitepackages() if Path(path).is_dir()]
     (packages / "dependencies.pth").write_text("\n".join(outer) + "\n")
     zipfile.ZipFile(wheel).extractall(packages)
-    variables = clean_environment()
+    variables = cold.environment()
     del variables["PYTHONPATH"]
 
     def lptune(*arguments: str) -> str:

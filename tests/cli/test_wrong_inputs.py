@@ -23,8 +23,9 @@ import yaml
 from safetensors.torch import load, save_file
 
 from lptune.data.builtin import builtin_rows
-from tests.cli.conftest import Finished, Lptune
+from tests.cli.conftest import Lptune
 from tests.helpers import warm
+from tests.helpers.cold import Finished
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"

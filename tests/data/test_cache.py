@@ -4,7 +4,6 @@ import copy
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -25,6 +24,7 @@ from lptune.data import cache as cache_module
 from lptune.data.cache import cache_folder, cached, in_memory
 from lptune.data.documents import Documents
 from lptune.data.sources import Row
+from tests.helpers import fork_server
 from tests.helpers.chat_templates import CHATML, config
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
@@ -51,7 +51,9 @@ def rows(tmp_path: Path) -> Path:
 def run(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
     def run(tokenizer: Tokenizer = tokenizer, seed: int = 0, **keys: Any) -> Prepared:
         values = {"source": str(rows), "seq_len": 128, "cache": str(tmp_path / "cache"), **keys}
-        return prepare(DataConfig(**values), tokenizer, seed=seed, vocab_size=600)
+        cfg = DataConfig(**values)
+        made = tokenizer.with_chat_template(cfg.chat_template) if cfg.chat_template else tokenizer
+        return prepare(cfg, made, seed=seed, vocab_size=600)
 
     return run
 
@@ -200,8 +202,7 @@ def test_a_damaged_entry_is_made_anew_with_a_note(run: Callable, tmp_path: Path,
 
 
 def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path / "cache", "0" * 32))
-    process.start()
+    process = fork_server.process(_killed, tmp_path / "cache", "0" * 32)
     process.join()
     assert process.exitcode == 9
     (partial,) = entries(tmp_path / "cache")
@@ -214,12 +215,26 @@ def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Pa
 
 def test_what_a_kill_leaves_of_an_entry_is_removed_when_that_entry_is_made(tmp_path: Path) -> None:
     key = "k" * 32
-    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, key))
-    process.start()
+    process = fork_server.process(_killed, tmp_path, key)
     process.join()
     assert len(entries(tmp_path)) == 1
     cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
     assert entries(tmp_path) == [tmp_path / key]
+
+
+def test_what_a_kill_leaves_is_removed_by_a_run_that_finds_its_own_entry(tmp_path: Path) -> None:
+    ours, theirs = "o" * 32, "k" * 32
+    cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
+    process = fork_server.process(_killed, tmp_path, theirs)
+    process.join()
+    assert process.exitcode == 9
+    (tmp_path / f"{'l' * 32}.lock").touch()
+    (tmp_path / f".tmp-{'l' * 32}-0").mkdir()
+    with (tmp_path / f"{'l' * 32}.lock").open("r+") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # of a process that is at it
+        assert len(entries(tmp_path)) == 3
+        cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
+        assert entries(tmp_path) == [tmp_path / f".tmp-{'l' * 32}-0", tmp_path / ours]
 
 
 def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
@@ -252,13 +267,9 @@ def _documents(value: int) -> Documents:
 
 
 def test_of_processes_that_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = fork_server.CONTEXT
     barrier, made, same = context.Barrier(4), context.Value("i", 0), context.Value("i", 0)
-    processes = [
-        context.Process(target=_ask, args=(tmp_path / "cache", barrier, made, same)) for _ in range(4)
-    ]
-    for process in processes:
-        process.start()
+    processes = [fork_server.process(_ask, tmp_path / "cache", barrier, made, same) for _ in range(4)]
     for process in processes:
         process.join(60)
     assert (made.value, same.value) == (1, 4)

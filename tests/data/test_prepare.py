@@ -56,15 +56,6 @@ def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 6
     )
 
 
-def test_a_tokenizer_without_the_configs_chat_template_is_refused(
-    tokenizer_folder: Callable[..., Path], jsonl: Callable
-) -> None:
-    cfg = DataConfig(source=jsonl(PAIRS[0]), seq_len=256, cache="none", chat_template=CHATML)
-    for given_template in (None, "none"):
-        with pytest.raises(ValueError, match=r"load_tokenizer\(folder, cfg.data.chat_template\)"):
-            prepare(cfg, load_tokenizer(tokenizer_folder(), given_template), seed=0, vocab_size=600)
-
-
 def texts(prepared: Prepared, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     """Prompt and answer of each training document, special tokens shown."""
     rows = prepared.train
@@ -496,3 +487,13 @@ def test_a_gemma_conversation_learns_up_to_end_of_turn(jsonl: Callable, tokenize
     say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " a "}]}
     prepared = run(jsonl(say), tokenizer, chat_template=GEMMA)
     assert texts(prepared, tokenizer)[0][1] == "a<end_of_turn>"
+
+
+def test_a_tokenizer_without_the_configs_chat_template_is_refused(
+    tokenizer_folder: Callable[..., Path], jsonl: Callable
+) -> None:
+    cfg = DataConfig(source=jsonl(PAIRS[0]), seq_len=256, cache="none", chat_template=CHATML)
+    folder = tokenizer_folder()
+    for given_template in (None, "none"):
+        with pytest.raises(ValueError, match=r"load_tokenizer\(folder, cfg.data.chat_template\)"):
+            prepare(cfg, load_tokenizer(folder, given_template), seed=0, vocab_size=600)

@@ -114,3 +114,22 @@ def test_rows_pass_one_by_one(tmp_path: Path, name: str, monkeypatch: pytest.Mon
         tracemalloc.stop()
     assert path.stat().st_size > 1_000_000
     assert peak < 16 * text_files.CHUNK_BYTES, "more than a window, what its decoding takes, and a row"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", '{"text": "a"}\n{"text": "' + 200 * "b" + '"}\n', "line 2: is longer than 100 bytes"),
+        ("x.csv", "text\n" + 200 * "b" + "\n", "line 2: is longer than 100 bytes"),
+        ("x.json", '[{"text": "a"}, {"text": "' + 300 * "b", "line 1: a value is longer than 100 characters"),
+        ("x.txt", 200 * "b", "is one text of more than 100 bytes"),
+    ],
+)
+def test_what_has_no_end_is_refused_with_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str
+) -> None:
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 50)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}.* {message}; cut it into rows"):
+        list(read_rows(str(tmp_path / name), BadRows("error")))

@@ -16,7 +16,7 @@ from lptune.config import ParallelConfig
 from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.parallelize import compile_chunk_loss
 from lptune.models import TopKDivergence
-from lptune.models.chunks import in_chunks
+from lptune.models.chunks import Logits, in_chunks
 from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
 from tests.helpers.ranks import Ranks
 from tests.models import test_loss as one_rank
@@ -209,3 +209,60 @@ def test_the_documented_objective_is_that_of_all_words(ranks: Ranks) -> None:
         rtol = (2 * one_rank.log_p_tolerance(V, 30.0) + T * 2**-24) * 2
         torch.testing.assert_close(found.double(), truth.detach(), rtol=rtol, atol=0)
         torch.testing.assert_close(gradient_TV, truth_TV, rtol=rtol, atol=1e-6)
+
+
+class _Whole:
+    """log(Z)**2 of a whole vocabulary."""
+
+    targets: tuple[Tensor, ...] = ()
+
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        return logits.for_each_token(lambda x_tV: x_tV.logsumexp(1).square())
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t.sum()
+
+
+class _Parted(_Whole):
+    """log(Z)**2 of all parts."""
+
+    serves_parts = True
+
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        largest_t = logits.words.largest(logits.for_each_token(lambda x_tv: x_tv.amax(1))).detach()
+        sums_t = logits.for_each_token(lambda x_tv, m_t: (x_tv - m_t[:, None]).exp().sum(1), largest_t)
+        return (logits.words.sum(sums_t).log() + largest_t).square()
+
+
+class _Overwritten(_Parted):
+    """Its `values` are those of a whole vocabulary again."""
+
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        return _Whole.values(self, logits, labels_t)
+
+
+def _own_objectives(rank: int, num_ranks: int) -> list[str]:
+    """The value of each objective, or why it is refused."""
+    cfg = _config(tensor=num_ranks)
+    found = list[str]()
+    with distributed.session("cpu", cfg.parallel) as world:
+        model = _build(world, cfg, _decoder_config("llama3_2", vocab_size=131))
+        tokens_BS = torch.randint(0, 131, (2, 17), generator=torch.Generator().manual_seed(0))
+        for objective in (_Whole(), _Overwritten(), _Parted(), one_rank.documented_objective()):
+            try:
+                value = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:], loss=objective)
+                found.append(f"{value.item():.3f}")
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_an_objective_of_a_whole_vocabulary_is_refused_where_that_is_cut(ranks: Ranks) -> None:
+    whole, overwritten, parted, documented = _own_objectives(0, 1)
+    assert whole == overwritten == parted == documented
+    for refused, also, found, page in ranks.run(_own_objectives, NUM_RANKS):
+        assert refused.startswith("_Whole would see a part of the vocabulary")
+        assert refused.endswith("or train with parallel.tensor=1")
+        assert also.startswith("_Overwritten would see a part")
+        assert float(found) == pytest.approx(float(parted), rel=1e-4)
+        assert float(page) == pytest.approx(float(parted), rel=1e-4)

@@ -3,29 +3,20 @@
 import contextlib
 import io
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from tests.helpers import cold
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_recipe import environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
 def _launched(num_ranks: int, kind: str, tensor: int) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *launcher, f"--nproc-per-node={num_ranks}", str(EXAMPLE), kind, str(tensor)]
-    done = subprocess.run(
-        command,
-        env=environment() | {"GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    arguments = (f"--nproc-per-node={num_ranks}", str(EXAMPLE), kind, str(tensor))
+    done = cold.run(*cold.TORCHRUN, *arguments, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

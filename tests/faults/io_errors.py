@@ -30,6 +30,7 @@ from lptune import checkpoint, distributed
 from lptune.checkpoint.manifest import list_checkpoints, step_folder_name, step_of
 from lptune.config import UserError
 from tests.faults.state import State, many_parts, table
+from tests.helpers import cold
 from tests.helpers.launch import free_port, rank_environment
 
 SHORT_WRITE = -1
@@ -247,16 +248,12 @@ def io_errors(ranks: int, every: int, errors: list[str], within: Path) -> tuple[
     library = compile_shim(within)
     assert library is not None
     port = free_port()
-    command = [sys.executable, "-m", "tests.faults.io_errors", "--worker", str(within), "--every", str(every)]
-    command += ["--errors", *errors]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    worker = ("-m", "tests.faults.io_errors", "--worker", str(within), "--every", str(every), "--errors")
     processes = []
     for rank in range(ranks):
         extra = rank_environment(rank, ranks, port) if ranks > 1 else {}
-        processes.append(
-            subprocess.Popen(command, env=environment | extra, stderr=subprocess.PIPE, text=True)
-        )
+        extra |= {"LD_PRELOAD": str(library)}
+        processes.append(cold.start(*worker, *errors, variables=extra, stdout=None))
     counts, wrong = Counter[str](), []
     for rank, process in enumerate(processes):
         _, said = process.communicate(timeout=1800)

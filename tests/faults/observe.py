@@ -112,7 +112,7 @@ def loaded(
         return
     distributed.reshard(model)
     whole = dict[str, Tensor]()
-    for each in parameters_of(model) + state_of(model, optimizer):
+    for each in parameters_of(model) + state_of(model, optimizer, step):
         full = distributed.full_tensor(dequantized(each.tensor), each.fused_rows)
         whole[each.name] = full.detach().cpu().contiguous().clone()
     if world.is_main:

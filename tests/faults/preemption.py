@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lptune.checkpoint.manifest import list_checkpoints, verify
-from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers import cold
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
 PHASES = ("start-up", "compile", "step", "evaluation", "save")
 TARGETS = ((1, "launcher"), (1, "all"), (2, "launcher"), (2, "all"), (2, "rank 0"), (2, "rank 1"))
@@ -148,24 +149,23 @@ class Run:
     @contextlib.contextmanager
     def _launched(
         self, num_ranks: int, *overrides: str
-    ) -> "Iterator[tuple[subprocess.Popen[str], str, Callable[[], str]]]":
+    ) -> Iterator[tuple[cold.Process, str, Callable[[], str]]]:
         mark = uuid.uuid4().hex
         output = self._folder / f"{mark}.out"
-        command = [sys.executable, "-m", "lptune.cli.main", "run"]
+        command = [*cold.LPTUNE, "run"]
         command += [f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
         command += ["full_finetune", "--config", str(self._config), *overrides]
         # A cold cache: the compiler is at work when the signal comes.
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / mark)} if "compile=block" in overrides else {}
         with (
             output.open("w") as file,
-            subprocess.Popen(
-                command,
-                env=environment() | cache | {_MARK: mark},
-                cwd=self._folder,
+            cold.start(
+                *command,
+                folder=self._folder,
+                variables=cache | {_MARK: mark},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                text=True,
             ) as process,
         ):
             try:
@@ -176,7 +176,7 @@ class Run:
     def _await(
         self,
         case: Case,
-        process: "subprocess.Popen[str]",
+        process: cold.Process,
         mark: str,
         said: Callable[[], str],
         before: int,
@@ -205,7 +205,7 @@ class Run:
             time.sleep(uniform(0, 0.3))
 
 
-def _send(case: Case, process: "subprocess.Popen[str]", mark: str) -> None:
+def _send(case: Case, process: cold.Process, mark: str) -> None:
     pids: Iterable[int] = [process.pid]
     if case.target == "all":
         pids = _processes(mark)

@@ -36,7 +36,7 @@ from tests.faults.runs import (
     uninterrupted,
 )
 from tests.faults.state import table
-from tests.helpers.tiny_recipe import environment
+from tests.helpers import cold
 
 _PRECISION = PRECISIONS["int8_rowcol, rounded stochastically"]
 _MOMENTS = ("start-up", "loading and steps", "saving", "export and end")
@@ -114,9 +114,7 @@ def _launch(
     Returns whether it came to its end before, and what went wrong.
     """
     with (inputs.folder / "output").open("w+", encoding="utf-8") as output:
-        launcher = subprocess.Popen(
-            run, env=environment(), cwd=inputs.folder, stdout=output, stderr=subprocess.STDOUT
-        )
+        launcher = cold.start(*run, folder=inputs.folder, stdout=output, stderr=subprocess.STDOUT)
         metrics = output_dir / "metrics.jsonl"
         before = _last_change_ns(metrics)
         while in_training and launcher.poll() is None and _last_change_ns(metrics) == before:

@@ -13,7 +13,6 @@ import errno
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 from tests.faults.io_errors import Shim, compile_shim
-from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers import cold
+from tests.helpers.cold import Finished
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
@@ -77,24 +78,15 @@ def _worker(within: Path, every: int) -> list[str]:
     return wrong
 
 
-def run_folder_errors(every: int, within: Path) -> subprocess.CompletedProcess[str]:
+def run_folder_errors(every: int, within: Path) -> Finished:
     """The worker, under the shim; it ends with 1 if anything went wrong.
 
     every: only each so-manieth call fails.
     """
     library = compile_shim(within)
     assert library is not None
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.run_folder_errors",
-        "--worker",
-        str(within),
-        "--every",
-        str(every),
-    ]
-    preload = environment() | {"LD_PRELOAD": str(library)}
-    return subprocess.run(command, env=preload, capture_output=True, text=True, timeout=1800)
+    worker = ("-m", "tests.faults.run_folder_errors", "--worker", str(within), "--every", str(every))
+    return cold.run(*worker, timeout_s=1800, LD_PRELOAD=str(library))
 
 
 def main() -> None:

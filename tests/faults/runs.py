@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,12 @@ from typing import Any, NamedTuple
 from lptune.checkpoint.manifest import list_checkpoints, step_of
 from tests.faults import observe
 from tests.faults.state import digests, stored_tensors
-from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers import cold
+from tests.helpers.cold import Finished
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4
-_LPTUNE = [sys.executable, "-m", "lptune.cli.main"]
 _EXACT = ("loss", "grad_norm", "lr", "num_target_tokens")
 
 PRECISIONS = {
@@ -31,23 +30,14 @@ PRECISIONS = {
 }
 
 
-Launch = Callable[[list[str], int, Path, dict[str, str]], subprocess.CompletedProcess[str]]
+Launch = Callable[[list[str], int, Path, dict[str, str]], Finished]
 """`lptune ARGUMENTS` on so many ranks in a folder, with further variables of the environment."""
 
 
-def launch(
-    arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def launch(arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]) -> Finished:
     """As a user does it."""
     flags = [f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [*_LPTUNE, "run", *flags, *arguments],
-        env=environment() | extra,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return cold.run(*cold.LPTUNE, "run", *flags, *arguments, folder=folder, timeout_s=600, **extra)
 
 
 class Inputs(NamedTuple):
@@ -86,8 +76,8 @@ def arguments(inputs: Inputs, output_dir: Path, *overrides: str) -> list[str]:
 
 
 def command(inputs: Inputs, output_dir: Path, ranks: int, *overrides: str) -> list[str]:
-    """`lptune run` on several ranks, for Popen."""
-    return [*_LPTUNE, "run", f"--nproc-per-node={ranks}", *arguments(inputs, output_dir, *overrides)]
+    """`lptune run` on several ranks, for cold.start."""
+    return [*cold.LPTUNE, "run", f"--nproc-per-node={ranks}", *arguments(inputs, output_dir, *overrides)]
 
 
 def run_part(

@@ -46,6 +46,8 @@ def _values(step: int, number: int, shape: tuple[int, ...]) -> Tensor:
 class Scripted(ListsMoments, torch.optim.Optimizer):
     """Its steps write `expected` of the next step into parameters and moments."""
 
+    COUNT = None
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
         self._names = {parameter: name for name, parameter in model.named_parameters()}

@@ -1,7 +1,5 @@
 """Short forms of the scripts in this folder; `make faults` runs the long ones."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +10,14 @@ from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
 from tests.faults.run_folder_errors import run_folder_errors
 from tests.faults.runs import Inputs, prepare
-from tests.helpers import warm
-from tests.helpers.tiny_recipe import ROOT, environment
+from tests.helpers import cold, warm
+from tests.helpers.cold import Finished
 
 
 @pytest.mark.parametrize(("ranks", "trials"), [(1, 16), (2, 4)])
 def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials: int) -> None:
     # In a process of its own: it forks, which one with threads had better not do.
-    command = [sys.executable, "-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}"]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = cold.run("-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} kills" in done.stdout
 
@@ -48,9 +45,7 @@ def test_every_change_of_any_file_of_a_checkpoint_is_noticed(tmp_path: Path) -> 
     assert sum(counts.values()) > 300
 
 
-def _warm(
-    arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _warm(arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]) -> Finished:
     """The same command line where torch is imported already; several ranks as under plain torchrun."""
     return warm.lptune(["run", *arguments], folder=folder, environment=extra, ranks=ranks, timeout_s=120)
 

@@ -1,24 +1,19 @@
 """Ten hostile files are read, and nothing happens."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import ROOT, clean_environment
 from tests.faults.hostile import FILES
+from tests.helpers import cold
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("hostile")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.hostile", str(folder)],
-        cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = cold.run("-m", "tests.faults.hostile", str(folder))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return json.loads((folder / "seen.json").read_text())

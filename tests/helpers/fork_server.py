@@ -17,7 +17,8 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _PRELOADED = "tests.helpers.preloaded"
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Makes what forks share: barriers, values."""
 
 
 def process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> Any:
@@ -26,14 +27,14 @@ def process(target: Callable[..., None], *arguments: Any, daemon: bool = False) 
     `target` is a function at the top of a module, and the arguments can be pickled.
     """
     _start_server()
-    started = _CONTEXT.Process(target=_call, args=(dict(os.environ), target, arguments), daemon=daemon)
+    started = CONTEXT.Process(target=_call, args=(dict(os.environ), target, arguments), daemon=daemon)
     started.start()
     return started
 
 
 def pipe() -> tuple[Connection, Connection]:
     """Two ends; a fork holds only those that it was given."""
-    return _CONTEXT.Pipe()
+    return CONTEXT.Pipe()
 
 
 def _call(environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -52,12 +53,12 @@ def _start_server() -> None:
     """One for all of this process's forks, whichever folder it is in when it needs the first; returns when it
     has imported all, so that no time limit has to allow for it.
     """
-    _CONTEXT.set_forkserver_preload([_PRELOADED])
+    CONTEXT.set_forkserver_preload([_PRELOADED])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), before)))
     try:
         forkserver.ensure_running()
-        first = _CONTEXT.Process(target=_check_preloaded)
+        first = CONTEXT.Process(target=_check_preloaded)
         first.start()
         first.join()
         assert first.exitcode == 0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from lptune.models import PRESETS, Decoder, Documents, build_on_meta, config_from_dict
+from lptune.models import PRESETS, Decoder, DocumentBounds, build_on_meta, config_from_dict
 
 
 def _variant(family: str, **changes: Any) -> dict[str, Any]:
@@ -159,12 +159,14 @@ def summed_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     )
 
 
-def packed(lengths_of_rows: list[list[int]]) -> Documents:
-    """The Documents of rows with documents of these lengths, offsets padded by three."""
+def packed(lengths_of_rows: list[list[int]]) -> DocumentBounds:
+    """The DocumentBounds of rows with documents of these lengths, offsets padded by three."""
     seq_len = sum(lengths_of_rows[0])
     assert all(sum(lengths) == seq_len for lengths in lengths_of_rows)
     positions = [[i for length in lengths for i in range(length)] for lengths in lengths_of_rows]
     index = [[d for d, length in enumerate(lengths) for _ in range(length)] for lengths in lengths_of_rows]
     flat = [length for lengths in lengths_of_rows for length in lengths]
     offsets = [sum(flat[:i]) for i in range(len(flat) + 1)] + [sum(flat)] * 3
-    return Documents(torch.tensor(positions), torch.tensor(index), torch.tensor(offsets, dtype=torch.int32))
+    return DocumentBounds(
+        torch.tensor(positions), torch.tensor(index), torch.tensor(offsets, dtype=torch.int32)
+    )

@@ -14,11 +14,15 @@ error, which closes its connections, so the others fail as well; who has not wit
 any failure the processes are replaced by new ones.
 """
 
+import faulthandler
 import os
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,6 +44,7 @@ class Ranks:
         self.num_ranks = num_ranks
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks = tempfile.TemporaryDirectory(prefix="lptune-ranks-")
 
     def __enter__(self) -> Self:
         return self
@@ -48,6 +53,7 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        self._stacks.cleanup()
 
     def run(
         self, job: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 400.0
@@ -55,7 +61,8 @@ class Ranks:
         """`job(rank, num_ranks, *arguments)` on the first `num_ranks` ranks: what each returned.
 
         `job` is a function at the top of a module, and what it takes and returns can be pickled. Raises
-        RanksFailed with the first error of a rank, or the ranks that were not done after `timeout_s`.
+        RanksFailed with the first error of a rank, or the ranks that were not done after `timeout_s` and
+        where they were.
         """
         assert 1 <= num_ranks <= self.num_ranks
         self._start(num_ranks)
@@ -82,7 +89,8 @@ class Ranks:
     def _start(self, num_ranks: int) -> None:
         while len(self._processes) < num_ranks:
             ours, theirs = fork_server.pipe()
-            process = fork_server.process(_rank_loop, theirs, daemon=True)
+            rank = len(self._processes)
+            process = fork_server.process(_rank_loop, theirs, str(self._stack_file(rank)), daemon=True)
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -105,8 +113,21 @@ class Ranks:
                 else:
                     results[rank] = value
         if waiting:
-            errors.append(f"not done when time was up: ranks {sorted(waiting.values())} of {num_ranks}")
+            late = sorted(waiting.values())
+            errors.append(f"not done when time was up: ranks {late} of {num_ranks}")
+            errors += [f"rank {rank} was at:\n{self._stack(rank)}" for rank in late]
         return results, errors
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._stacks.name, f"rank-{rank}")
+
+    def _stack(self, rank: int) -> str:
+        """What the threads of a rank are doing, the latest call of each first."""
+        process = self._processes[rank]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(0.5)  # it is written by a C handler, whatever the rank waits for
+        return self._stack_file(rank).read_text(encoding="utf-8") or "nothing was written"
 
     def _exit_code(self, rank: int) -> int | None:
         self._processes[rank].join(1.0)
@@ -120,10 +141,16 @@ def run_ranks(num_ranks: int, job: Callable[..., Any], *arguments: Any) -> list[
         return ranks.run(job, num_ranks, *arguments)
 
 
-def _rank_loop(pipe: Connection) -> None:
+def _rank_loop(pipe: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    with open(stack_file, "w", encoding="utf-8") as file:
+        faulthandler.register(signal.SIGUSR2, file)  # lptune takes no SIGUSR2
+        _serve(pipe)
+
+
+def _serve(pipe: Connection) -> None:
     while True:
         try:
             job, rank, num_ranks, port, arguments = pipe.recv()

@@ -41,6 +41,14 @@ def _hang(rank: int, num_ranks: int) -> None:
     time.sleep(60)
 
 
+def test_a_rank_that_is_late_says_where_it_was() -> None:
+    with (
+        Ranks(1) as ranks,
+        pytest.raises(RanksFailed, match=r"(?s)ranks \[0\] of 1.*test_ranks.py.*in _hang"),
+    ):
+        ranks.run(_hang, 1, timeout_s=3.0)
+
+
 def test_a_job_takes_the_first_ranks_and_the_processes_stay(ranks: Ranks) -> None:
     both = ranks.run(_sum, 2, 1.0)
     (one,) = ranks.run(_sum, 1, 5.0)

@@ -1,23 +1,11 @@
 """A checkpoint and a config with which a recipe runs in seconds, for fixtures and for scripts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.helpers import warm
-
-ROOT = Path(__file__).parents[2]
-
-
-def environment() -> dict[str, str]:
-    """One thread per process, so that sums are taken in one order, and nothing of a launcher above us."""
-    dropped = ("LPTUNE_", "TORCHELASTIC_", "PET_")
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ("RANK", "WORLD_SIZE")
-    }
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def make_checkpoint(folder: Path) -> Path:

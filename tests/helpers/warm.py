@@ -1,19 +1,18 @@
 """`lptune` in a process of its own that need not import torch: it is forked off one that has.
 
 Start-up is nine tenths of a command that ends with one line. A test of many such commands runs them here, and
-some as a user does (the `lptune` fixture): command line, streams and exit code are the same.
+some as a user does (tests/helpers/cold.py): command line, streams and exit code are the same.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.cli.conftest import Finished, clean_environment
-from tests.helpers import fork_server
+from tests.helpers import cold, fork_server
+from tests.helpers.cold import Finished
 from tests.helpers.launch import free_port, rank_environment
 
 
@@ -49,12 +48,12 @@ def lptune(
         stdout, stderr = (
             Path(output, str(worst), name).read_text(encoding="utf-8") for name in ("stdout", "stderr")
         )
-        return subprocess.CompletedProcess(arguments, processes[worst].exitcode, stdout, stderr)
+        return Finished(arguments, processes[worst].exitcode, stdout, stderr)
 
 
 def start(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> Any:
     """Starts it, a multiprocessing.Process that writes `stdout` and `stderr` in the folder `output`."""
-    return fork_server.process(_call, arguments, folder, clean_environment() | environment, output)
+    return fork_server.process(_call, arguments, folder, cold.environment() | environment, output)
 
 
 def _call(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
@@ -66,6 +65,8 @@ def _call(arguments: list[str], folder: Path, environment: dict[str, str], outpu
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if "TORCH_LOGS" in environment:  # read at import, which was in another environment
+        torch._logging._init_logs()
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         os.dup2(os.open(output / name, os.O_CREAT | os.O_WRONLY), stream.fileno())
     main(arguments)

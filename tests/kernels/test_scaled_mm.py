@@ -1,10 +1,6 @@
 """The INT8 GEMM op: exact against float64, its fake implementation, its counter."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ from lptune.config import UserError
 from lptune.kernels import layer_handle, record_gemms, scaled_mm
 from lptune.kernels.backend import choose_backend
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
+from tests.helpers import cold
 
 NO_LAYER = layer_handle(-1)
 SHAPES = [(1, 16, 16), (3, 5, 7), (17, 33, 9), (64, 128, 32), (300, 64, 2000)]
@@ -118,8 +115,8 @@ def test_a_cpu_whose_int8_gemm_saturates_gets_an_exact_one(isa: str) -> None:
         "print((out == 127 * 127 * 640).all().item(), (plain == 127 * 127 * 640).all().item(), "
         "choose_backend('int8_gemm', 'cpu'))"
     )
-    env = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = cold.run("-c", code, ONEDNN_MAX_CPU_ISA=isa)
+    done.check_returncode()
     ours_is_exact, plain_is_exact, backend = done.stdout.split()
     assert ours_is_exact == "True"
     # Where the processor or oneDNN does not saturate there is nothing to replace.

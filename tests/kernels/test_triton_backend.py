@@ -1,9 +1,6 @@
 """Which backend a GPU gets, and that a CPU gets no Triton."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch
 from lptune import linear
 from lptune.config import PrecisionConfig, UserError
 from lptune.kernels import choose_backend
+from tests.helpers import cold
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 
@@ -124,6 +122,6 @@ def test_a_run_on_cpu_needs_no_triton() -> None:
         "out = scaled_mm(q, q.t(), s, s.t(), torch.float32, layer_handle(-1), 0)\n"
         "print(out.isfinite().all().item(), 'lptune.kernels.triton' in sys.modules)"
     )
-    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    done = cold.run("-c", code)
+    done.check_returncode()
     assert done.stdout.split() == ["True", "False"]

@@ -5,29 +5,21 @@ one program after the other: it proves the indices, masks and formulas, not the 
 and not the hardware (the same tests, marked gpu).
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import cold
+
 FILES = ["test_triton_quantize.py", "test_triton_gemm.py", "test_triton_blocks.py", "test_triton_dispatch.py"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
 def test_every_kernel_test_passes_in_the_interpreter() -> None:
     # One process for all: 25 s of CPU time where one for each file took 40.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--color=no"]
-    done = subprocess.run(
-        [*command, *(f"tests/kernels/{file}" for file in FILES)],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    pytest_ = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--color=no")
+    files = (f"tests/kernels/{file}" for file in FILES)
+    done = cold.run(*pytest_, *files, timeout_s=1200, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d\d\d passed", done.stdout), done.stdout[-2000:]

@@ -1,8 +1,6 @@
 """What every kind of precision owes the rest of the library, and that nothing else knows kinds by name."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from lptune.linear.autograd import low_precision_linear
 from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard, shard_amaxes
 from lptune.numerics import FORMATS
+from tests.helpers import cold
 
 LIBRARY = Path(linear.__file__).parents[1]
 FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))
@@ -101,7 +100,7 @@ def test_a_kind_without_its_row_of_the_config_is_not_added(monkeypatch: pytest.M
 
 def test_a_kind_that_its_package_does_not_add_fails_the_import_and_says_where() -> None:
     code = "from lptune.config import PRECISION_KINDS as p; p['ghost'] = p['mxfp8']; import lptune.linear"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = cold.run("-c", code)
     expected = "['ghost'], which lptune/linear/kinds/__init__.py does not add"
     assert done.stderr.splitlines()[-1].endswith(expected)
 

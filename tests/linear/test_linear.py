@@ -232,6 +232,45 @@ def test_folded_grad_weight_saves_the_input_in_8_bits() -> None:
     assert [t.dtype for t in saved if t.shape == (T, K)] == [torch.int8]
 
 
+def _saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
+    """Of activations: what autograd saves beside the layer's parameters, each storage once."""
+    own = {p.data_ptr() for p in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.data_ptr() not in own and tensor.dim() == 2:
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), _first_step(layer):
+        layer(x.requires_grad_())
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("kind", "grad_input", "grad_weight", "grad_format"), MODES)
+def test_a_frozen_weight_saves_no_input_and_has_the_same_grad_input(
+    kind: str, grad_input: str, grad_weight: str, grad_format: str, compiled: bool
+) -> None:
+    if compiled and (grad_input, grad_weight) != _default(kind):
+        pytest.skip("each kind is compiled in its default modes")
+    keys = {"grad_input": grad_input, "grad_weight": grad_weight, "grad_format": grad_format}
+    layer, (x, g) = _layer(torch.bfloat16, kind, **keys), _inputs(torch.bfloat16)
+    truth = _run(layer, x, g)
+    size = x.numel() if grad_weight == "folded" else 2 * x.numel()
+    assert _saved_bytes(layer, x.clone()) >= size
+    layer.zero_grad()
+    layer.weight.requires_grad_(False)
+    assert _saved_bytes(layer, x.clone()) == 0
+    x = x.clone().requires_grad_()
+    run = torch.compile(layer) if compiled else layer
+    with _first_step(layer):
+        run(x).backward(g)
+    assert x.grad is not None
+    assert torch.equal(x.grad, truth["grad_input"])
+    assert layer.weight.grad is None
+
+
 LAYOUT_MODES = [
     *(mode for mode in MODES if mode[0] != "int8_weight_only"),
     *(

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from lptune.config import UserError
-from lptune.models import Documents, activate_attention, attention, config_from_dict
+from lptune.models import DocumentBounds, activate_attention, attention, config_from_dict
 from lptune.models.attention import attend, choose_backend, make_visibility
 from lptune.models.documents import Visibility
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
@@ -191,7 +191,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_varlen_accepts_our_call(fake_cuda: None, window: int | None) -> None:
     q = torch.empty(2, 48, 4, 16, device="cuda", dtype=torch.bfloat16)
     k = torch.empty(2, 48, 2, 16, device="cuda", dtype=torch.bfloat16)
-    documents = Documents.single(2, 48, "cuda")
+    documents = DocumentBounds.single(2, 48, "cuda")
     visible = make_visibility("varlen", documents, 2, 48, window, q.device)
     out = attend(q, k, k, visible, scale=0.25, window=window)
     assert out.shape == q.shape
@@ -254,7 +254,7 @@ def test_one_mask_is_made_per_window_and_forward(monkeypatch: pytest.MonkeyPatch
     make = attention.visibility_mask
 
     def counted(
-        documents: Documents | None, seq_len: int, window: int | None, device: torch.device
+        documents: DocumentBounds | None, seq_len: int, window: int | None, device: torch.device
     ) -> Tensor:
         made.append(window)
         return make(documents, seq_len, window, device)
@@ -279,7 +279,7 @@ def test_gpu_backends_equal_the_cpu_in_loss_and_gradients(name: str, dtype: torc
     expected = ours(tokens_BS, documents, labels_BS)
     expected_grads = torch.autograd.grad(expected, list(ours.parameters()))
     ours.cuda().to(dtype)
-    on_gpu = Documents(*(tensor.cuda() for tensor in documents))
+    on_gpu = DocumentBounds(*(tensor.cuda() for tensor in documents))
     loss = ours(tokens_BS.cuda(), on_gpu, labels_BS.cuda())
     # TF32 is off by default. bf16 rounds each of about 20 steps to 2^-8, at random.
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
@@ -295,7 +295,7 @@ def test_compiled_blocks_equal_eager_blocks_on_the_gpu(name: str) -> None:
     ours, _ = twins(CHECKPOINTS[name])
     ours.cuda().bfloat16()
     tokens_BS = random_tokens(4, SEQ_LEN).cuda()
-    documents = Documents(*(tensor.cuda() for tensor in packed(LENGTHS)))
+    documents = DocumentBounds(*(tensor.cuda() for tensor in packed(LENGTHS)))
     expected = ours(tokens_BS, documents)
     for block in ours.model.layers:
         block.compile(fullgraph=True)

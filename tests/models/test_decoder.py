@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lptune.models import PRESETS, Documents, build_on_meta, config_from_dict
+from lptune.models import PRESETS, DocumentBounds, build_on_meta, config_from_dict
 from lptune.models.rope import RopeTable
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
@@ -71,7 +71,7 @@ def test_forward_without_documents_equals_one_document_per_row() -> None:
     for name in ("llama3_2-tiny", "gemma2-tiny", "gemma3-tiny", "phi4-tiny"):
         ours, _ = twins(CHECKPOINTS[name])
         tokens_BS = random_tokens(2, SEQ_LEN)
-        single = ours(tokens_BS, Documents.single(2, SEQ_LEN))
+        single = ours(tokens_BS, DocumentBounds.single(2, SEQ_LEN))
         torch.testing.assert_close(ours(tokens_BS), single, rtol=0, atol=1e-5)
 
 

@@ -1,8 +1,6 @@
 """The presets are the published models, and tiny ones are tiny."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import transformers
 
 from lptune.models import FAMILIES, PRESETS, build_on_meta, config_from_dict, num_parameters
 from lptune.models.config import DecoderConfig
+from tests.helpers import cold
 
 # Totals of the published safetensors (tied weights once).
 PUBLISHED = {
@@ -118,4 +117,4 @@ def test_reading_presets_and_configs_does_not_import_torch() -> None:
         "import sys; from lptune.models.presets import PRESETS; from lptune.models import config_from_dict; "
         "config_from_dict(PRESETS['llama3_2']['1b']); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert cold.run("-c", code).returncode == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from lptune.models import Documents, config_from_dict
+from lptune.models import DocumentBounds, config_from_dict
 from lptune.models.rope import RopeTable, apply_rope, inverse_frequencies
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_tokens, twins
 
@@ -62,7 +62,9 @@ def test_longrope_switches_where_transformers_does(seq_len: int) -> None:
     tokens_BS = random_tokens(1, seq_len)
     expected = theirs(tokens_BS).logits
     torch.testing.assert_close(ours(tokens_BS), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(ours(tokens_BS, Documents.single(1, seq_len)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        ours(tokens_BS, DocumentBounds.single(1, seq_len)), expected, rtol=0, atol=1e-4
+    )
 
 
 def test_tables_are_float32_and_survive_casts_and_moves() -> None:

@@ -1,18 +1,16 @@
 """A tiny checkpoint and the ways to run a recipe on it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import warm
-from tests.helpers.tiny_recipe import environment, make_checkpoint, write_config
+from tests.helpers import cold, warm
+from tests.helpers.cold import Finished
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
-Finished = subprocess.CompletedProcess[str]
 Run = Callable[..., Finished]
 
 
@@ -30,9 +28,8 @@ def tiny_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
-    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` in processes of its own; fails the test
-    on another exit code. They are forked off one that has imported torch, for the import is most of such a
-    run; with variables of the environment, some of which torch reads at import, they start as a user's do.
+    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` in warm processes; fails the test on
+    another exit code. On a GPU `is_cold` starts one as a user does: what has met CUDA cannot be forked.
     """
 
     def call(
@@ -41,15 +38,16 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
         code: int = 0,
         config: Path = tiny_config,
         recipe: str = "full_finetune",
+        is_cold: bool = False,
         **env: str,
     ) -> Finished:
         arguments = [recipe, "--config", str(config), *overrides]
-        if not env:
-            done = warm.lptune(["run", *arguments], folder=tmp_path, ranks=ranks, timeout_s=300)
+        if is_cold:
+            arguments.insert(0, f"--nproc-per-node={ranks}")
+            done = cold.run(*cold.LPTUNE, "run", *arguments, folder=tmp_path, **env)
         else:
-            command = [sys.executable, "-m", "lptune", "run", f"--nproc-per-node={ranks}", *arguments]
-            done = subprocess.run(
-                command, env=environment() | env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            done = warm.lptune(
+                ["run", *arguments], folder=tmp_path, environment=env, ranks=ranks, timeout_s=300
             )
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done

@@ -111,6 +111,15 @@ def test_a_recipe_with_dropout_and_skipped_steps_resumes_bit_for_bit(
         assert checkpoint.verify(path).step == int(path.name[5:])
 
 
+def test_a_save_that_was_due_at_a_skipped_step_is_made_up_for(
+    ranks: Ranks, tmp_path: Path, tiny_config: Path
+) -> None:
+    keys = ["checkpoint.every_steps=3", "checkpoint.keep_last=9", "num_steps=6", "eval_every_steps=0"]
+    ranks.run(_run, 1, _copied(tmp_path, 2, 3), tiny_config, keys)  # steps 3 and 4
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000005", "step-00000006"]
+
+
 def test_what_a_copied_recipe_draws_is_in_its_losses(ranks: Ranks, tmp_path: Path, tiny_config: Path) -> None:
     keys = ["num_steps=1", "eval_every_steps=0"]
     for name, recipe in (("ours", catalog.recipes()["full_finetune"]), ("theirs", _copied(tmp_path, 9))):

@@ -5,8 +5,6 @@ import math
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import warm
-from tests.recipes.conftest import Run, environment, losses, read_metrics
+from tests.helpers import cold, warm
+from tests.recipes.conftest import Run, losses, read_metrics
 
 
 def test_int8_run_leaves_metrics_plan_config_checkpoint_and_export(run_recipe: Run, tmp_path: Path) -> None:
@@ -350,17 +348,11 @@ def test_a_signal_saves_the_step_exits_143_and_leaves_the_evaluation_to_the_resu
     resume: str,
     again: str,
 ) -> None:
-    command = [sys.executable, "-m", "lptune.cli.main", "run", f"--nproc-per-node={ranks}", "full_finetune"]
-    command += ["--config", str(tiny_config), "schedule.kind=constant", "eval_every_steps=1"]
+    command = [*cold.LPTUNE, "run", f"--nproc-per-node={ranks}", "full_finetune"]
+    command += ["--config", str(tiny_config)]
+    command += ["schedule.kind=constant", "eval_every_steps=1", "num_steps=100000", f"resume={resume}"]
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with subprocess.Popen(
-        [*command, "num_steps=100000", f"resume={resume}"],
-        env=environment(),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with cold.start(*command, folder=tmp_path) as process:
         while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 4):
             time.sleep(0.02)
         process.send_signal(number)

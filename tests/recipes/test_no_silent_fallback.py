@@ -28,7 +28,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
     monkeypatch.setattr(linear, "convert", convert_and_plant)
 
 
-# One GEMM is compiled here and all three in tests/linear/test_verify.py: a compilation takes long.
+# One GEMM is compiled here and all three in tests/linear/steps/test_verify.py: a compilation takes long.
 @pytest.mark.parametrize(
     ("gemm", "mode"), [*((gemm, "compile=none") for gemm in GEMMS), ("grad_input", "compile=block")]
 )

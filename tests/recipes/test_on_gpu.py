@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.conftest import Finished, Run, losses, read_metrics
+from tests.helpers.cold import Finished
+from tests.recipes.conftest import Run, losses, read_metrics
 
 DEVICE = os.environ.get("LPTUNE_GPU_TESTS_ON", "cuda")
 pytestmark = [
@@ -34,9 +35,8 @@ def _run(run_recipe: Run, *overrides: str, device: str = DEVICE, **env: str) -> 
     """Compiled blocks in bfloat16, as a user runs them. Tuning takes longer than these runs."""
     emulate = device == "cpu" and any("float8" in override for override in overrides)
     common = (f"device={device}", "compute_dtype=bfloat16", "compile=block", "eval_every_steps=0")
-    return run_recipe(
-        *common, f"precision.emulate={str(emulate).lower()}", *overrides, **({"LPTUNE_AUTOTUNE": "0"} | env)
-    )
+    emulated = f"precision.emulate={str(emulate).lower()}"
+    return run_recipe(*common, emulated, *overrides, is_cold=True, **({"LPTUNE_AUTOTUNE": "0"} | env))
 
 
 def _skip_without_float8(kind: str) -> None:

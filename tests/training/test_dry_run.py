@@ -26,6 +26,7 @@ CASES: dict[int, list[Case]] = {
     2: [
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}),
         ({"kind": "int8_tensorwise"}, {}),
+        ({"kind": "float8_delayed", "emulate": True}, {}),
     ],
     4: [
         ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}),
@@ -79,24 +80,27 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
         low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low)
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
-        documents = models.Documents.single(*tokens_BS.shape)
-        with record_collectives(world.mesh) as counted:
-            with low.step(0, NUM_MICRO_BATCHES):
-                loss_sum = torch.zeros(())
-                for _ in distributed.accumulate(model, range(NUM_MICRO_BATCHES), world, cfg, low):
-                    log.phase("forward")
-                    loss = model(tokens_BS, documents, tokens_BS)
-                    log.phase("backward")
-                    (loss * (world.data_size / tokens_BS.numel())).backward()
-                    loss_sum += loss.detach()
-            gradients = memory.storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
-            log.phase("update")
-            updated = update(loss_sum, tokens_BS.numel())
-        log.phase("end")
+        documents = models.DocumentBounds.single(*tokens_BS.shape)
+        exchanged = []
+        for step in range(2):
+            with record_collectives(world.mesh) as counted:
+                with low.step(step, NUM_MICRO_BATCHES):
+                    loss_sum = torch.zeros(())
+                    for _ in distributed.accumulate(model, range(NUM_MICRO_BATCHES), world, cfg, low):
+                        log.phase("forward" if step == 0 else "later")
+                        loss = model(tokens_BS, documents, tokens_BS)
+                        log.phase("backward" if step == 0 else "later")
+                        (loss * (world.data_size / tokens_BS.numel())).backward()
+                        loss_sum += loss.detach()
+                gradients = memory.storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+                log.phase("update")
+                updated = update(loss_sum, tokens_BS.numel())
+            log.phase("end")
+            exchanged.append(sorted([*each, count] for each, count in counted.items()))
     assert not updated.skipped
     assert all(torch.isfinite(state["exp_avg"].to_local()).all() for state in optimizer.state.values())
     return {
-        "collectives": sorted([*each, count] for each, count in counted.items()),
+        "collectives": exchanged,
         memory.PARAMETERS: memory.storage_bytes(model.parameters()),
         memory.GRADIENTS: gradients,
         memory.OPTIMIZER: memory.storage_bytes(
@@ -112,14 +116,19 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
     for number, (precision, parallel) in enumerate(CASES[num_ranks]):
         data_size = num_ranks // parallel.get("tensor", 1)
         found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
+        steps = (found.first_collectives, found.collectives)
+        in_first, expected = (sorted([*each, count] for each, count in step.items()) for step in steps)
+        assert (in_first != expected) == (precision["kind"] == "float8_delayed")
+        assert ("the first step of a run has no amax history, and" in found.report()) == (
+            in_first != expected
+        )
         assert found.checkpoint_bytes == 12 * found.num_parameters
-        expected = sorted([*each, count] for each, count in found.collectives.items())
         assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
         # The update's: losses and squares of gradients, two float64 of every rank.
         assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
         for rank in range(num_ranks):
             took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
-            assert took["collectives"] == expected, (precision, parallel)
+            assert took["collectives"] == [in_first, expected], (precision, parallel)
             if rank > 0:
                 continue  # the dry run's rank is 0; others may have fewer rows
             for category in (memory.PARAMETERS, memory.OPTIMIZER):

@@ -203,3 +203,14 @@ def test_between_steps_nothing_float_of_a_weights_size_is_alive_but_the_moments(
     assert weight.q_NK.nbytes + weight.scale_N1.nbytes == n * k + 4 * n
     state = [value for value in optimizer.state[model[0].weight].values() if isinstance(value, Tensor)]
     assert sum(t.nbytes for t in state) == 2 * 4 * n * k + 4
+
+
+def test_a_weight_without_a_gradient_keeps_its_count_in_a_skipped_step() -> None:
+    layer = _layer()
+    optimizer = _step(layer, torch.randn(32, 64), OptimizerConfig(lr=1e-3))
+    layer.weight.grad = None  # frozen from here on
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert isinstance(optimizer, training.int8_adamw.Int8AdamW)
+    optimizer.take_back()
+    assert optimizer.state[layer.weight]["num_updates"] == 1

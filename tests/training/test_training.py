@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lptune import training
+from lptune import distributed, training
 from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig, UserError
 
 
@@ -59,6 +59,20 @@ def test_clipping_reports_the_norm_before_and_bounds_the_norm_after() -> None:
     model.weight.grad.fill_(3.0)
     training.clip_grad_norm(model, 0.0)
     assert (model.weight.grad == 3.0).all()
+
+
+def test_without_gradients_the_norm_is_zero_and_without_parameters_to_train_there_is_no_optimizer() -> None:
+    model = nn.Linear(4, 4)
+    assert float(training.clip_grad_norm(model, 1.0)) == 0.0
+    assert float(training.clip_grad_norm(nn.Module(), 1.0)) == 0.0
+    with distributed.session("cpu") as world:
+        before = model.weight.detach().clone()
+        optimizer = training.build_optimizer(model, OptimizerConfig())
+        updated = training.Update(model, optimizer, world, 1.0)(torch.tensor(3.0), 2)
+    assert updated == (1.5, 0.0)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match="no parameter has requires_grad, so there is nothing to train"):
+        training.build_optimizer(model.requires_grad_(False), OptimizerConfig())
 
 
 class _Counter(nn.Module):

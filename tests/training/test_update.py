@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import data, distributed, linear, models, training
@@ -263,6 +263,36 @@ def test_a_fused_optimizer_without_a_sharding_rule_is_refused_where_parameters_a
         fully_shard(model, mesh=world.mesh)
         with pytest.raises(ValueError, match=r"SGD: torch has no sharding rule .*; leave out fused=True"):
             training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
+
+
+def _norms_beside_plain(rank: int, num_ranks: int, is_sharded: bool) -> list[float]:
+    """The norm of 4 x 4 gradients of 3 and a plain vector of 4, by clip_grad_norm and by an update."""
+    with distributed.session("cpu") as world:
+        weight = torch.zeros(4, 4)
+        model = nn.Module()
+        placed = distribute_tensor(weight, world.mesh, [Shard(0)]) if is_sharded else weight
+        model.weight, model.bias = nn.Parameter(placed), nn.Parameter(torch.zeros(4))
+        found = []
+        for clips in (True, False):
+            model.weight.grad, model.bias.grad = torch.full_like(model.weight, 3.0), torch.full((4,), 4.0)
+            if clips:
+                found.append(float(training.clip_grad_norm(model, 0.0)))
+            else:
+                # Two groups: the fused kernel takes no DTensor beside a plain tensor.
+                groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+                optimizer = training.AdamW(groups, fused=True)
+                update = training.Update(model, optimizer, world, 0.0)
+                found.append(update(torch.tensor(1.0), 1).grad_norm)
+        return found
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_gradient_of_a_plain_parameter_counts_once_on_several_ranks(
+    ranks: Ranks, is_sharded: bool
+) -> None:
+    norm = math.sqrt(16 * 9 + 4 * 16)
+    for found in ranks.run(_norms_beside_plain, 2, is_sharded):
+        assert found == pytest.approx([norm, norm])
 
 
 def test_state_that_a_skipped_first_step_makes_is_zero() -> None:

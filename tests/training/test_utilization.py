@@ -18,10 +18,10 @@ GEMMA = models.config_from_dict(models.PRESETS["gemma3"]["tiny"], "test")
 LLAMA = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
 
 
-def _documents(row: list[int]) -> models.Documents:
+def _documents(row: list[int]) -> models.DocumentBounds:
     """One row of documents of these lengths."""
     lengths = torch.tensor(row)
-    return models.Documents(
+    return models.DocumentBounds(
         positions_BS=torch.cat([torch.arange(n) for n in row])[None],
         index_BS=torch.repeat_interleave(torch.arange(len(row)), lengths)[None],
         offsets=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
@@ -50,7 +50,7 @@ def test_with_linear_layers_they_are_what_torch_counts_of_a_step() -> None:
     model = models.build_on_meta(config)
     plan = linear.convert(model, PrecisionConfig(kind="none"))
     tokens_BS = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
-    documents = models.Documents.single(batch, seq_len, "meta")
+    documents = models.DocumentBounds.single(batch, seq_len, "meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens_BS, documents, tokens_BS).backward()
     pairs = seq_len * (seq_len + 1) // 2

@@ -2,8 +2,11 @@
 
 Scales change along the contraction, so the GEMM multiplies each block's part of the sum by the block's scales
 (block_scaled_mm). An outlier then coarsens its own block only. g is quantized twice, in blocks along N for
-grad_input and in blocks along T for grad_weight; one op reads g once and makes both. The file of each kind
-says how it forms the blocks of x and g, and those of W.
+grad_input and in blocks along T for grad_weight; one op reads g once and makes both. x is saved in compute
+dtype, because `output` needs blocks along K and grad_weight needs blocks along T. The file of each kind says
+how it forms the blocks of x and g, and those of W.
+
+Shapes: T tokens, K in_features, N out_features. The M and K of QuantizedBlocks.q_MK are those of any matrix.
 """
 
 from abc import abstractmethod
@@ -27,7 +30,7 @@ class Blockwise(Kind):
 
     @abstractmethod
     def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
-        """Quantizes x or g in blocks of `size` elements along `dim`. transposed: q is column-major."""
+        """Quantizes x or g in blocks of `size` elements along `dim`. transposed: q is stored by columns."""
 
     @abstractmethod
     def quantize_weight(
@@ -39,7 +42,7 @@ class Blockwise(Kind):
     def quantize_gradient(
         self, g_TN: Tensor, fmt: str, *, transposed: bool
     ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-        """Quantizes g in blocks along N, and in blocks along T. transposed: the second q is column-major."""
+        """Quantizes g in blocks along N, and along T. transposed: the second q is stored by columns."""
 
     def forward(
         self,
@@ -76,12 +79,14 @@ class Blockwise(Kind):
         needs_grad_input: bool,
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        (x_TK,) = saved
+        # `transposed` is for operands that are contracted over their rows. If the device wants operands
+        # contiguous along the contraction, their q is stored by columns.
         dtype, size, transposed = g_TN.dtype, self.size, k_major(g_TN.device)
         low_input = needs_grad_input and spec.grad_input != "high"
         low_weight = needs_grad_weight and spec.grad_weight != "high"
         g_rows, g_columns = self._gradient(spec, g_TN, low_input, low_weight, transposed)
         gx_TK, gw_NK = None, None
+        # A GEMM that is needed, but has no quantized g, is `high`.
         if needs_grad_input and g_rows is None:
             gx_TK = g_TN @ self._high_weight(spec, w_NK, dtype)
         elif g_rows is not None:
@@ -90,9 +95,9 @@ class Blockwise(Kind):
                 g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
         if needs_grad_weight and g_columns is None:
-            gw_NK = g_TN.t() @ x_TK
+            gw_NK = g_TN.t() @ saved[0]
         elif g_columns is not None:
-            g, x = g_columns, self.quantize(x_TK, 0, spec.fmt, transposed=transposed)
+            g, x = g_columns, self.quantize(saved[0], 0, spec.fmt, transposed=transposed)
             gw_NK = block_scaled_mm(
                 g.q_MK.t(),
                 x.q_MK,
@@ -109,21 +114,25 @@ class Blockwise(Kind):
     def _gradient(
         self, spec: LinearSpec, g_TN: Tensor, for_input: bool, for_weight: bool, transposed: bool
     ) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
-        """(g in blocks along N, for grad_input; g in blocks along T, for grad_weight); None if not needed."""
+        """(g in blocks along N, for grad_input; g in blocks along T, for grad_weight); None if not wanted."""
         if for_input and for_weight:
             return self.quantize_gradient(g_TN, spec.grad_fmt, transposed=transposed)
         rows = self.quantize(g_TN, 1, spec.grad_fmt) if for_input else None
         return rows, self.quantize(g_TN, 0, spec.grad_fmt, transposed=transposed) if for_weight else None
 
     def _high_weight(self, spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight of a GEMM that is `high`, in `dtype`."""
+        """The weight of a GEMM that is `high`, in `dtype`. If `output` uses the 8-bit weight or FSDP gathers
+        it, these are its dequantized values, so that forward and backward use the same weight.
+        """
         if not spec.high_uses_8_bit_weight:
-            return w_NK
+            return w_NK  # has `dtype`: see Kind.forward
         block = self.weight_scale_block(w_NK.shape[0], w_NK.shape[1])
         return dequantize_blocks(self._weight(spec, w_NK, 1), block, dtype)
 
     def _weight(self, spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
+        """W in 8 bits, for a GEMM that contracts over W's `dim`."""
         if isinstance(w_NK, GatheredWeight):
+            # For any `dim`: only a kind with square blocks gathers W in 8 bits.
             return QuantizedBlocks(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
         return self.quantize_weight(w_NK, dim, spec.fmt, transposed=transposed)
 
@@ -132,6 +141,8 @@ class Blockwise(Kind):
 
     def describe_gather(self, spec: LinearSpec) -> str:
         return f"{spec.fmt} block{self.size}"
+
+    # --- Predicted noise, see Kind: the operands of each low GEMM, with the errors of their rounding.
 
     def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
         block = self.weight_scale_block(w_NK.shape[0], w_NK.shape[1])
@@ -147,7 +158,7 @@ class Blockwise(Kind):
         return self.noisy(spec, g_TN, 0, spec.grad_fmt).t(), self.noisy(spec, x_TK, 0, spec.fmt)
 
     def noisy(self, spec: LinearSpec, tensor: Tensor, dim: int, fmt: str) -> Operand:
-        """x or g with the errors of quantizing it in blocks along `dim`."""
+        """x or g in float64, with the errors of quantizing it in blocks along `dim`."""
         block = (1, self.size) if dim == 1 else (self.size, 1)
         return rounded(tensor, block, fmt, power_of_two=spec.power_of_two)
 

@@ -105,9 +105,8 @@ class Int8WeightOnly(Kind):
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. w_NK: an Int8Weight."""
-        (x_TK,) = saved
         gx_TK = _mm(g_TN, w_NK, False, layer, GRAD_INPUT) if needs_grad_input else None
-        return gx_TK, g_TN.t() @ x_TK if needs_grad_weight else None
+        return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.fmt} weight"

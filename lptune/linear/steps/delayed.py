@@ -60,7 +60,7 @@ class DelayedScaling:
         self._past_L3, self._current_L3 = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         factors = [gradient_factor if operand == "g" else 1.0 for operand in OPERANDS]
         self._factor_3 = torch.tensor(factors, device=device)
-        self._is_open = False
+        self._is_open = self._has_stepped = False
         self._index: dict[int, int] = {}
         # For each layer, whether its weight has a history. The host needs this at a gather, equal on all
         # ranks. None: not read since the history changed.
@@ -98,9 +98,15 @@ class DelayedScaling:
         self._all_reduce_max(amaxes)
         # An amax that is not finite would spoil the scales of the next HISTORY steps.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
+        self._has_stepped = True
         self._before_LH3.copy_(self._history_LH3)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
         self._look_back()
+
+    @property
+    def first_step_agrees(self) -> bool:
+        """Whether a gather without a history takes a collective: where weights are gathered in 8 bits."""
+        return any(layer.spec and layer.spec.gathers_low for layer in self._layers)
 
     def _in_step(self) -> bool:
         return self._is_open
@@ -127,10 +133,12 @@ class DelayedScaling:
     def _read_past(self) -> list[bool]:
         if self._has_past is None:
             has_past_L = self._past_L3[:, WEIGHT] > 0
-            gathers_low = any(layer.spec and layer.spec.gathers_low for layer in self._layers)
-            # Tensors of a dry run have no values. A dry run stands for a step that has a history.
-            known = not gathers_low or isinstance(has_past_L, FakeTensor)
-            self._has_past = [True] * len(self._layers) if known else has_past_L.tolist()
+            gathers_low = self.first_step_agrees
+            if not gathers_low or isinstance(has_past_L, FakeTensor):
+                # Tensors of a dry run have no values. As in a run, the first step leaves a history.
+                self._has_past = [self._has_stepped or not gathers_low] * len(self._layers)
+            else:
+                self._has_past = has_past_L.tolist()
         return self._has_past
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:

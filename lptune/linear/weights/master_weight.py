@@ -1,10 +1,13 @@
 """Weights that FSDP2 gathers in 8 bits: `precision.all_gather: low`.
 
-If a layer multiplies by only one set of 8-bit values of its weight, other ranks need only these values. Each
-rank quantizes its own rows and sends them, which takes half the bytes of bfloat16.
+If the GEMMs of a layer need only one set of 8-bit values of its weight, other ranks need only these values.
+(`mxfp8` and `grad_input=column` need two, along K and along N, and have no 8-bit gather.) Each rank quantizes
+its own rows and sends them, which takes half the bytes of bfloat16.
 
     MasterWeight     the sharded float32 parameter; behaves like an ordinary tensor, except under FSDP
     GatheredWeight   q and scale of the whole weight, for the forward and backward of the layer
+
+Both are RowTensors (row_tensor.py), which explains PARTS, CONTEXT and the methods that both override.
 
     scale per row              computed by the rank that has the row, and sent with the row
     scale per tensor or block  computed from the amax over all ranks (weight_amax.py), not sent
@@ -35,8 +38,8 @@ from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantiz
 
 
 class GatheredWeight(RowTensor):
-    """q and scale of a whole weight. q is a view of the all-gather buffer. Its dtype seems to be the compute
-    dtype. No operation writes to it.
+    """q and scale of a whole weight. q is a view of the all-gather buffer. `dtype` is the compute dtype,
+    which its dequantized values have. An operation that writes is refused.
     """
 
     PARTS = ("q_NK", "scale")
@@ -58,26 +61,28 @@ class GatheredWeight(RowTensor):
 
     @classmethod
     def operation(cls, func: Any) -> Callable[..., Any] | None:
-        """See RowTensor. A gathered weight is never sliced or padded: these operations go to `otherwise`, and
-        return dequantized values.
+        """See RowTensor. A part of a gathered weight would not fit its scales: slices and the like go to
+        `otherwise`, and return dequantized values.
         """
         return super().operation(func) if func not in CUTTING else None
 
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls `func` with dequantized values. Raises RuntimeError if `func` writes to an argument."""
+        """Calls `func` with dequantized values. Raises RuntimeError if `func` writes to any argument."""
         if func._schema.is_mutable:
             raise RuntimeError(f"{func} would change a gathered weight; change the sharded parameter")
 
         def dequantized(weight: GatheredWeight) -> Tensor:
-            return weight.dequantize().view(weight.shape)
+            return weight.dequantize().view(weight.shape)  # it may be a flat view
 
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, dequantized, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
 
 class MasterWeight(GatheredByRows):
-    """Float rows that are quantized for each gather. All other operators act on the float rows."""
+    """Float rows that are quantized for each gather. Operators that RowTensor does not define act on the rows
+    as on any float tensor.
+    """
 
     PARTS = ("rows_NK",)
     CONTEXT = ("number", "spec", "compute_dtype")
@@ -94,24 +99,24 @@ class MasterWeight(GatheredByRows):
         """Calls `func` with the live rows, so optimizers, initializers and loaders write to them."""
 
         def live(weight: MasterWeight) -> Tensor:
-            return weight.rows_NK.view(weight.shape)
+            return weight.rows_NK.view(weight.shape)  # it may be a flat view, which FSDP makes
 
         plain_args, plain_kwargs = tree_map_only(MasterWeight, live, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "MasterWeight":
-        """See RowTensor. The rows get the dtype that the result shows."""
+        """See RowTensor. dtype: also the rows are cast to it, as they are what operators read."""
         return self.rebuilt([function(self.rows_NK).to(dtype or self.dtype)], dtype)
 
     def of_plain(self, value: Tensor) -> "MasterWeight":
-        """A MasterWeight whose rows are `value` itself."""
+        """A MasterWeight whose rows are `value` itself, without a copy."""
         return self.rebuilt([value.detach()], value.dtype)
 
     def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
         """The current rows, rounded to the compute dtype and quantized."""
         shard = self.shard(self.rows_NK.to(self.compute_dtype), mesh)
 
-        def agree(mine_BC: Tensor) -> Tensor:
+        def agree(mine_BC: Tensor) -> Tensor:  # amaxes of B x C scale blocks; kinds with row scales need none
             return whole_amax(self.number, mine_BC, mesh)
 
         return kind_of(self.spec).quantize_shard(self.spec, shard, agree)
@@ -154,15 +159,15 @@ def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype:
     old = linear.weight
     context = {"number": number, "spec": spec, "compute_dtype": compute_dtype}
     # FSDP gathers this rank's part of tensor parallelism, so that part is the whole weight here.
-    whole = old.detach()
-    rows_NK = on_this_rank(whole)
-    local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)
-    master = as_sharded(whole, local)
+    weight = old.detach()
+    rows_NK = on_this_rank(weight)
+    local = MasterWeight(rows_NK, dtype=old.dtype, full_rows=None, size=None, **context)  # as rows_NK has
+    master = as_sharded(weight, local)
     torch.utils.swap_tensors(old, nn.Parameter(master, requires_grad=old.requires_grad))
 
 
 def renumber(weight: Tensor, number: int) -> None:
-    """Sets the layer number of a MasterWeight, or of a DTensor of one."""
+    """Sets the layer number of a MasterWeight, or of a DTensor of one: a copied layer gets its own number."""
     # Not on_this_rank: `to_local` returns a view, which has a number of its own.
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     assert isinstance(local, MasterWeight)
@@ -175,15 +180,15 @@ def is_master(tensor: Tensor) -> bool:
 
 
 def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
-    """Bytes of the gathered buffer of a weight of `shape` (N, K), sharded over `num_ranks` ranks: K per row,
-    plus 16 if rows have scales, including padding rows.
+    """Bytes of the gathered buffer of a weight of `shape` (N, K), sharded over `num_ranks` ranks. Rows of
+    K bytes, with a header if they have their own scales; padding rows count too.
     """
     rows = -(-shape[0] // num_ranks) * num_ranks
     return rows * (kind_of(spec).header_bytes + shape[1])
 
 
 def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
-    """`gather_bytes` of a weight that FSDP shards; of this rank's part of it under tensor parallelism."""
+    """`gather_bytes` of a weight that FSDP shards. Under tensor parallelism FSDP gathers this rank's part."""
     local = weight.to_local()
     rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
     return gather_bytes((rows, local.shape[1]), num_gathering_ranks(weight), spec)
@@ -194,8 +199,8 @@ def num_gathering_ranks(weight: DTensor) -> int:
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     # Only the axis `fsdp` counts: replicas (HSDP) gather separately. A user's mesh may have other axis names;
     # then all axes count over which the weight is not replicated.
-    cut = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    axes = [names.index("fsdp")] if "fsdp" in names else cut
+    sharded = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    axes = [names.index("fsdp")] if "fsdp" in names else sharded
     return math.prod(mesh.size(axis) for axis in axes)
 
 
@@ -211,7 +216,7 @@ def master_like(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor`, float values or a DTensor of rows, as a MasterWeight with the layer number, spec and compute
     dtype of `like`; the inverse of `plain_rows`.
     """
-    model = on_this_rank(like)
-    assert isinstance(model, MasterWeight)
+    pattern = on_this_rank(like)
+    assert isinstance(pattern, MasterWeight)
     local = on_this_rank(tensor)
-    return as_sharded(tensor, model.rebuilt([local], local.dtype))
+    return as_sharded(tensor, pattern.rebuilt([local], local.dtype))

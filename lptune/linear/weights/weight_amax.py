@@ -4,13 +4,14 @@ Row scales need no communication, because FSDP does not divide rows. A scale per
 of all ranks. A scale per 128 x 128 block needs the amaxes of neighbouring ranks, because a shard can end
 inside a block. So ranks must agree on amaxes before they quantize their rows for an 8-bit gather:
 
-    no amax source       a collective at each gather of each weight; always right, often slow
-    PrecomputedScales    one collective after each optimizer step, for all weights (precomputed.py)
-    DelayedScaling       no collective: all ranks know the amaxes of past steps (delayed.py)
+    no amax source       a collective at each gather of each weight; needs nothing else, often slow
+    PrecomputedScales    one collective for all weights, at the first gather after a change (precomputed.py)
+    DelayedScaling       none after the first step: all ranks know the amaxes of past steps (delayed.py)
 
-PrecomputedScales and DelayedScaling are amax sources (kernels/live.py). At every gather, the amax source is
-called with the layer number and the amaxes of this rank's rows. Ranks exchange amaxes, not scales, because
-the quantizers compute both the scale and its inverse from the amax, each rounded once.
+PrecomputedScales and DelayedScaling are amax sources; the registry LIVE has that of each layer
+(kernels/live.py). At every gather, the amax source is called with the layer number and the amaxes of this
+rank's rows. Ranks exchange amaxes, not scales, because the quantizers compute both the scale and its inverse
+from the amax, each rounded once.
 
 Rounding to the compute dtype is monotonic, so the amax of rounded rows is exactly the rounded amax. Float32
 rows need not be cast before they are measured.
@@ -34,7 +35,9 @@ from lptune.numerics import nan_as_inf
 
 
 def weight_changed(number: int) -> None:
-    """Tells the amax source of layer `number` that the weight changed, on all ranks, not by an optimizer."""
+    """Tells the amax source of layer `number`, if it has one, that something other than an optimizer wrote to
+    the weight. All ranks must call it, even if only one wrote.
+    """
     source = _source(number)
     if source is not None:
         source.weight_changed()
@@ -56,14 +59,14 @@ def _source(number: int) -> AmaxSource | None:
 
 def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
     """The elementwise maximum over the ranks of `mesh` (one axis), with inf in place of NaN. A collective."""
-    amax = nan_as_inf(amax)
+    amax = nan_as_inf(amax)  # a new tensor: all_reduce must not write to the caller's
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return amax
 
 
 class Shard(NamedTuple):
-    """Rows [first_row, first_row + M) of a weight."""
+    """Rows [first_row, first_row + M) of a weight: what FSDP gives to this rank."""
 
     rows_MK: Tensor  # any float dtype
     first_row: int
@@ -113,9 +116,9 @@ def _grid(shard: Shard) -> tuple[int, int]:
 
 
 def _measure_blocks(shard: Shard, block: int, amax_BC: Tensor) -> None:
-    (m, k), first = shard.rows_MK.shape, shard.first_row // block
-    above = shard.first_row - first * block
+    (m, k), first_block = shard.rows_MK.shape, shard.first_row // block
+    above = shard.first_row - first_block * block  # rows of the first block that other ranks have
     # The first and the last block are padded with zeros, which do not change an amax.
     filled = F.pad(shard.rows_MK.abs(), (0, -k % block, above, -(above + m) % block))
     tiles = filled.view(filled.shape[0] // block, block, -1, block)
-    amax_BC[first : first + tiles.shape[0]] = tiles.amax((1, 3)).to(shard.compute_dtype)
+    amax_BC[first_block : first_block + tiles.shape[0]] = tiles.amax((1, 3)).to(shard.compute_dtype)

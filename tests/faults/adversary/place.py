@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import ClassVar, NamedTuple
 
 import yaml
 
-from tests.cli.conftest import ROOT, clean_environment
 from tests.faults.adversary import phases
 from tests.faults.adversary.child import CLOSED, NO_READER, Streams, call
-from tests.helpers import fork_server
+from tests.helpers import cold, fork_server
+from tests.helpers.cold import ROOT
 
 SECRET = "s3cr3t-5b1f9e"
 """Content of the victim, and value of the variable TOP_SECRET."""
@@ -111,7 +110,7 @@ class Place:
             stdout=out if streams.stdout == os.devnull else streams.stdout,
             stderr=err if streams.stderr == os.devnull else streams.stderr,
         )
-        variables = clean_environment() | self._environment() | dict(environment or {})
+        variables = cold.environment() | self._environment() | dict(environment or {})
         launch = _Cold if is_cold else _Warm
         process = launch(arguments, str(self.folder), variables, streams)
         if meanwhile is not None:
@@ -162,7 +161,7 @@ class _Cold:
         )
         line = f'exec "$@" {to}'
         self._process = subprocess.Popen(
-            ["bash", "-c", line, "-", sys.executable, "-P", "-m", "lptune", *arguments],
+            ["bash", "-c", line, "-", *cold.command("-P", "-m", "lptune", *arguments)],
             cwd=folder,
             env=environment | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,

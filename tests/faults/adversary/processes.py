@@ -12,12 +12,12 @@ from pathlib import Path
 
 from lptune.checkpoint.manifest import list_checkpoints, verify
 from lptune.config import UserError
-from tests.cli.conftest import ROOT
 from tests.faults.adversary import phases
 from tests.faults.adversary.child import CLOSED, NO_READER, Streams
 from tests.faults.adversary.judge import DONE, EITHER, OWN, REFUSED, Case
 from tests.faults.adversary.phases import PHASES, go_on, has_come
 from tests.faults.adversary.place import Finished, Place
+from tests.helpers.cold import ROOT
 
 _SAID = "said"
 _AFTER_TRAINING = ("before the export", "after the export")
