@@ -82,7 +82,8 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     rows = (like.shape[0], *shape)
     if not isinstance(like, DTensor):
         return torch.zeros(rows, dtype=dtype, device=like.device)
-    if any(not (placement.is_replicate() or placement.is_shard(0)) for placement in like.placements):
+    # Not `is_shard(0)`, which is False for the strided placement of FSDP on rows that tensor parallelism cut.
+    if any(not (placement.is_replicate() or _cuts(placement, 0)) for placement in like.placements):
         raise ValueError(f"placed as {like.placements}, of which not each is by rows")
     local = torch.zeros((like.to_local().shape[0], *shape), dtype=dtype, device=like.device)
     stride = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(rows)))
@@ -135,10 +136,21 @@ def full_tensor(tensor: Tensor, fused_rows: Sequence[int] = ()) -> Tensor:
 
 
 def _num_row_parts(tensor: DTensor, fused_rows: Sequence[int]) -> int:
-    """Into how many parts the mesh axis `tensor` cuts each of the fused matrices; 1 if it does not."""
+    """Into how many parts the mesh axis `tensor` cuts each of the fused matrices; 1 if it does not.
+
+    Raises ValueError if rows are cut on a mesh without that axis: nothing else says which ranks have heads of
+    their own, and a guess would return rows in the wrong order.
+    """
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
-    if not fused_rows or "tensor" not in names or not _cuts(tensor.placements[names.index("tensor")], 0):
+    if not fused_rows or not any(_cuts(placement, 0) for placement in tensor.placements):
+        return 1
+    if "tensor" not in names:
+        raise ValueError(
+            f"fused rows {tuple(fused_rows)} are cut over a mesh with the axes {names or 'without names'}; "
+            "call the axis of tensor parallelism `tensor` (init_device_mesh(…, mesh_dim_names=…))"
+        )
+    if not _cuts(tensor.placements[names.index("tensor")], 0):
         return 1
     # `tensor` may be state of the fused parameter, with the same order of rows, if it has as many rows.
     if sum(fused_rows) != tensor.shape[0]:

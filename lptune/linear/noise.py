@@ -1,11 +1,13 @@
 """Operands of a GEMM with the errors of their rounding. Kinds make them; bounds.py adds up the errors.
 
-    exact(x)                      not rounded
-    rounded(x, block, fmt, …)     quantized with one scale per block of x
-    dequantized(w, …)             quantized, dequantized and rounded to the dtype
+An operand has the values before rounding, and beside them the errors that rounding will add:
 
-All tensors are float64. Rounding adds noise of known variance; for values near zero, it adds a known error
-(lptune/numerics/error.py).
+    exact(x)                      no errors
+    rounded(x, block, fmt, …)     of quantizing x, with one scale per block of x
+    dequantized(w, …)             of quantizing w, dequantizing it and rounding it to w's dtype
+
+x and w have any float dtype; operands are float64. Of most errors only the variance is known: they are noise.
+Values near zero become 0 or the number next to it, so their errors are computed (lptune/numerics/error.py).
 """
 
 from typing import NamedTuple
@@ -24,14 +26,14 @@ from lptune.numerics import (
 
 
 class Operand(NamedTuple):
-    """An operand of a GEMM, as it is multiplied, and the errors of its elements. Equal shapes, float64."""
+    """An operand of a GEMM and the errors of its elements. The three tensors have equal shapes, float64."""
 
     value: Tensor
-    """The exact values, before rounding."""
+    """The values that would be multiplied without rounding; a folded scale is part of them."""
     mean: Tensor
     """The known error of each element."""
     variance: Tensor
-    """The variance of the unknown error of each element."""
+    """The variance of the rest of each element's error, the noise."""
 
     def t(self) -> "Operand":
         """The operand transposed, with its errors."""
@@ -59,30 +61,31 @@ def exact(value: Tensor) -> Operand:
 def rounded(
     tensor_MK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool, stochastic: bool = False
 ) -> Operand:
-    """`tensor` with the errors of quantizing it to `fmt` with one scale per `block` (rows, columns).
+    """`tensor_MK` with the errors of quantizing it to `fmt` with one scale per `block` (rows, columns).
 
     For the 8-bit formats. It takes a value's place between its two neighbours as uniform, which is not so for
     a format of few steps: with 7 the prediction was 0.15 % too low. There, describe the error as known:
-    `exact(tensor).plus(known(dequantized - tensor))`, as tests/linear/test_toy_kind.py does.
+    `exact(tensor_MK).plus(known(dequantized - tensor_MK))`, as tests/linear/test_toy_kind.py does.
     """
     noise = rounding_noise(tensor_MK, block, FORMATS[fmt], power_of_two=power_of_two, stochastic=stochastic)
     return exact(tensor_MK).plus(noise)
 
 
 def dequantized(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Operand:
-    """`w` with the errors of quantizing it, dequantizing it and rounding it to its dtype."""
-    noise = rounded(w_NK, block, fmt, power_of_two=power_of_two)
-    return noise.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
+    """`w_NK` with the errors of quantizing it, dequantizing it and rounding it to its dtype."""
+    operand = rounded(w_NK, block, fmt, power_of_two=power_of_two)
+    return operand.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
 
 
 def cast_error(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Noise:
-    """The error of rounding the dequantized W to W's dtype. It is a known error, not noise, because 8-bit
-    values and scales are computed from this W. It is 0 in bfloat16 if scales are powers of two.
+    """The error of rounding the dequantized W, q * scale, to W's dtype. It is computed from q and scale, not
+    taken as noise: noise is independent, but elements of a block with equal q have equal errors. It is 0 if
+    scales are powers of two: q has at most 7 significant bits, and bfloat16 keeps 8.
     """
     quantized = quantize_blocks(w_NK, block, FORMATS[fmt], power_of_two=power_of_two)
     q_NK, scale_NK = quantized.q_MK, expand_blocks(quantized.scale, block, (w_NK.shape[0], w_NK.shape[1]))
-    exactly = q_NK.to(torch.float64) * scale_NK.to(torch.float64)
-    return known(dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - exactly)
+    product_NK = q_NK.to(torch.float64) * scale_NK.to(torch.float64)
+    return known(dequantize_blocks(quantized, block, w_NK.dtype).to(torch.float64) - product_NK)
 
 
 def known(mean: Tensor) -> Noise:

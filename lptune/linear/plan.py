@@ -14,8 +14,8 @@ PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear layer of a plan. spec: None if it was not converted; `reason` then says why (None where
-    precision.kind is none).
+    """One linear layer of a plan. A layer that was not converted has no spec, and `reason` says why; with
+    `precision.kind: none` no layer has a reason.
     """
 
     name: str
@@ -25,12 +25,13 @@ class LayerPlan:
     all_gather: str = "high"
     reason: str | None = None
     number: int | None = None
-    """The layer number of a converted layer."""
+    """The layer number of a converted layer. precision_plan.json leaves it out: it is of one process."""
 
     def columns(self) -> tuple[str, str, str, str, str]:
         """The cells of the plan table: shape, the three GEMMs, the all-gather."""
         shape = f"{self.out_features} x {self.in_features}"
         gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
+        # mypy does not know that there are three.
         return (shape, *gemms, self.all_gather)  # type: ignore[return-value]
 
 
@@ -48,18 +49,22 @@ class Plan:
 
     def backend(self, device_type: str) -> str | None:
         """The backend of the 8-bit GEMMs on `device_type`, or "emulation"; None without 8-bit GEMMs."""
+        # `convert` gives all layers of a plan the same spec, so the first one speaks for all.
         specs = [layer.spec for layer in self.converted if layer.spec and layer.spec.multiplies_in_8_bits]
         if not specs:
             return None
         if specs[0].emulate:
             return "emulation"
+        # A kind may have several 8-bit GEMMs, as float8_rowwise, and each has a backend.
         return " and ".join(
             sorted({choose_backend(each, device_type) for each in kind_of(specs[0]).operations})
         )
 
     @property
     def gemm_name(self) -> str:
-        """What messages call the counted GEMMs: "8-bit GEMMs" or "GEMMs from 8-bit weights"."""
+        """What messages call the GEMMs of this plan that kernels count (`record_gemms`): "8-bit GEMMs", or
+        "GEMMs from 8-bit weights" if they multiply in compute dtype.
+        """
         eight_bit = all(layer.spec.multiplies_in_8_bits for layer in self.converted if layer.spec)
         return "8-bit GEMMs" if eight_bit else "GEMMs from 8-bit weights"
 
@@ -115,6 +120,7 @@ class Plan:
 
 
 def _group_name(layers: Iterable[LayerPlan]) -> str:
+    """The name of one layer, or of several that differ in their first number: `layers.0-27.mlp.up_proj`."""
     names = [layer.name for layer in layers]
     numbers = [int(match.group(1)) for name in names if (match := re.search(r"\.(\d+)\.", name))]
     if len(names) == 1 or len(numbers) != len(names):

@@ -1,17 +1,19 @@
-"""`int8_weight_only`: W is stored in INT8 by rows, and all three GEMMs run in the compute dtype.
+"""`int8_weight_only`: W is stored in INT8, and all three GEMMs run in the compute dtype.
 
-    output      = x @ (q * s).T     the op dequantizes the weight
-    grad_input  = g @ (q * s)
-    grad_weight = g.T @ x           high; the gradient is an ordinary tensor
+    output      = x @ W.T     W = q * s, rounded to the compute dtype; the op dequantizes it
+    grad_input  = g @ W
+    grad_weight = g.T @ x     high; the gradient is an ordinary tensor
 
-The other kinds keep a float32 master weight and quantize a copy of it in every step. Here q and s are the
-weight: 1 byte per parameter instead of 4, and forward and backward round nothing further.
+The other kinds keep a float32 master weight and quantize a copy of it in every step. Here the weight is q,
+with one scale s per row: 1 byte per parameter instead of 4. x and g are not quantized.
 
-The cost is in the update. AdamW changes a weight by about the learning rate, 1e-5. The rounding step of q is
-about amax / 127, 1e-3, so rounding to nearest would undo every update. The update is therefore rounded
-stochastically: up with a probability equal to the distance from the value below, in units of the step, which
-is right in expectation (training/int8_adamw.py). Its noise is a random walk of single rounding steps. Use
-this kind for models that otherwise do not fit.
+The cost is in the update. AdamW changes a weight by about the learning rate, for example 1e-5. The weights
+that INT8 can store in a row are s = amax / 127 apart, for example 1e-3, so rounding to nearest would undo
+every update. The updated weight lies between two of them and is rounded to one of the two at random, so that
+the mean is right (training/int8_adamw.py). But each update of a single weight has an error of up to s, and
+these errors add up like a random walk. Use this kind for models that otherwise do not fit.
+
+Shapes: T tokens, K in_features, N out_features.
 """
 
 from typing import Any
@@ -32,16 +34,18 @@ class Int8WeightLinear(LowPrecisionLinear):
     """The layer of `int8_weight_only`: its parameter is an Int8Weight, still the same object and name.
 
     The state dict has the dequantized values, which any other layer can load, and the scales
-    (`weight_scale`). Scales cannot be recomputed exactly from the values: the largest value of a row is
-    127 * s, and 127 * s / 127 differs from s for one scale in a hundred. Loading a state dict without scales
-    rounds its values to nearest.
+    (`weight_scale`). With both, loading restores q and s exactly. Without scales, it quantizes the values
+    again, to nearest, and s becomes amax / 127 of the values. This differs from s if the values were rounded
+    to bfloat16, or if stochastic rounding left no 127 in a row (about 2 in a million).
     """
 
     _SCALE = "weight_scale"
 
     @property
     def weight_scale(self) -> Tensor:
-        """The scales, (N, 1) float32. Some tools expect every entry of a state dict to be an attribute."""
+        """The scales, (N, 1) float32. An attribute, because torch's `get_model_state_dict` looks up every
+        name of a state dict as an attribute of the module.
+        """
         return row_scales(self.weight)
 
     def _adopt_weight(self) -> None:
@@ -53,7 +57,7 @@ class Int8WeightLinear(LowPrecisionLinear):
     def release(self) -> None:
         """Undoes `adopt`: the parameter becomes a float tensor with the dequantized values."""
         if isinstance(self.weight, DTensor):
-            super().release()  # raises the UserError for a sharded layer
+            super().release()  # always raises: a UserError for a sharded layer
         weight = nn.Parameter(dequantized(self.weight), requires_grad=self.weight.requires_grad)
         torch.utils.swap_tensors(self.weight, weight)
         super().release()
@@ -64,6 +68,7 @@ class Int8WeightLinear(LowPrecisionLinear):
         destination[prefix + self._SCALE] = self.weight_scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # pop, because strict loading reports each key that names no parameter. state_dict is torch's copy.
         scale_N1, w_NK = state_dict.pop(prefix + self._SCALE, None), state_dict.get(f"{prefix}weight")
         if w_NK is not None and w_NK.shape == self.weight.shape:
             state_dict[f"{prefix}weight"] = quantized(w_NK, scale_N1, self.weight)
@@ -71,15 +76,16 @@ class Int8WeightLinear(LowPrecisionLinear):
 
 
 class Int8WeightOnly(Kind):
-    """INT8 storage of W. All GEMMs multiply by the stored values, so no option and no predicted noise."""
+    """INT8 storage of W. No GEMM has options, or predicted noise, because none quantizes an operand."""
 
     name = "int8_weight_only"
+    # The only values of grad_input, of grad_weight and of the format of g (which is not quantized).
     keys = KindKeys(
         ("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",), stores_low=True
     )
     fmt = "int8"
-    operations = ()
-    row_scales = True
+    operations = ()  # no GEMM in 8 bits
+    row_scales = True  # a gather sends each row with its scale
     layer_class = Int8WeightLinear
 
     def forward(
@@ -129,6 +135,7 @@ class Int8WeightOnly(Kind):
 
 
 def _mm(a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
+    """`a @ w.T` if transposed (a is x, M is K), else `a @ w` (a is g, M is N)."""
     assert isinstance(w_NK, Int8Weight), type(w_NK)
     return weight_only_mm(a_TM, w_NK.q_NK, w_NK.scale_N1, transposed, layer, gemm)
 

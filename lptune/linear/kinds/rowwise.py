@@ -1,23 +1,31 @@
 """The code that kinds with one scale per row or column share: `int8_rowcol`, `float8_rowwise`,
-`float8_rowwise_with_gw_hp`.
+`float8_rowwise_with_gw_hp` (whose grad_weight is always `high`).
 
-    output      = x @ W.T    contracts over K: rows of x, rows of W        one scale per row of each
-    grad_input  = g @ W      contracts over N: rows of g, columns of W
-    grad_weight = g.T @ x    contracts over T: columns of g, columns of x  one scale per column of each
+    output      = x @ W.T    contracts over K: one scale per row of x, and per row of W
+    grad_input  = g @ W      contracts over N: one scale per row of g, and per column of W
+    grad_weight = g.T @ x    contracts over T: one scale per column of g, and per column of x
 
 A scale can be taken out of the sum only if it is constant along the contraction. `output` quantizes W by
 rows, but in `grad_input` these row scales vary along the contraction. They are multiplied into g instead:
 
     g @ (q * s) = (g * s.T) @ q        `folded`
 
-g * s.T is quantized by rows and multiplied by the 8-bit weight of forward, so W is rounded once, not twice.
-This also works under an 8-bit all-gather, where the original weight is not available for quantizing by
-columns. The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, makes it possible to save x in 8
-bits. Outlier channels of x then share a scale with the other channels, so `folded` is an option there and
-`column` is the default (docs/numerics.md).
+g * s.T is quantized by rows and multiplied by the q of `output`, so W is rounded once, not twice. (Backward
+makes or gathers q again: saved copies would keep the unsharded model in memory.) This also works under an
+8-bit all-gather, where the original weight is not available for quantizing by columns.
+
+The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, makes it possible to save x in 8 bits. But
+then a row of x has one scale for all its channels (columns), and one outlier channel makes it coarse for all
+others. So `column` is the default there, and `folded` an option (docs/numerics.md).
 
 `grad_input` needs g quantized by rows and `grad_weight` needs it quantized by columns. With the default
 options one op makes both.
+
+`transposed` operands have the same shape, but are stored column by column: CUDA's 8-bit GEMMs want both
+operands contiguous along the contraction (`k_major`). The ops of lptune.kernels run the GEMMs. The functions
+of lptune.numerics with the same names give the same bits, and are used where errors are predicted.
+
+Shapes: T tokens, K in_features, N out_features.
 """
 
 import torch
@@ -64,7 +72,9 @@ class Rowwise(Kind):
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See Kind. quantized_x: by rows; allowed only if `output` is low and `grad_weight` is folded."""
+        """See Kind. quantized_x: by rows; allowed only if `output` is low and `grad_weight` is folded, since
+        other GEMMs need the values of x_TK, which is a placeholder then.
+        """
         assert quantized_x is None or (spec.output == "low" and spec.grad_weight == "folded")
         fmt, power_of_two = spec.fmt, spec.power_of_two
         saved: tuple[Tensor, ...] = (x_TK,)
@@ -96,6 +106,7 @@ class Rowwise(Kind):
         transposed = k_major(g_TN.device)
         w_rows = None
         if needs_grad_input and spec.grad_input in ("folded", "requantized"):
+            # `folded` multiplies by these rows. `requantized` only dequantizes them, from any layout.
             transposed_w = transposed and spec.grad_input == "folded"
             w_rows = _weight_rows(spec, w_NK, transposed_w)
         multiplier = w_rows.scale_M1.t() if w_rows and spec.grad_input == "folded" else None
@@ -105,6 +116,7 @@ class Rowwise(Kind):
         wants_rows = needs_grad_input and spec.grad_input != "high"
         wants_columns = needs_grad_weight and spec.grad_weight == "column"
         if spec.stochastic:
+            # These ops store row by row; `_grad_weight` makes a transposed copy.
             if wants_rows:
                 g_rows = quantize_rows_stochastic(
                     g_TN, spec.grad_fmt, layer, multiplier_1K=multiplier, power_of_two=spec.power_of_two
@@ -159,6 +171,7 @@ class Rowwise(Kind):
 
     def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
         if spec.grad_input == "folded":
+            # The GEMM multiplies g * s by q = W / s.
             s_N1 = _row_scales(spec, w_NK)
             folded_TN = g_TN.to(torch.float32) * s_N1.t()
             return _gradient_by_row(spec, folded_TN), _by_row(spec, w_NK).times(_inverse(s_N1))
@@ -167,6 +180,7 @@ class Rowwise(Kind):
 
     def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
         if spec.grad_weight == "folded":
+            # The GEMM multiplies g * s by q = x / s.
             s_T1 = _row_scales(spec, x_TK)
             folded_TN = g_TN.to(torch.float32) * s_T1
             return _gradient_by_column(spec, folded_TN).t(), _by_row(spec, x_TK).times(_inverse(s_T1))
@@ -199,9 +213,9 @@ def _grad_input(
     assert g is not None
     if spec.grad_input == "folded":
         assert w_rows is not None
-        q_NK, scale_1K = w_rows.q_MK, None
+        q_NK, scale_1K = w_rows.q_MK, None  # g contains W's scales
     else:
-        # By columns: of the original weight (`column`), or of the dequantized rows (`requantized`).
+        # Quantizes the original weight (`column`) or the dequantized rows (`requantized`) by columns.
         from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
         q_NK, scale_1K = quantize_columns(
             from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
@@ -233,6 +247,7 @@ def _grad_weight(
                 power_of_two=spec.power_of_two,
                 transposed=transposed,
             )
+        # No scale: g contains x's scales.
         xq_TK, x_scale_1K = transposed_copy(xq_TK) if transposed else xq_TK, None
     else:
         xq_TK, x_scale_1K = quantize_columns(
@@ -266,6 +281,7 @@ def _gradient_by_column(spec: LinearSpec, g_TN: Tensor) -> Operand:
 
 
 def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
+    """The scales (M, 1) of x or W quantized by rows."""
     return numerics.quantize_rows(x_MK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
 
 
@@ -277,15 +293,17 @@ def _inverse(scale_M1: Tensor) -> Tensor:
 def _requantized(spec: LinearSpec, w_NK: Tensor) -> Operand:
     """W with the errors of quantizing it by rows, dequantizing it and quantizing it by columns.
 
-    The first rounding is noise. The second is a known error, because the dequantized values lie on a grid.
-    If scales of rows and columns are similar, or all are powers of two, its error is much less than a step.
+    The error of the first rounding is taken as noise. That of the second is computed: dequantized values lie
+    on a grid, so they are not spread evenly between two 8-bit numbers, as noise assumes. If scales of rows
+    and columns are similar, or all are powers of two, the second error is much less than a step.
     """
     fmt, power_of_two = FORMATS[spec.fmt], spec.power_of_two
     rows = dequantize(numerics.quantize_rows(w_NK, fmt, power_of_two=power_of_two), w_NK.dtype)
     again = numerics.quantize_columns(rows, fmt, power_of_two=power_of_two)
     twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
     error = twice - rows.to(torch.float64)
-    # A faulty quantizer must not widen its own bound, so its error is checked against half a step.
+    # The quantizer itself gives this error, and the error widens the bound that tests the quantizer. So that
+    # a faulty quantizer does not pass, its error may be at most half a step, as of rounding to nearest.
     step = quantization_step(rows, (w_NK.shape[0], 1), fmt, power_of_two=power_of_two)
     assert (error.abs() <= step / 2 * (1 + 1e-5)).all(), "the second rounding is off by more than half a step"
     cast = cast_error(w_NK, (1, w_NK.shape[1]), spec.fmt, power_of_two=power_of_two)

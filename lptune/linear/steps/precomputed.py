@@ -3,22 +3,25 @@
 To quantize a weight with one scale, or one scale per block, for an 8-bit gather, a rank needs the amaxes of
 all ranks (weight_amax.py). Weights change once per step, so measuring them once per step is enough:
 
-    scales = PrecomputedScales(model, optimizer)     after fully_shard
+    scales = PrecomputedScales(model, optimizer)     after fully_shard; linear.LowPrecision does this
     ... train ...
 
 The first gather after a change measures all weights, and merges the amaxes in one all-reduce over the ranks
-that share their rows. Later gathers look the amaxes up. Optimizers and loading announce their changes; code
-that writes to weights in another way must call `weights_changed(model)` on all ranks.
+that share their rows. (If parts of the model have different meshes, each mesh has its all-reduce.) Later
+gathers look the amaxes up. Hooks announce the changes of optimizers, and loading announces its own. Code that
+writes to weights in another way must call `linear.weights_changed(model)` on all ranks.
 
-A stale scale is a silent error: it saturates a weight that grew, and coarsens a weight that shrank. The
-version counter of a tensor misses changes by AdamW and by loading. Also, all ranks must make the same
-decision to measure again, or the collective deadlocks. So each gather checks the scale: a rank compares the
-amax of its rows with the amax that it contributed to the scale. If they differ, a change was not announced,
-and that is an error, however the weight was written. The check reads the shard, which quantizing reads
-anyway, and neither ranks nor the host wait for it.
+A stale scale is a silent error: it saturates a weight that grew, and coarsens a weight that shrank. Nothing
+can notice each change and measure again: the version counter of a tensor misses changes by AdamW and by
+loading, and a rank that measures alone deadlocks in the collective. But each gather can check the scale: a
+rank compares the amax of its rows with the amax that it contributed to the scale. If they differ, a change
+was not announced, and that is an error, however the weight was written. The check reads the shard, which
+quantizing reads anyway. It makes no rank wait for another, and no host for its device.
 
 Without PrecomputedScales the results are the same, with one collective per gather. `float8_delayed` needs no
 collective (delayed.py).
+
+Shapes: B x C scale blocks of a weight, 1 x 1 for one scale.
 """
 
 import weakref
@@ -50,18 +53,18 @@ class PrecomputedScales:
             if not isinstance(module, LowPrecisionLinear) or not is_master(module.weight):
                 continue
             kind = kind_of(module.spec)
-            if kind.row_scales or kind.has_history:  # such scales need no collective
-                continue
+            if kind.row_scales or kind.has_history:
+                continue  # no collective: scales are of a rank's own rows, or from past steps
             if not isinstance(module.weight, DTensor):
                 raise UserError(
                     f"make linear.LowPrecision after fully_shard: {name or 'model'} is not sharded"
                 )
             self._weights[module.number] = _Weight(name, module)
-            LIVE[module.number].amax_source = self
+            LIVE[module.number].amax_source = self  # every gather of the layer calls it
         if self._weights:
             for optimizer in optimizers:
-                # Before the step, so that a step that fails half way has announced its changes. After it,
-                # because a closure may have gathered and measured weights during the step.
+                # Before the step: if it fails half way, its changes are announced. After it: a closure may
+                # have gathered weights, and so measured them, before the step changed them.
                 optimizer.register_step_pre_hook(self._stepped)
                 optimizer.register_step_post_hook(self._stepped)
 
@@ -72,7 +75,7 @@ class PrecomputedScales:
         if number not in self._amaxes:
             self._measure(mesh, mine_BC.device)
         then_BC, whole_BC = self._amaxes[number]
-        same = (mine_BC == then_BC) | (mine_BC.isnan() & then_BC.isnan())
+        same = (mine_BC == then_BC) | (mine_BC.isnan() & then_BC.isnan())  # NaN does not equal itself
         # An `if` would make the host wait for the device.
         torch._assert_async(
             same.all(),
@@ -83,7 +86,7 @@ class PrecomputedScales:
         return whole_BC
 
     def weight_changed(self) -> None:
-        """The next gather measures all weights again."""
+        """See AmaxSource. The next gather measures all weights again, not only the one that changed."""
         self._amaxes.clear()
 
     def _stepped(self, *_: Any) -> None:
@@ -99,24 +102,25 @@ class PrecomputedScales:
             if group in weight.device_mesh.get_all_groups()
         }
         mine = shard_amaxes([master.shard(master.rows_NK, mesh) for master in masters.values()])
-        together = torch.cat([amax_BC.flatten() for amax_BC in mine]).to(device)
-        whole = max_over_ranks(together, mesh)
+        flat_mine = torch.cat([amax_BC.flatten() for amax_BC in mine]).to(device)
+        flat_whole = max_over_ranks(flat_mine, mesh)
         sizes = [amax_BC.numel() for amax_BC in mine]
-        parts = zip(masters, mine, together.split(sizes), whole.split(sizes), strict=True)
-        for number, amax_BC, then, now in parts:
-            self._amaxes[number] = then.view(amax_BC.shape), now.view(amax_BC.shape)
+        parts = zip(masters, mine, flat_mine.split(sizes), flat_whole.split(sizes), strict=True)
+        for number, amax_BC, of_mine, of_whole in parts:
+            self._amaxes[number] = of_mine.view(amax_BC.shape), of_whole.view(amax_BC.shape)
 
 
 class _Weight:
-    """Finds the rows of a layer's weight, by weak references, so that the model can be freed."""
+    """Finds the sharded weight of a layer, by weak references, so that the model can be freed."""
 
     def __init__(self, name: str, module: LowPrecisionLinear) -> None:
         self.name = name
         self._module, self._sharded = weakref.ref(module), weakref.ref(module.weight)
 
     def sharded(self) -> DTensor:
-        """The sharded parameter. While a module is gathered (for example after an evaluation), its weight is
-        another tensor; after loading with assign=True, the sharded parameter is a new object.
+        """The sharded parameter. It is looked up each time, because loading with assign=True makes a new one.
+        While the module is gathered (for example after an evaluation), it has another tensor in its place;
+        this method then returns the parameter that it found last.
         """
         module = self._module()
         if module is not None and is_master(module.weight):

@@ -18,7 +18,6 @@ compute dtype and the layer quantizes. Both ways give the same bits, in losses a
 Rows are quantized again for every gather, from the current weight.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,11 +196,13 @@ def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
 def num_gathering_ranks(weight: DTensor) -> int:
     """The number of ranks over which FSDP gathers `weight`."""
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
-    # Only the axis `fsdp` counts: replicas (HSDP) gather separately. A user's mesh may have other axis names;
-    # then all axes count over which the weight is not replicated.
+    # Only the axis `fsdp` counts: replicas (HSDP) gather separately. A user's mesh may have other axis names.
+    # Then the first axis is FSDP's over which the weight is not replicated: FSDP2 wants its axis before that
+    # of tensor parallelism.
+    if "fsdp" in names:
+        return mesh.size(names.index("fsdp"))
     sharded = [axis for axis, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    axes = [names.index("fsdp")] if "fsdp" in names else sharded
-    return math.prod(mesh.size(axis) for axis in axes)
+    return mesh.size(sharded[0]) if sharded else 1
 
 
 def plain_rows(tensor: Tensor) -> Tensor:

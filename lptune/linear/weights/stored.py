@@ -8,7 +8,8 @@ them, but the weight is then not bitwise equal.
     ordinary, MasterWeight    the float values         none                        in place
     Int8Weight                q * scale                int8_scale/NAME: scale      `fill_stored`
 
-The scale cannot be recomputed from the values: 127 * s / 127 differs from s for one scale in a hundred.
+The scale cannot be recomputed from the values: they may be rounded to bfloat16, and after stochastic rounding
+a row may have no 127.
 """
 
 from collections.abc import Mapping
