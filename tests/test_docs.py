@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lptune import models
 from lptune.cli import catalog
 from lptune.config import PRECISION_KINDS, SUFFIXES, FinetuneConfig, key_paths
 from lptune.data import formats
@@ -56,9 +57,17 @@ def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> No
     assert {row[0].strip("`") for row in table("models.md", "`model_type`")} == set(FAMILIES)
     sizes = {row[0].strip("`"): set(quoted(row[1])) for row in table("models.md", "Family | Sizes")}
     listed = {f"{family}/{size}" for family, names in sizes.items() for size in names}
-    assert listed == {name for name in catalog.configs() if "/" in name}
+    configs = {name: path for name, path in catalog.configs().items() if "/" in name}
+    assert listed == {name for name, path in configs.items() if catalog.recipe_of(path) == "full_finetune"}
     assert listed <= {f"{family}/{size}" for family, presets in PRESETS.items() for size in presets}
     assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
+
+
+def test_the_table_of_objectives_is_that_of_the_code() -> None:
+    named = re.findall(r"`models\.(\w+)", "\n".join(row[0] for row in table("models.md", "`loss=`")))
+    ours = {name for name, module in models._LAZY.items() if module == "lptune.models.loss"}
+    assert set(named) == ours - {"IGNORE_INDEX", "Objective"}
+    assert len(named) == len(set(named))
 
 
 def test_the_readme_names_every_kind_of_precision() -> None:

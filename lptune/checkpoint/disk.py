@@ -6,16 +6,15 @@ from lptune.checkpoint.export import plan_files
 from lptune.checkpoint.hf import read_index
 from lptune.config import RunConfig, UserError, size_text
 
-BYTES_PER_PARAMETER = 12
-"""Bytes per parameter in a checkpoint: the weight and both moments of AdamW in float32."""
 _ITEM_BYTES = {"original": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def disk_report(cfg: RunConfig, num_parameters: int, model: Path | None) -> str:
-    """One line on the largest disk usage of a run. model: the base checkpoint, whose tensors give the size of
-    the export; None if it is not on this machine.
+def disk_report(cfg: RunConfig, num_parameters: int, checkpoint: int, model: Path | None) -> str:
+    """One line on the largest disk usage of a run.
+
+    checkpoint: bytes of a checkpoint (`DryRun.checkpoint_bytes`). model: the base checkpoint, whose tensors
+    give the size of the export; None if it is not on this machine.
     """
-    checkpoint = BYTES_PER_PARAMETER * num_parameters
     kept, more = _num_kept(cfg)
     # Old checkpoints are removed after the new one was published.
     at_once = kept + 1 if cfg.num_steps is None else min(kept + 1, cfg.num_steps)

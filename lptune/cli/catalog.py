@@ -7,11 +7,13 @@ name is.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import lptune
-from lptune.config import UserError, check_path, closest, kind_of
+from lptune.config import MEBI, UserError, check_path, closest, kind_of, read_text
 
+DEFAULT_RECIPE = "full_finetune"
 _PACKAGE = Path(lptune.__file__).parent
 
 
@@ -48,8 +50,24 @@ def is_config(name: str) -> bool:
     return name in configs() or ("=" not in name and Path(name).suffix in (".yaml", ".yml"))
 
 
+def recipe_of(config: Path) -> str:
+    """The recipe that a config is for: that of the first `lptune run RECIPE --config …` in its comments, if
+    this installation has it; else full_finetune.
+    """
+    try:
+        text = read_text(config, 4 * MEBI)
+    except (OSError, ValueError):  # reported where the config is loaded
+        return DEFAULT_RECIPE
+    found = re.search(r"^#.*\blptune run (?:.* )?(\w+) --config ", text, re.MULTILINE)
+    return found[1] if found and found[1] in recipes() else DEFAULT_RECIPE
+
+
 def find_any(name: str) -> Path:
     """The file of a recipe or config, given by name."""
+    if name in configs() and name in recipes():
+        raise UserError(
+            f"{name}: is a recipe and a config; give the path: {recipes()[name]} or {configs()[name]}"
+        )
     return _find("recipe or config", name, {**configs(), **recipes()}, ".py")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import RunConfig, UserError, check_batches, closest, key_paths, load_config
+from lptune.config import RunConfig, UserError, check_batches, closest, key_paths
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def plan(
     if device_name is not None:
         named_device(device_name)
     named = bool(arguments) and "=" not in arguments[0]
-    recipe_path = catalog.find_recipe(arguments[0] if named else "full_finetune")
     path = catalog.find_config(config_name)
+    recipe_path = catalog.find_recipe(arguments[0] if named else catalog.recipe_of(path))
     cls = recipe.config_class(recipe_path)
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
-    cfg = load_config(cls, path, [*no_data, *arguments[named:]])
+    cfg = recipe.load(recipe_path, path, [*no_data, *arguments[named:]])
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is not a RunConfig")
 
@@ -73,7 +73,7 @@ def plan(
     device = None if cfg.device == "cpu" else _device(device_name)
     found = dry_run(cfg, model_config, world_size, device)
     click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
-    click.echo(disk_report(cfg, found.num_parameters, folder))
+    click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
         return
     click.echo(verdict(found, device))

@@ -12,13 +12,13 @@ import gc
 import importlib.util
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lptune.config
-from lptune.cli import import_path
-from lptune.config import MEBI, UserError, read_text
+from lptune.cli import catalog, import_path
+from lptune.config import MEBI, UnknownKeyError, UserError, key_paths, load_config, read_text
 
 MAX_CHARS = 4 * MEBI  # far above any recipe or config
 
@@ -35,6 +35,22 @@ def config_class(path: Path) -> type[Any]:
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
         raise UserError(f"{path}: the annotation {name!r} of main's first parameter is not a config class")
     return hint
+
+
+def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
+    """The config of the recipe at `path`: `load_config`, but for a key of another recipe the error names the
+    recipe that has it.
+    """
+    try:
+        return load_config(config_class(path), config, overrides)
+    except UnknownKeyError as error:
+        for name, other in catalog.recipes().items():
+            if other != path and error.key in key_paths(config_class(other)):
+                raise UserError(
+                    f"{error.where}: {path.stem} has no key {error.key!r}, and the recipe {name} has it; "
+                    f"name the recipe: {name} --config {config}"
+                ) from None
+        raise
 
 
 def load_main(path: Path) -> Callable[[Any], object]:

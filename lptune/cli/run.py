@@ -11,7 +11,7 @@ import re
 import click
 
 from lptune.cli import catalog, preflight, recipe
-from lptune.config import RunConfig, UserError, check_given_files_stay, closest, load_config
+from lptune.config import RunConfig, UserError, check_given_files_stay, closest
 from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
@@ -46,15 +46,14 @@ def run(
         _check_count(name, value)
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
-    cls = recipe.config_class(recipe_path)
     if rank.is_rank():
         if torchrun_flags or any(counts.values()):
             raise UserError(
                 "run: this process is a rank already (RANK is set); leave torchrun's flags to its launcher"
             )
-        rank.as_rank(lambda: recipe.load_main(recipe_path)(load_config(cls, config_path, overrides)))
+        rank.as_rank(lambda: recipe.load_main(recipe_path)(recipe.load(recipe_path, config_path, overrides)))
         return
-    cfg = load_config(cls, config_path, overrides)
+    cfg = recipe.load(recipe_path, config_path, overrides)
     if isinstance(cfg, RunConfig):
         check_given_files_stay(cfg, (config_path, recipe_path))
     if isinstance(cfg, RunConfig) and recipe_path in catalog.recipes().values():
@@ -73,12 +72,12 @@ def run(
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:
     """A message with the right command if a config stands in the place of RECIPE or --config is missing."""
     name, *others = positional
-    if catalog.is_config(name):
+    if name not in catalog.recipes() and catalog.is_config(name):
         config = config_name or name
         return f"run: {name} is a config, and RECIPE comes first: lptune run full_finetune --config {config}"
     if config_name is not None:
         return ""
-    given = next((word for word in others if catalog.is_config(word)), None)
+    given = next((word for word in (*others, name) if catalog.is_config(word)), None)
     if given is not None:
         return f"run: {given} is a config: lptune run {name} --config {given}"
     return f"run: --config is required: lptune run {name} --config CONFIG; `lptune ls` shows what there is"

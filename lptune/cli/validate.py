@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import UserError, data_files, entries, key_paths, load_config
+from lptune.config import UserError, data_files, entries, key_paths
 
 
 @click.command()
@@ -18,7 +18,10 @@ from lptune.config import UserError, data_files, entries, key_paths, load_config
     help="CONFIG, as for `lptune run`; RECIPE may then stand first.",
 )
 @click.option(
-    "--recipe", "recipe_name", metavar="RECIPE", help="Recipe the config is for.  [default: full_finetune]"
+    "--recipe",
+    "recipe_name",
+    metavar="RECIPE",
+    help="Recipe the config is for.  [default: that of its first comment, or full_finetune]",
 )
 def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: str | None) -> None:
     """Check CONFIG (a name or a path) and its overrides against what the recipe accepts.
@@ -34,10 +37,11 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
         config_name = names.pop()
     if names and recipe_name:
         raise UserError(f"validate: two recipes given, {names[0]} and {recipe_name}; leave one out")
-    recipe_name = names[0] if names else recipe_name or "full_finetune"
     path = catalog.find_config(config_name)
-    cls = recipe.config_class(catalog.find_recipe(recipe_name))
-    cfg = load_config(cls, path, overrides)
+    recipe_name = names[0] if names else recipe_name or catalog.recipe_of(path)
+    recipe_path = catalog.find_recipe(recipe_name)
+    cfg = recipe.load(recipe_path, path, overrides)
+    cls = type(cfg)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
     for key in key_paths(cls):
         for name in _missing(key, _value(cfg, key)):

@@ -4,6 +4,7 @@ from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
     DivergedError,
+    UnknownKeyError,
     UserError,
     closest,
     no_8_bit_gemm_error,
@@ -77,6 +78,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "UnknownKeyError",
     "UserError",
     "as_written",
     "check_batches",

@@ -20,6 +20,14 @@ class UserError(ValueError):
         super().__init__(printable(" ".join(message.split())))
 
 
+class UnknownKeyError(UserError):
+    """A config has a key that the recipe does not have."""
+
+    def __init__(self, where: str, key: str, hint: str) -> None:
+        super().__init__(f"{where}: unknown key {key!r}{hint}")
+        self.where, self.key = where, key
+
+
 def no_gpu_error(why: str) -> UserError:
     """The error for `device=cuda` without a GPU. why: what was asked, and that it has no GPU."""
     return UserError(f"device: cuda was asked for, but {why}; set device=cpu or auto")

@@ -27,7 +27,7 @@ from lptune.config.environment import (
     masked,
     reads_environment,
 )
-from lptune.config.errors import UserError, closest
+from lptune.config.errors import UnknownKeyError, UserError, closest
 from lptune.config.text import read_text
 
 T = TypeVar("T")
@@ -281,7 +281,7 @@ def _check_keys(cls: type, values: DictConfig, where: str) -> None:
             hint = f" (did you mean {everywhere[key]!r}?)"
         elif not hint:
             hint = closest(key, known).replace("'", f"'{prefix}", 1)
-        raise UserError(f"{where}: unknown key {prefix + key!r}{hint or '; known: ' + ', '.join(known)}")
+        raise UnknownKeyError(where, prefix + key, hint or "; known: " + ", ".join(known))
 
 
 def _unknown_keys(cls: type, values: DictConfig, prefix: str) -> Iterator[tuple[str, str, type]]:

@@ -208,7 +208,7 @@ class CheckpointConfig:
     a signal saves in any case)."""
     async_save: bool = True
     """Write and hash in the background while training goes on. Takes host memory for a copy of this rank's
-    part: 12 bytes per parameter."""
+    part: with AdamW, 12 bytes per parameter."""
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_every: int = 0

@@ -39,8 +39,8 @@ class Device:
     """The source of the figures, with the figures as printed there."""
 
     def peak(self, fmt: str) -> float | None:
-        """The peak for `fmt`: `bf16`, `int8` or a float8 format."""
-        return {"bf16": self.bf16, "int8": self.int8}.get(fmt, self.float8)
+        """The peak for `fmt`: `bf16`, `int8`, `e4m3` or `e5m2`. Raises KeyError for any other."""
+        return {"bf16": self.bf16, "int8": self.int8, "e4m3": self.float8, "e5m2": self.float8}[fmt]
 
 
 def _device(

@@ -96,6 +96,28 @@ class Logits:
         found: Tensor = _ByBlocks.apply(self._raw_tv, self._finish, function, *tensors)  # type: ignore[no-untyped-call]
         return found
 
+    def log_normalizer(self) -> Tensor:
+        """(t,) log of the sum of exp(logits) over all words, on a cut vocabulary those of all parts.
+        Differentiable: the gradient of a part's logits is their softmax.
+        """
+        if self.words.is_all:
+            return self.for_each_token(_log_sum)
+        with torch.no_grad():
+            largest_t = self.words.largest(self.for_each_token(_largest))
+        return self.words.sum(self.for_each_token(_sum_of_exp, largest_t)).log() + largest_t
+
+
+def _log_sum(x_bV: Tensor) -> Tensor:
+    return x_bV.logsumexp(1)
+
+
+def _largest(x_bv: Tensor) -> Tensor:
+    return x_bv.amax(1)
+
+
+def _sum_of_exp(x_bv: Tensor, largest_b: Tensor) -> Tensor:
+    return (x_bv - largest_b[:, None]).exp().sum(1)
+
 
 class _ByBlocks(torch.autograd.Function):
     @staticmethod

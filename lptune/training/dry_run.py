@@ -34,6 +34,7 @@ from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.training import memory
+from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
 from lptune.training.update import Update
 
@@ -51,6 +52,8 @@ class DryRun:
     device_type: str
     attention: str
     num_parameters: int
+    checkpoint_bytes: int
+    """Bytes of a checkpoint, over all ranks: float32 weights and what the optimizer lists."""
     num_micro_batches: int
     """Number of micro-batches per rank and step."""
     tokens_per_step: int
@@ -171,7 +174,9 @@ def dry_run(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
-            first, collectives, resting = run_steps(model, plan, world, eager, num_micro_batches, log)
+            first, collectives, resting, state_bytes = run_steps(
+                model, plan, world, eager, num_micro_batches, log
+            )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
             if offloads:
@@ -183,6 +188,7 @@ def dry_run(
                 device_type=device_type,
                 attention=backend,
                 num_parameters=num_parameters,
+                checkpoint_bytes=4 * num_parameters + state_bytes,
                 num_micro_batches=num_micro_batches,
                 tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
                 attention_flops=models.attention_flops(model_config, [cfg.data.seq_len]) / cfg.data.seq_len,
@@ -203,12 +209,12 @@ def run_steps(
     cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
-) -> tuple[Collectives, Collectives, Counter[str]]:
+) -> tuple[Collectives, Collectives, Counter[str], int]:
     """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`; and the
     second, where that exchanges something else.
 
-    Returns the collectives of the first and of later steps, of all `num_micro_batches` and of the update, and
-    bytes by category at the end.
+    Returns the collectives of the first and of later steps, of all `num_micro_batches` and of the update,
+    bytes by category at the end, and the bytes of the optimizer's state in a checkpoint, over all ranks.
     """
     log.phase("start")
     distributed.materialize(model, world, cfg)
@@ -239,7 +245,9 @@ def run_steps(
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
-    return totals[0], totals[-1], log.at_end()
+    assert isinstance(optimizer, ListsMoments)
+    moments = (state[moment] for state in optimizer.state.values() for moment in optimizer.MOMENTS)
+    return totals[0], totals[-1], log.at_end(), sum(each.numel() * each.element_size() for each in moments)
 
 
 @contextmanager

@@ -43,6 +43,8 @@ _CPU_CHUNK, _GPU_CHUNK = 2**18, 2**23
 class Int8AdamW(ListsMoments, torch.optim.Optimizer):
     """torch.optim.AdamW over plain parameters and Int8Weights alike, sharded or not."""
 
+    SKIPS_BY_FOUND_INF = True
+
     def __init__(
         self, groups: list[dict[str, Any]], names: Mapping[nn.Parameter, str], seed: int, **options: Any
     ) -> None:

@@ -14,6 +14,14 @@ optimizer derives from the class and says which keys:
     class Momentum(ListsMoments, torch.optim.SGD):
         MOMENTS, COUNT = ("momentum_buffer",), None
 
+    optimizer = Momentum(model.parameters(), lr=cfg.optimizer.lr, momentum=0.9)
+
+`training.Update` skips the update of a step that is not finite. This optimizer cannot skip by itself, so the
+host waits for the loss and the gradient norm before it calls step(). An optimizer that can skip says
+`SKIPS_BY_FOUND_INF = True`: then `Update` sets its attribute `found_inf`, a 0-dimensional float32 tensor on
+the device of the parameters, before each step() and deletes it afterwards, and where it is 1 step() must
+change nothing.
+
 State of another dtype or shape than its parameter overrides `new_moment`. It has to be sharded as its
 parameter is (distributed.zeros_by_rows makes such a tensor), since a plain one is taken for the same on every
 rank. An optimizer that keeps anything else writes the two methods itself.
@@ -37,6 +45,8 @@ class ListsMoments:
     """Key of the number of updates in `state[parameter]`, 0-dimensional and float32; None: there is none.
     In a checkpoint `KEY/NAME`, where the number is not the run's.
     """
+    SKIPS_BY_FOUND_INF: ClassVar[bool] = False
+    """Whether step() reads `found_inf`. torch's optimizers with fused=True do and need not say it."""
 
     state: Any
     """As every optimizer of torch has it."""

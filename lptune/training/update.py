@@ -18,6 +18,9 @@ torch.amp.GradScaler uses `found_inf` to report an overflow to a fused optimizer
 neither weights nor moments, and the increment of `step` is undone. It works for DTensors and plain tensors.
 Clipping by a norm that is not finite makes all gradients NaN; they are dropped.
 
+For an optimizer that does not read `found_inf` the host decides: it waits for `skipped`, and does not call
+step() where that is set. This costs a second wait in each step; a line says so.
+
 The learning rate and the data depend on the number of the step, skipped or not.
 """
 
@@ -29,6 +32,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from lptune.config import DivergedError
 from lptune.distributed import World, on_this_rank
@@ -64,12 +69,14 @@ class Update:
         saved: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """low: a skipped step is removed from its amax histories. saved: `counts()` of the run that is
-        continued. Raises ValueError for an optimizer that ignores `found_inf`.
+        continued. Raises ValueError for a fused optimizer that has no rule for sharded parameters.
         """
-        if not (isinstance(optimizer, Int8AdamW) or getattr(optimizer, "_step_supports_amp_scaling", False)):
-            raise ValueError(
-                f"{type(optimizer).__name__} does not support found_inf, and would write NaN into all "
-                "weights if a step is not finite; use an optimizer of torch with fused=True"
+        _check_sharding_rule(optimizer)
+        self._skips_on_device = skips_by_found_inf(optimizer)
+        if not self._skips_on_device:
+            world.print(
+                f"{type(optimizer).__name__} does not read found_inf, so each update waits until the loss "
+                "and the gradient norm are known"
             )
         self._model, self._optimizer, self._world = model, optimizer, world
         self._max_grad_norm, self._low = max_grad_norm, low
@@ -114,6 +121,20 @@ class Update:
         skipped = ~(loss.isfinite() & norm.isfinite())
 
         scale_gradients(model, self._max_grad_norm, norm)
+        if self._skips_on_device:
+            self._step_unless(skipped)
+        # In a dry run `skipped` is fake and has no value; its step is not skipped.
+        elif isinstance(skipped, FakeTensor) or not skipped.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self._low is not None:
+            self._low.undo(skipped)
+
+        return torch.stack([loss, norm.to(torch.float64)])
+
+    def _step_unless(self, skipped: Tensor) -> None:
+        """Launches the update, which changes nothing where `skipped` is set."""
+        model, optimizer = self._model, self._optimizer
         # Offloaded parameters are updated on the host, which must wait for this value.
         parameters_on = optimizer.param_groups[0]["params"][0].device
         found_inf = skipped.to(torch.float32).to(parameters_on)
@@ -123,11 +144,6 @@ class Update:
         if new:
             _zero_moments(optimizer, new, found_inf.bool())
         del optimizer.found_inf  # type: ignore[attr-defined]
-        optimizer.zero_grad(set_to_none=True)
-        if self._low is not None:
-            self._low.undo(skipped)
-
-        return torch.stack([loss, norm.to(torch.float64)])
 
     def diverged(self, step: int, newest_checkpoint: Path | None, output_dir: Path) -> DivergedError:
         """The error that ends the run after step number `step` (from 1), which was skipped.
@@ -149,6 +165,29 @@ class Update:
             f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )
+
+
+def skips_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step()` changes nothing where its attribute `found_inf` is 1.
+
+    An optimizer says so by `SKIPS_BY_FOUND_INF = True` (listed.py); torch's fused ones say it to GradScaler.
+    """
+    found = getattr(optimizer, "SKIPS_BY_FOUND_INF", False)
+    return bool(found or getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _check_sharding_rule(optimizer: torch.optim.Optimizer) -> None:
+    """torch 2.13 has fused kernels for Adam, AdamW, SGD and Adagrad, and sharding rules for the first two."""
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+        return
+    if type(optimizer).step not in (torch.optim.SGD.step, torch.optim.Adagrad.step):
+        return  # it has a step of its own
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__}: torch has no sharding rule for this fused optimizer; leave out "
+                "fused=True"
+            )
 
 
 def _zero_moments(optimizer: torch.optim.Optimizer, new: list[nn.Parameter], skipped: Tensor) -> None:

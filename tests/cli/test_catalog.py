@@ -123,6 +123,54 @@ def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> 
     assert str(caught.value).startswith(message)
 
 
+def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the_other(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from lptune.config import FinetuneConfig\n\ndef main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
+    for folder, file, content in (("recipes", "twin.py", text), ("configs", "twin.yaml", GOOD + "seed: 7\n")):
+        Path(folder).mkdir()
+        (Path(folder) / file).write_text(content)
+    monkeypatch.setattr(catalog, "folder", Path)
+    monkeypatch.setattr("lptune.cli.preflight.check", lambda *_: None)
+    missing = "error: run: twin is a config: lptune run twin --config twin\n"
+    assert command("run", "twin") == (2, "", missing)
+    assert command("run", "twin", "--config", "twin") == (0, "7\n", "")
+    for arguments in (["cat", "twin"], ["cp", "twin", "mine.py"]):
+        both = "error: twin: is a recipe and a config; give the path: recipes/twin.py or configs/twin.yaml\n"
+        assert command(*arguments) == (2, "", both)
+
+
+def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from lptune import config\n\ndef main(cfg: config.{0}) -> None:\n    print(cfg.seed)\n"
+    Path("recipes").mkdir()
+    Path("recipes/full_finetune.py").write_text(text.format("RunConfig"))
+    Path("recipes/other.py").write_text(text.format("FinetuneConfig"))
+    monkeypatch.setattr(catalog, "folder", Path)
+    comment = "#   lptune run --nproc-per-node 2 other --config c.yaml\n"
+    keys = GOOD + "eval_every_steps: 2\n"
+    Path("c.yaml").write_text(comment + keys)
+    Path("bare.yaml").write_text(keys)
+    Path("foreign.yaml").write_text(comment.replace("other", "elsewhere") + keys)
+    code, stdout, _ = command("validate", "c.yaml")
+    assert (code, stdout.splitlines()[0]) == (0, "ok: c.yaml fits other (FinetuneConfig)")
+    # A dry run needs a model: it is the recipe's config that is past.
+    assert "unknown key" not in command("plan", "--config", "c.yaml")[2]
+    for name in ("bare.yaml", "foreign.yaml"):
+        error = (
+            f"error: {name}: full_finetune has no key 'eval_every_steps', and the recipe other has it; name the "
+            f"recipe: other --config {name}\n"
+        )
+        for arguments in (
+            ["validate", name],
+            ["plan", "--config", name],
+            ["run", "full_finetune", "--config", name],
+        ):
+            assert command(*arguments) == (2, "", error), arguments
+        assert command("validate", "other", "--config", name)[0] == 0
+
+
 def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
     with open("huge.py", "wb") as file:
         file.truncate(recipe.MAX_CHARS + 1)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lptune.cli import catalog
-from lptune.config import FinetuneConfig, UserError, load_config
+from lptune.cli import catalog, recipe
+from lptune.config import FinetuneConfig, RunConfig, UserError, load_config
 from lptune.models import PRESETS
 
 CONFIGS = catalog.configs()
+RECIPES = {name: catalog.recipe_of(path) for name, path in CONFIGS.items()}
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "llama3_3/70b", "qwen2_5/0.5b",
@@ -45,14 +46,20 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
-    assert {name for name in CONFIGS if "/" in name} == SIZES
+    assert {name for name in CONFIGS if "/" in name and RECIPES[name] == "full_finetune"} == SIZES
     assert set(CONFIGS.values()) == set((ROOT / "configs").rglob("*.y*ml"))
 
 
-def load(name: str, *overrides: str) -> FinetuneConfig:
-    """A model's config says nothing of data."""
-    of_data = [] if name == "quickstart" else ["data.source=x"]
-    return load_config(FinetuneConfig, CONFIGS[name], [*of_data, *overrides])
+def load(name: str, *overrides: str) -> RunConfig:
+    """As its recipe loads it. A model's config says nothing of data."""
+    of_data = ["data.source=x"] if name in SIZES else []
+    cfg = load_config(_class(name), CONFIGS[name], [*of_data, *overrides])
+    assert isinstance(cfg, RunConfig)
+    return cfg
+
+
+def _class(name: str) -> type[typing.Any]:
+    return recipe.config_class(catalog.find_recipe(RECIPES[name]))
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
@@ -68,13 +75,13 @@ def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_p
     cfg = load(name)
     bare = tmp_path / "bare.yaml"
     bare.write_text("model: {path: x}\ndata: {source: x}\n")
-    default = load_config(FinetuneConfig, bare)
+    default = load_config(_class(name), bare)
     for key in flat(yaml.safe_load(CONFIGS[name].read_text())):
         values = [cfg, default]
         for part in key.split("."):
             values = [getattr(value, part) for value in values]
         assert values[0] != values[1] or (name, key) in SHOWN, f"{key}: {values[0]} is the default"
-    assert cfg.precision.kind == "none" or name == "quickstart", "precision is chosen on the command line"
+    assert cfg.precision.kind == "none" or name not in SIZES, "precision is chosen on the command line"
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
@@ -93,12 +100,12 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
     assert load(name).model.path == f"checkpoints/{download[2].split('/')[1]}"
     kinds, folders = [], set()
     for run in runs:
-        recipe = run.index("full_finetune")
+        place = run.index("full_finetune")
         assert run[:2] == ["lptune", "run"]
-        assert run[recipe + 1 : recipe + 3] == ["--config", name]
-        flags = run[2:recipe]
+        assert run[place + 1 : place + 3] == ["--config", name]
+        flags = run[2:place]
         assert set(flags[::2]) <= {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
-        cfg = load_config(FinetuneConfig, CONFIGS[name], run[recipe + 3 :])
+        cfg = load_config(FinetuneConfig, CONFIGS[name], run[place + 3 :])
         assert cfg.data.source == "rows.jsonl"
         kinds.append(cfg.precision.kind)
         folders.add(cfg.output_dir)

@@ -12,7 +12,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lptune.config import FinetuneConfig, UserError, closest, key_paths, load_config, to_yaml
+from lptune.config import (
+    PRECISION_KINDS,
+    FinetuneConfig,
+    UserError,
+    closest,
+    key_paths,
+    load_config,
+    to_yaml,
+)
 from lptune.config.elsewhere import KEYS, SWITCHES, VALUES
 
 BASE = "model: {path: a}\ndata: {source: builtin}\n"
@@ -67,8 +75,7 @@ def test_yaml_overrides_defaults_and_arguments_override_yaml(tmp_path: Path) -> 
         (BASE + "output_dir: false", "c.yaml: output_dir: must be text, found False"),
         (BASE + "precision: {verify: 1}", "c.yaml: precision.verify: must be true or false, found 1"),
         (BASE + "precision: {skip: [1]}", "c.yaml: precision.skip: must be a list of names, found [1]"),
-        (BASE + "precision: {kind: int8}", "c.yaml: precision.kind: 'int8' is not one of none, int8_rowcol, int8_tensorwise, float8_tensorwise, float8_delayed, float8_rowwise, "
-            "float8_rowwise_with_gw_hp, float8_blockwise, mxfp8, int8_weight_only (did you mean 'int8_rowcol'?)"),
+        (BASE + "precision: {kind: int8}", f"c.yaml: precision.kind: 'int8' is not one of {', '.join(PRECISION_KINDS)} (did you mean 'int8_rowcol'?)"),
         (BASE + "output_dir: ${nope}", "c.yaml: output_dir: Interpolation key 'nope' not found"),
     ],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from tests.models import test_loss as one_rank
 
 V, T = one_rank.V, one_rank.T
 NUM_RANKS = 2
+IS_SUM = {name for name, case in one_rank.CASES.items() if case.is_sum}
 
 
 class _PartOfTheLogits(nn.Module):
@@ -106,14 +107,12 @@ def test_objectives_of_parts_are_those_of_the_whole_in_value_and_gradient(
             for max_logits in (None, 5 * V):
                 key = f"{name}, {T} tokens, {max_logits}"
                 found, truth = results[key], truth_T.detach()
-                # 1 - (sum of p) is off by u for each of up to V words, times the log of a probability.
-                tolerance = (
-                    log_p
-                    if "log" in name
-                    else one_rank.divergence_tolerance(V, spread)
-                    + (V * 2**-24 * spread if "top" in name else 0.0)
-                )
-                if name == "cross-entropy":
+                case = one_rank.CASES["top k" if name.startswith("top") else name]
+                tolerance = case.tolerance(V, spread)
+                if name.startswith("top"):
+                    # 1 - (sum of p) is off by u for each of up to V words, times the log of a probability.
+                    tolerance += V * 2**-24 * spread
+                if case.is_sum:
                     truth = truth.sum()
                     tolerance = T * log_p + T * 2**-24 * float(truth)
                 assert (found - truth).abs().max() < tolerance, key
@@ -133,7 +132,7 @@ def test_every_rank_has_the_same_bits(of_parts: list[dict[str, Tensor]]) -> None
 def test_no_token_is_zero_with_a_gradient_of_no_row(of_parts: list[dict[str, Tensor]]) -> None:
     for name in _cases():
         found = of_parts[0][f"{name}, 0 tokens, None"]
-        assert found.shape == (() if name == "cross-entropy" else (0,))
+        assert found.shape == (() if name in IS_SUM else (0,))
         assert not found.any()
         assert of_parts[0][f"{name}, 0 tokens, None: gradient"].shape == (0, V)
 
@@ -181,14 +180,50 @@ def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks, compil
     cut = ranks.run(_decoder_objectives, NUM_RANKS, compiled)
     expected = _decoder_objectives(0, 1)
     for results in cut:
-        assert len(results) == (4 if compiled else 8)
+        assert len(results) == (4 if compiled else 2 * len(one_rank.CASES))
         for key in results:
             value = expected[key]
             # Sums of up to 256 float32 terms in another order, as in test_tensor_parallel.py.
             assert (results[key] - value).norm() <= 1e-5 * value.norm(), key
 
 
-class _Parted(one_rank._SquaredNormalizer):
+def _documented(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The value of the documented objective and its whole gradient."""
+    with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
+        assert world.tensor_mesh is not None
+        head = _PartOfTheLogits(Group.of(world.tensor_mesh))
+        logits_TV, labels_T, _ = one_rank.inputs()
+        of_chunk = functools.partial(one_rank.chunk_loss(V), head, one_rank.documented_objective())
+        found = in_chunks(of_chunk, [logits_TV, labels_T], V, max_logits=5 * V)
+        (gradient_TV,) = torch.autograd.grad(found, logits_TV)
+        torch.distributed.all_reduce(gradient_TV)
+        return found.detach(), gradient_TV
+
+
+def test_the_documented_objective_is_that_of_all_words(ranks: Ranks) -> None:
+    logits_TV, labels_T, _ = one_rank.inputs()
+    truth = logits_TV.double().logsumexp(1)[labels_T != -100].square().sum()
+    (truth_TV,) = torch.autograd.grad(truth, logits_TV)
+    for found, gradient_TV in ranks.run(_documented, NUM_RANKS):
+        # Relative: log Z as a log-probability, squared, and a sum of T terms.
+        rtol = (2 * one_rank.log_p_tolerance(V, 30.0) + T * 2**-24) * 2
+        torch.testing.assert_close(found.double(), truth.detach(), rtol=rtol, atol=0)
+        torch.testing.assert_close(gradient_TV, truth_TV, rtol=rtol, atol=1e-6)
+
+
+class _Whole:
+    """log(Z)**2 of a whole vocabulary."""
+
+    targets: tuple[Tensor, ...] = ()
+
+    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
+        return logits.for_each_token(lambda x_tV: x_tV.logsumexp(1).square())
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t.sum()
+
+
+class _Parted(_Whole):
     """log(Z)**2 of all parts."""
 
     serves_parts = True
@@ -203,7 +238,7 @@ class _Overwritten(_Parted):
     """Its `values` are those of a whole vocabulary again."""
 
     def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
-        return one_rank._SquaredNormalizer.values(self, logits, labels_t)
+        return _Whole.values(self, logits, labels_t)
 
 
 def _own_objectives(rank: int, num_ranks: int) -> list[str]:
@@ -213,7 +248,7 @@ def _own_objectives(rank: int, num_ranks: int) -> list[str]:
     with distributed.session("cpu", cfg.parallel) as world:
         model = _build(world, cfg, _decoder_config("llama3_2", vocab_size=131))
         tokens_BS = torch.randint(0, 131, (2, 17), generator=torch.Generator().manual_seed(0))
-        for objective in (one_rank._SquaredNormalizer(), _Overwritten(), _Parted()):
+        for objective in (_Whole(), _Overwritten(), _Parted(), one_rank.documented_objective()):
             try:
                 value = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:], loss=objective)
                 found.append(f"{value.item():.3f}")
@@ -223,10 +258,11 @@ def _own_objectives(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_an_objective_of_a_whole_vocabulary_is_refused_where_that_is_cut(ranks: Ranks) -> None:
-    whole, overwritten, parted = _own_objectives(0, 1)
-    assert whole == overwritten == parted
-    for refused, also, found in ranks.run(_own_objectives, NUM_RANKS):
-        assert refused.startswith("_SquaredNormalizer would see a part of the vocabulary")
+    whole, overwritten, parted, documented = _own_objectives(0, 1)
+    assert whole == overwritten == parted == documented
+    for refused, also, found, page in ranks.run(_own_objectives, NUM_RANKS):
+        assert refused.startswith("_Whole would see a part of the vocabulary")
         assert refused.endswith("or train with parallel.tensor=1")
         assert also.startswith("_Overwritten would see a part")
         assert float(found) == pytest.approx(float(parted), rel=1e-4)
+        assert float(page) == pytest.approx(float(parted), rel=1e-4)

@@ -18,7 +18,7 @@ from lptune.numerics import Format
 
 def decode(fmt: Format, bits: int) -> float:
     """The number that a byte stands for."""
-    if fmt.name == "int8":
+    if fmt.dtype == torch.int8:
         return float(bits - 256 if bits >= 128 else bits)
     mantissa_bits, bias = {"e4m3": (3, 7), "e5m2": (2, 15)}[fmt.name]
     sign = -1.0 if bits & 0x80 else 1.0

@@ -212,3 +212,15 @@ def test_no_configuration_leaves_or_makes_a_nan(
         assert not q.float().isnan().any()
     _agree((row_q, row_scale), numerics.quantize_rows(x, FORMATS[fmt]))
     _agree((column_q, column_scale), numerics.quantize_columns(x, FORMATS[fmt]))
+
+
+def test_integers_of_fewer_steps_are_rounded_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, "int4", numerics.Format("int4", torch.int8, 7.0))
+    _check_all(_matrix(3, 5), "int4", False, transposed=False)
+
+
+def test_a_format_that_the_kernels_do_not_round_to_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    e3m4 = numerics.Format("e3m4", torch.float8_e4m3fn, 15.5, mantissa_bits=4, min_exponent=-2)
+    monkeypatch.setitem(FORMATS, "e3m4", e3m4)
+    with pytest.raises(Exception, match="round_to knows no rounding to this format"):
+        quantize.quantize_rows(_matrix(3, 5).to(DEVICE), None, "e3m4", False, False)

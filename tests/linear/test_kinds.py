@@ -16,6 +16,8 @@ from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.autograd import low_precision_linear
 from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard, shard_amaxes
+from lptune.numerics import FORMATS
+from tests.helpers import cold
 
 LIBRARY = Path(linear.__file__).parents[1]
 FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))
@@ -87,13 +89,20 @@ def test_an_unknown_kind_is_an_error_and_never_another_one() -> None:
 
 def test_a_kind_without_its_row_of_the_config_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(KINDS["mxfp8"]), "name", "mxfp9")
-    with pytest.raises(ValueError, match="mxfp9: PRECISION_KINDS says None"):
+    with pytest.raises(ValueError, match="mxfp9: has no row in PRECISION_KINDS"):
         kinds.add(KINDS["mxfp8"])
     assert "mxfp9" not in KINDS
     monkeypatch.undo()
     monkeypatch.setitem(PRECISION_KINDS, "mxfp8", KindKeys(("block",), ("high",), ("e4m3",)))
-    with pytest.raises(ValueError, match="mxfp8: PRECISION_KINDS says KindKeys"):
+    with pytest.raises(ValueError, match=r"mxfp8: grad_input is \('block',\) in PRECISION_KINDS, and "):
         kinds.add(KINDS["mxfp8"])
+
+
+def test_a_kind_that_its_package_does_not_add_fails_the_import_and_says_where() -> None:
+    code = "from lptune.config import PRECISION_KINDS as p; p['ghost'] = p['mxfp8']; import lptune.linear"
+    done = cold.run("-c", code)
+    expected = "['ghost'], which lptune/linear/kinds/__init__.py does not add"
+    assert done.stderr.splitlines()[-1].endswith(expected)
 
 
 def test_a_kind_that_lacks_a_rule_cannot_be_made() -> None:
@@ -104,14 +113,18 @@ def test_a_kind_that_lacks_a_rule_cannot_be_made() -> None:
         Half()  # type: ignore[abstract]
 
 
+def _is_integer(kind: Kind) -> bool:
+    return FORMATS[kind.fmt].dtype == torch.int8
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_it_says_what_it_needs_of_a_device(kind: Kind) -> None:
     assert set(kind.operations) <= set(BACKENDS)
-    assert kind.keys.needs_float8 == (kind.fmt != "int8" and not kind.emulated_where_missing)
+    assert kind.keys.needs_float8 == (not _is_integer(kind) and not kind.emulated_where_missing)
 
 
 def _precision(kind: Kind, **keys: Any) -> PrecisionConfig:
-    return PrecisionConfig(kind=kind.name, emulate=kind.fmt != "int8", **keys)
+    return PrecisionConfig(kind=kind.name, emulate=not _is_integer(kind), **keys)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

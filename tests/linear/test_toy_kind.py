@@ -27,6 +27,7 @@ from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
+from tests.linear import test_kinds
 from tests.recipes.conftest import losses
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
@@ -89,7 +90,7 @@ class Ternary(Kind):
         return "int8 x ternary" if gemm == "output" else "int8 x ternary folded"
 
     def describe_gather(self, spec: LinearSpec) -> str:
-        return "ternary rows"
+        return "int8 ternary rows"  # begins with the format that travels
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         return _ternary(shard.rows_MK)
@@ -147,7 +148,7 @@ def test_the_plan_describes_it_and_the_first_step_is_verified() -> None:
     with toy():
         model, plan = _layer()
         row = plan.rows()[0]
-        assert row[2:6] == ("int8 x ternary", "int8 x ternary folded", "high", "ternary rows")
+        assert row[2:6] == ("int8 x ternary", "int8 x ternary folded", "high", "int8 ternary rows")
         x = torch.randn(T, K, requires_grad=True)
         with linear.verify_step(model, plan, 1) as verified:
             model(x).sum().backward()
@@ -158,6 +159,12 @@ def test_the_plan_describes_it_and_the_first_step_is_verified() -> None:
             linear.verify_step(model, plan, 1),
         ):
             model(x).sum().backward()
+
+
+def test_it_passes_the_checks_of_the_kinds_that_are_shipped() -> None:
+    with toy():
+        test_kinds.test_it_says_what_it_needs_of_a_device(KINDS[NAME])
+        test_kinds.test_the_plan_says_the_formats_of_what_is_low_and_high_of_the_rest(KINDS[NAME])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -202,7 +209,7 @@ def test_a_dry_run_plans_it_and_counts_its_gathers(tmp_path: Path) -> None:
         cfg = load_config(FinetuneConfig, path, [f"precision.kind={NAME}", "device=cpu"])
         found = dry_run(cfg, config, world_size=4)
         assert "int8 x ternary folded" in found.report()
-        assert {layer.all_gather for layer in found.plan.converted} == {"ternary rows"}
+        assert {layer.all_gather for layer in found.plan.converted} == {"int8 ternary rows"}
         gathers = {each.dtype for each in found.collectives if each.operation == "all_gather"}
         assert "uint8" in gathers
 
@@ -227,7 +234,9 @@ def test_the_recipe_trains_it_and_goes_on_from_its_checkpoint_bit_for_bit(
     assert "int8 x ternary folded" in printed
     plan = json.loads((tmp_path / "whole" / "precision_plan.json").read_text(encoding="utf-8"))
     assert plan["kind"] == NAME
-    assert {layer["all_gather"] for layer in plan["layers"] if layer["reason"] is None} == {"ternary rows"}
+    assert {layer["all_gather"] for layer in plan["layers"] if layer["reason"] is None} == {
+        "int8 ternary rows"
+    }
     found = losses(tmp_path / "whole")
     assert found[-1] < found[0]
     assert losses(tmp_path / "resumed") == found[3:]

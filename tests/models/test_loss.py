@@ -16,8 +16,10 @@ most 2 R with two such factors, and is off by 2 R times as much and the two loga
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -92,29 +94,68 @@ def top_k_truth(logits_TV: Tensor, log_p_Tk: Tensor, words_Tk: Tensor) -> Tensor
     return F.kl_div(torch.cat([log_q_TV.gather(1, words_Tk), log_s_T1], 1), p_Tk, reduction="none").sum(1)
 
 
+class Case(NamedTuple):
+    """How an objective is tested. A new objective needs a row of CASES, here and on a cut vocabulary."""
+
+    make: Callable[[Tensor], models.Objective]
+    """The objective, from the teacher's logits (T, V)."""
+    truth: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(logits_TV, labels_T, teacher_TV), float64 and labels >= 0 -> numbers for each token by PyTorch."""
+    tolerance: Callable[[int, float], float]
+    """(words of the vocabulary, spread of the logits) -> bound of the error of a number."""
+    num_temporaries: float
+    """Float32 tensors of a block that exist at once: soft-capped logits, log-probabilities, gradients of
+    these; masks count a quarter.
+    """
+    is_sum: bool = False
+    """Whether the result is the sum over all tokens."""
+
+
+def _log_probability(logits_TV: Tensor, labels_T: Tensor, _: Tensor) -> Tensor:
+    return torch.log_softmax(logits_TV, -1).gather(-1, labels_T[:, None])[:, 0]
+
+
+def _divergence(logits_TV: Tensor, _: Tensor, teacher_TV: Tensor) -> Tensor:
+    log_q_TV, log_p_TV = (torch.log_softmax(each, -1) for each in (logits_TV, teacher_TV))
+    return F.kl_div(log_q_TV, log_p_TV, reduction="none", log_target=True).sum(1)
+
+
+CASES = {
+    "cross-entropy": Case(
+        make=lambda _: summed_cross_entropy,
+        truth=lambda logits_TV, labels_T, _: F.cross_entropy(logits_TV, labels_T, reduction="none"),
+        tolerance=log_p_tolerance,
+        num_temporaries=4,
+        is_sum=True,
+    ),
+    "log-probabilities": Case(
+        make=lambda _: log_probabilities,
+        truth=_log_probability,
+        tolerance=log_p_tolerance,
+        num_temporaries=4,
+    ),
+    "divergence": Case(
+        make=Divergence, truth=_divergence, tolerance=divergence_tolerance, num_temporaries=8.25
+    ),
+    "top k": Case(
+        make=lambda teacher_TV: TopKDivergence(*top_k(teacher_TV)),
+        # The k log-probabilities are float32 numbers, which the objective is given.
+        truth=lambda logits_TV, _, teacher_TV: top_k_truth(logits_TV, *top_k(teacher_TV.float())),
+        tolerance=divergence_tolerance,
+        num_temporaries=6.25,
+    ),
+}
+OBJECTIVES = list(CASES)
+
+
 def objectives(teacher_TV: Tensor) -> dict[str, models.Objective]:
-    return {
-        "cross-entropy": summed_cross_entropy,
-        "log-probabilities": log_probabilities,
-        "divergence": Divergence(teacher_TV),
-        "top k": TopKDivergence(*top_k(teacher_TV)),
-    }
-
-
-OBJECTIVES = list(objectives(torch.zeros(1, V)))
+    return {name: case.make(teacher_TV) for name, case in CASES.items()}
 
 
 def truths(logits_TV: Tensor, labels_T: Tensor, teacher_TV: Tensor) -> dict[str, Tensor]:
     """Numbers for each token by PyTorch in float64, differentiable; 0 where the label is -100."""
-    log_q_TV = torch.log_softmax(logits_TV.double(), -1)
-    log_p_TV = torch.log_softmax(teacher_TV.double(), -1)
-    picked_T = log_q_TV.gather(1, labels_T.clamp(min=0)[:, None])[:, 0]
-    found = {
-        "cross-entropy": F.cross_entropy(logits_TV.double(), labels_T, reduction="none"),
-        "log-probabilities": picked_T,
-        "divergence": F.kl_div(log_q_TV, log_p_TV, reduction="none", log_target=True).sum(1),
-        "top k": top_k_truth(logits_TV, *top_k(teacher_TV)),
-    }
+    arguments = logits_TV.double(), labels_T.clamp(min=0), teacher_TV.double()
+    found = {name: case.truth(*arguments) for name, case in CASES.items()}
     return {name: torch.where(labels_T == -100, 0.0, each) for name, each in found.items()}
 
 
@@ -127,11 +168,10 @@ def test_objectives_are_those_of_pytorch_in_float64(name: str, max_logits: int |
     truth_T = truths(logits_TV, labels_T, teacher_TV)[name]
     both = torch.stack([logits_TV.detach(), teacher_TV])
     spread = float((both.amax(-1) - both.amin(-1)).max())
-    exact = {"divergence": divergence_tolerance, "top k": divergence_tolerance}.get(name, log_p_tolerance)
-    tolerance = exact(V, spread)
+    tolerance = CASES[name].tolerance(V, spread)
     assert found.dtype == torch.float32
     weight_T = torch.linspace(0.5, 1.5, T, dtype=torch.float64)
-    if name == "cross-entropy":
+    if CASES[name].is_sum:
         assert abs(found.item() - truth_T.sum().item()) < T * tolerance + T * 2**-24 * truth_T.sum().item()
         weight_T = torch.ones_like(weight_T)
     else:
@@ -235,7 +275,7 @@ def test_nothing_to_predict_is_zero_with_zero_gradients(name: str, num_tokens: i
     objective = objectives(torch.randn(num_tokens, V))[name]
     labels_T = torch.full((num_tokens,), -100)
     found = compute(objective, head, hidden_TH, labels_T, max_logits=2 * V)
-    assert found.shape == (() if name == "cross-entropy" else (num_tokens,))
+    assert found.shape == (() if CASES[name].is_sum else (num_tokens,))
     assert not found.any()
     for gradient in torch.autograd.grad(found.sum(), [hidden_TH, head.weight]):
         assert not gradient.any()
@@ -327,16 +367,14 @@ def test_a_gradient_that_blocks_would_lose_is_an_error() -> None:
         torch.autograd.grad(cubes, raw_tv, create_graph=True)
 
 
-class _SquaredNormalizer:
-    """log(Z)**2, an objective of no class of the library."""
-
-    targets: tuple[Tensor, ...] = ()
-
-    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
-        return logits.for_each_token(lambda x_tV: x_tV.logsumexp(1).square())
-
-    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
-        return values_t.sum()
+def documented_objective() -> models.Objective:
+    """The objective that docs/models.md shows: log(Z)**2."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(class SquaredNormalizer:.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/models.md", "exec"), scope)
+    found: models.Objective = scope["SquaredNormalizer"]()
+    return found
 
 
 def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_token() -> None:
@@ -348,12 +386,12 @@ def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_toke
     flat = truths(*(each.flatten(0, 1) for each in (logits_BSV, labels_BS, teacher_BSV)))
     for name, objective in objectives(teacher_BSV).items():
         found = ours(tokens_BS, None, labels_BS, loss=objective)
-        truth = flat[name].sum() if name == "cross-entropy" else flat[name].view(2, 24)
+        truth = flat[name].sum() if CASES[name].is_sum else flat[name].view(2, 24)
         torch.testing.assert_close(found, truth.float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(
         ours(tokens_BS, None, labels_BS), ours(tokens_BS, None, labels_BS, summed_cross_entropy)
     )
-    found = ours(tokens_BS, None, labels_BS, loss=_SquaredNormalizer())
+    found = ours(tokens_BS, None, labels_BS, loss=documented_objective())
     expected = logits_BSV.logsumexp(-1).square()[labels_BS != -100].sum()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
@@ -377,12 +415,6 @@ def test_decoder_loss_in_chunks_equals_decoder_loss_at_once(
     grads_in_chunks = torch.autograd.grad(in_tens, list(ours.parameters()))
     for grad, expected in zip(grads_in_chunks, grads_at_once, strict=True):
         assert (grad - expected).norm() <= 1e-5 * expected.norm()
-
-
-NUM_TEMPORARIES = {"cross-entropy": 4, "log-probabilities": 4, "divergence": 8.25, "top k": 6.25}
-"""Float32 tensors of a block that exist at once: soft-capped logits, log-probabilities, gradients of these;
-masks count a quarter.
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -413,4 +445,4 @@ def test_a_chunk_holds_two_copies_of_its_logits_and_a_block_of_temporaries(
     block_bytes = block_rows * vocab_size * 4
     num_copies = 3 if name == "divergence" else 2  # the teacher's logits
     assert peak > copy_bytes + gradient_bytes
-    assert peak < num_copies * copy_bytes + gradient_bytes + NUM_TEMPORARIES[name] * block_bytes + 2**18
+    assert peak < num_copies * copy_bytes + gradient_bytes + CASES[name].num_temporaries * block_bytes + 2**18

@@ -122,6 +122,7 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
         assert ("the first step of a run has no amax history, and" in found.report()) == (
             in_first != expected
         )
+        assert found.checkpoint_bytes == 12 * found.num_parameters
         assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
         # The update's: losses and squares of gradients, two float64 of every rank.
         assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lptune import distributed, models, training
-from lptune.checkpoint.disk import BYTES_PER_PARAMETER, disk_report
+from lptune.checkpoint.disk import disk_report
 from lptune.config import (
     CheckpointConfig,
     DataConfig,
@@ -29,6 +31,17 @@ from lptune.training.fit import remedies, verdict
 from tests.helpers.saving import save
 
 TINY = models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test")
+
+
+class Momentum(training.ListsMoments, torch.optim.SGD):
+    """Keeps one number for each parameter, where AdamW keeps two."""
+
+    MOMENTS, COUNT = ("momentum_buffer",), None
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr, momentum=0.9)
+
+
 CONFIG = FinetuneConfig(
     model=ModelConfig(path="unused"),
     data=DataConfig(source="unused", seq_len=32),
@@ -141,20 +154,37 @@ def test_the_disk_is_that_of_all_checkpoints_at_once_and_the_export(
         export=ExportConfig(**export),
         num_steps=100,  # type: ignore[arg-type]
     )
-    line = disk_report(cfg, 10**9, None)
+    line = disk_report(cfg, 10**9, 12 * 10**9, None)
     expected = 12 * at_once + {"float32": 4}.get(str(export.get("dtype")), 2) * bool(
         export.get("enabled", True)
     )
     assert f"at most {expected:,.1f} GB: {at_once} checkpoint" in line
 
 
-def test_a_checkpoint_takes_what_the_plan_says_for_each_parameter(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 16))
-    optimizer = training.AdamW(model.parameters(), fused=True)
-    model(torch.randn(4, 64)).sum().backward()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "num_moments"), [(partial(training.AdamW, fused=True), 2), (Momentum, 1)], ids=["adamw", "sgd"]
+)
+def test_a_checkpoint_takes_what_the_plan_says(
+    make: Callable[..., torch.optim.Optimizer],
+    num_moments: int,
+    num_ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "lptune.training.dry_run.build_optimizer", lambda model, *_: make(model.parameters(), lr=0.1)
+    )
+    planned = dry_run(CONFIG, TINY, num_ranks).checkpoint_bytes
+
+    model = nn.Sequential()
+    for number, parameter in enumerate(models.build_on_meta(TINY).parameters()):
+        model.register_parameter(str(number), nn.Parameter(torch.zeros(parameter.shape)))
+        model.get_parameter(str(number)).grad = torch.zeros(parameter.shape)
+    optimizer = make(model.parameters(), lr=0.1)
     optimizer.step()
     with distributed.session("cpu") as world:
         folder = save(tmp_path, 1, model, optimizer, world)
     stored = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
-    expected = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
-    assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == expected
+    assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == planned
+    assert planned == 4 * (1 + num_moments) * models.num_parameters(model)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -223,17 +224,45 @@ def test_reads_are_seen_however_they_are_made() -> None:
     assert len(reads) > len(set(reads)) - 1 >= 4
 
 
-def test_an_optimizer_that_would_step_all_the_same_is_refused() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+        lambda parameters: torch.optim.RMSprop(parameters),
+    ],
+)
+def test_an_optimizer_that_does_not_read_found_inf_is_not_called_in_a_skipped_step(
+    make: Callable[[Any], torch.optim.Optimizer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    optimizer, expected = make(model.parameters()), make(twin.parameters())
+    with distributed.session("cpu") as world:
+        update = training.Update(model, optimizer, world, 0.0)
+        for value in (math.nan, 1.0, math.inf, 2.0):
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                parameter.grad = torch.full_like(parameter, value)
+                other.grad = parameter.grad.clone()
+            assert update(torch.tensor(1.0), 1).skipped == (not math.isfinite(value))
+            if math.isfinite(value):
+                expected.step()
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert update.counts() == {"num_skipped": 2, "num_skipped_in_a_row": 0}
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"{type(optimizer).__name__} does not read found_inf, so each update waits until the loss and the "
+        "gradient norm are known"
+    ]
+
+
+def test_a_fused_optimizer_without_a_sharding_rule_is_refused_where_parameters_are_sharded() -> None:
     model = nn.Linear(2, 2)
     with distributed.session("cpu") as world:
-        for optimizer in (
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.optim.AdamW(model.parameters(), foreach=False),
-            torch.optim.RMSprop(model.parameters()),
-        ):
-            with pytest.raises(ValueError, match=r"does not support found_inf.*fused=True"):
-                training.Update(model, optimizer, world, 1.0)
         training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
+        fully_shard(model, mesh=world.mesh)
+        with pytest.raises(ValueError, match=r"SGD: torch has no sharding rule .*; leave out fused=True"):
+            training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
 
 
 def _norms_beside_plain(rank: int, num_ranks: int, is_sharded: bool) -> list[float]:

@@ -129,6 +129,13 @@ def test_a_cpu_has_no_mfu(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+def test_a_format_without_a_peak_of_its_own_gets_no_other_peak() -> None:
+    device = DEVICES[0]
+    assert device.peak("e5m2") == device.float8
+    with pytest.raises(KeyError, match="int4"):
+        device.peak("int4")
+
+
 def test_the_table_names_each_device_once_with_dense_peaks_and_their_source() -> None:
     assert len({device.name for device in DEVICES}) == len({device.key for device in DEVICES}) == len(DEVICES)
     for device in DEVICES:

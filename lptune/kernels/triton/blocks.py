@@ -227,7 +227,7 @@ def _as_e8m0(scale: Tensor, e8m0: bool) -> Tensor:
 
 def _options(x_MK: Tensor, fmt: str, e8m0: bool, tile: BlockTile) -> dict[str, Any]:
     return {
-        "FORMAT": fmt,
+        "FORMAT": launch.rounding(fmt),
         "MAX": FORMATS[fmt].max,
         "E8M0": e8m0,
         "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),

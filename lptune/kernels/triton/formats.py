@@ -56,8 +56,12 @@ def scale_from_amax(amax_bits, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 def round_to(scaled, FORMAT: tl.constexpr, MAX: tl.constexpr, HARDWARE_FLOAT8: tl.constexpr):
     """float32 values times their inverse scale -> the nearest numbers of FORMAT, as int8 bits.
 
+    FORMAT: of `launch.rounding`: "int8" stands for the integers up to MAX. Does not compile for another one.
     Ties to even; values above MAX saturate. NaN is unspecified in INT8 and NaN in float8.
     """
+    # An `or` of Triton takes two.
+    KNOWN: tl.constexpr = FORMAT == "int8" or (FORMAT == "e4m3" or FORMAT == "e5m2")
+    tl.static_assert(KNOWN, "round_to knows no rounding to this format")
     scaled = tl.where(scaled > MAX, MAX, scaled)
     scaled = tl.where(scaled < -MAX, -MAX, scaled)
     # One chain of branches, of which Triton compiles one: it does not stop at a return.

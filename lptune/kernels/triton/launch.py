@@ -14,8 +14,9 @@ from triton.runtime.errors import OutOfResources
 
 from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
+from lptune.numerics import FORMATS
 
-__all__ = ["bucket", "capability", "has_tma", "num_processors", "rounds_float8", "tuned"]
+__all__ = ["bucket", "capability", "has_tma", "num_processors", "rounding", "rounds_float8", "tuned"]
 
 LAUNCHES, BATCHES = 10, 3
 """A measured time is the median over BATCHES batches of LAUNCHES launches each."""
@@ -30,6 +31,11 @@ def capability(device: torch.device) -> tuple[int, int]:
 def rounds_float8(device: torch.device) -> bool:
     """Whether the hardware converts float32 to float8, as it does since Ada."""
     return capability(device) >= FLOAT8_CAPABILITY
+
+
+def rounding(fmt: str) -> str:
+    """The name by which `formats.round_to` knows the rounding to `fmt`: all formats of integers have one."""
+    return "int8" if FORMATS[fmt].mantissa_bits is None else fmt
 
 
 def has_tma(device: torch.device) -> bool:

@@ -5,6 +5,8 @@ here and its name below, a row in lptune/config/precision.py, and its documentat
 fills KINDS. The import fails if this package and the config differ in their kinds or in a kind's keys.
 """
 
+import dataclasses
+
 from lptune.config import PRECISION_KINDS
 from lptune.linear.kind import KINDS, Kind
 from lptune.linear.kinds import (
@@ -25,8 +27,14 @@ __all__ = ["add"]
 def add(kind: Kind) -> None:
     """Adds `kind` to KINDS. Raises ValueError if the config has no row for it, or a row with other keys."""
     row = PRECISION_KINDS.get(kind.name)
-    if row != kind.keys:
-        raise ValueError(f"{kind.name}: PRECISION_KINDS says {row}, and the kind's own keys are {kind.keys}")
+    if row is None:
+        raise ValueError(f"{kind.name}: has no row in PRECISION_KINDS of lptune/config/precision.py")
+    for field in dataclasses.fields(row):
+        ours, theirs = getattr(kind.keys, field.name), getattr(row, field.name)
+        if ours != theirs:
+            raise ValueError(
+                f"{kind.name}: {field.name} is {theirs} in PRECISION_KINDS, and {ours} in the kind's own keys"
+            )
     KINDS[kind.name] = kind
 
 
@@ -44,4 +52,6 @@ for _file in (
     add(_file.KIND)
 
 if missing := PRECISION_KINDS.keys() - KINDS.keys() - {"none"}:
-    raise ImportError(f"PRECISION_KINDS names {sorted(missing)}, and lptune/linear/kinds has no such file")
+    raise ImportError(
+        f"PRECISION_KINDS names {sorted(missing)}, which lptune/linear/kinds/__init__.py does not add"
+    )
