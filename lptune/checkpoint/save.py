@@ -104,7 +104,8 @@ class CheckpointWriter:
         self._held: HeldFolder | None = None
         with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
             if world.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
+                if not folder.is_dir():
+                    folder.mkdir(parents=True)
                 self._held = HeldFolder(folder)
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
