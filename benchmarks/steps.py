@@ -70,8 +70,11 @@ KERNELS = {
 """What kernels and operators are for, by their names; the first that matches."""
 
 
-def prepare(work: Path, preset: str) -> tuple[Path, Path]:
-    """Makes (checkpoint, text) under `work`, once. The weights of the checkpoint are a hole in a file."""
+def prepare(work: Path, preset: str, *, layers: int | None = None) -> tuple[Path, Path]:
+    """Makes (checkpoint, text) under `work`, once. The weights of the checkpoint are a hole in a file.
+
+    layers: makes a model with so many layers and the tokenizer's own small vocabulary; None: the preset's.
+    """
     family, _, size = preset.partition("/")
     tiny, folder, text = work / "tokenizer", work / preset.replace("/", "-"), work / "text.jsonl"
     work.mkdir(parents=True, exist_ok=True)
@@ -84,6 +87,8 @@ def prepare(work: Path, preset: str) -> tuple[Path, Path]:
     of_tiny, config = _json(tiny / "config.json"), dict(models.PRESETS[family][size])
     config |= {key: value for key, value in of_tiny.items() if key.endswith("_token_id")}
     config["vocab_size"] = max(config["vocab_size"], of_tiny["vocab_size"])
+    if layers is not None:
+        config |= {"num_hidden_layers": layers, "vocab_size": of_tiny["vocab_size"]}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     _write_hollow(models.build_on_meta(models.read_config(folder)), folder / "model.safetensors")
     if not text.exists():
