@@ -107,7 +107,8 @@ class Update:
 
     @torch.no_grad()
     def launch(self, loss_sum: Tensor, num_targets: float) -> Tensor:
-        """The part without a wait of the host: all work of the device, and all collectives.
+        """All work of the device, and all collectives. The host waits only if the optimizer does not read
+        `found_inf`.
 
         Returns the loss and the gradient norm, float64 of shape (2,), on the device.
         """
