@@ -24,6 +24,7 @@ step() where that is set. This costs a second wait in each step; a line says so.
 The learning rate and the data depend on the number of the step, skipped or not.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -181,7 +182,9 @@ def _check_sharding_rule(optimizer: torch.optim.Optimizer) -> None:
     """torch 2.13 has fused kernels for Adam, AdamW, SGD and Adagrad, and sharding rules for the first two."""
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
         return
-    if type(optimizer).step not in (torch.optim.SGD.step, torch.optim.Adagrad.step):
+    # Unwrapped, since torch wraps `step` of each class when the first optimizer of that class is made.
+    torchs = {inspect.unwrap(cls.step) for cls in (torch.optim.SGD, torch.optim.Adagrad)}
+    if inspect.unwrap(type(optimizer).step) not in torchs:
         return  # it has a step of its own
     for group in optimizer.param_groups:
         if group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]):

@@ -1,9 +1,10 @@
 """A step that is not finite leaves no trace, on any rank, and the host does not have to look for it first."""
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -263,6 +264,30 @@ def test_a_fused_optimizer_without_a_sharding_rule_is_refused_where_parameters_a
         fully_shard(model, mesh=world.mesh)
         with pytest.raises(ValueError, match=r"SGD: torch has no sharding rule .*; leave out fused=True"):
             training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
+
+
+@pytest.mark.parametrize("has_own_step", [False, True])
+def test_a_subclass_of_a_fused_optimizer_is_refused_unless_it_has_a_step_of_its_own(
+    has_own_step: bool,
+) -> None:
+    """torch replaces `step` in the class of the first optimizer of a class: that is no step of its own."""
+
+    class Momentum(training.ListsMoments, torch.optim.SGD):
+        MOMENTS, COUNT = ("momentum_buffer",), None
+
+    class OwnStep(Momentum):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            """Does nothing."""
+
+    # An SGD made by an earlier test would hide the defect: its `step` is wrapped already.
+    with pytest.MonkeyPatch.context() as patch, distributed.session("cpu") as world:
+        patch.setattr(torch.optim.SGD, "step", inspect.unwrap(torch.optim.SGD.step))
+        model = nn.Linear(2, 2)
+        fully_shard(model, mesh=world.mesh)
+        made = (OwnStep if has_own_step else Momentum)(model.parameters(), lr=0.1, fused=True)
+        refused = pytest.raises(ValueError, match=r"Momentum: torch has no sharding rule")
+        with nullcontext() if has_own_step else refused:
+            training.Update(model, made, world, 1.0)
 
 
 def _norms_beside_plain(rank: int, num_ranks: int, is_sharded: bool) -> list[float]:
