@@ -53,10 +53,7 @@ def remove_old(folder: Path, newest: int, cfg: CheckpointConfig, metrics: Path |
         name = step_folder_name(newest)
         raise UserError(f"{folder / name}: is gone, it was removed or renamed while the run was writing")
     check_sizes(checkpoints[newest])
-    losses = {step: _eval_loss(path) if cfg.keep_best else None for step, path in checkpoints.items()}
-    if cfg.keep_best and metrics is not None and None in losses.values():
-        later = evaluations(metrics)
-        losses = {step: later.get(step) if loss is None else loss for step, loss in losses.items()}
+    losses = _eval_losses(checkpoints, metrics) if cfg.keep_best else dict.fromkeys(checkpoints)
     for step in checkpoints.keys() - steps_to_keep(losses, cfg):
         _remove(checkpoints[step])
 
@@ -73,12 +70,17 @@ def _remove(checkpoint: Path) -> None:
     print_line(f"set aside: {checkpoint} -> {aside.name}: {', '.join(foreign)[:200]} is not of a checkpoint")
 
 
-def _eval_loss(checkpoint: Path) -> float | None:
-    try:
-        state = read_json(checkpoint / "state.json")
-    except UserError:  # a damaged checkpoint cannot be the best one
-        return None
-    return _number(state)
+def _eval_losses(checkpoints: Mapping[int, Path], metrics: Path | None) -> dict[int, float | None]:
+    """Step -> eval_loss, from state.json or else from `metrics`; None: there is none."""
+    losses, without = dict[int, float | None](), list[int]()
+    for step, checkpoint in checkpoints.items():
+        losses[step] = None
+        with suppress(UserError):  # a damaged checkpoint cannot be the best one, whatever the metrics say
+            losses[step] = _number(read_json(checkpoint / "state.json"))
+            if losses[step] is None:
+                without.append(step)
+    later = evaluations(metrics) if without and metrics is not None else {}
+    return losses | {step: later.get(step) for step in without}
 
 
 def evaluations(metrics: Path) -> dict[int, float | None]:

@@ -410,6 +410,21 @@ def test_an_evaluation_that_was_made_up_for_after_the_save_counts_for_the_best(
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
 
 
+def test_a_damaged_checkpoint_is_not_the_best_one_by_its_line_in_the_metrics(
+    tmp_path: Path, world: distributed.World
+) -> None:
+    metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    run, cfg = Run(folder, world), CheckpointConfig(keep_last=2, keep_best=1)
+    with checkpoint.CheckpointWriter(folder, run.model, run.optimizer, world, cfg, metrics=metrics) as writer:
+        for step, eval_loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 3.0)):
+            if step == 3:
+                metrics.write_text('{"step": 1, "eval_loss": 2.0}\n{"step": 2, "eval_loss": 1.0}\n')
+                state = folder / "step-00000002" / "state.json"
+                state.write_bytes(state.read_bytes()[:-3] + b"???")
+            writer.save(step, {}, eval_loss=eval_loss, wait=True)
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{n:08d}" for n in (1, 3, 4)]
+
+
 def test_of_a_checkpoint_that_goes_the_files_of_others_stay(
     tmp_path: Path, world: distributed.World, capsys: pytest.CaptureFixture[str]
 ) -> None:
