@@ -15,6 +15,8 @@ from lptune.config import MEBI, UserError, check_path, closest, kind_of, read_te
 
 DEFAULT_RECIPE = "full_finetune"
 _PACKAGE = Path(lptune.__file__).parent
+# With limits, because `.*` would take hours to search one long line: quadratic in its length.
+_COMMAND = re.compile(r"^#.{0,200}\blptune run (?:.{0,400} )?(\w{1,100}) --config ", re.MULTILINE)
 
 
 def folder(kind: str) -> Path:
@@ -58,7 +60,7 @@ def recipe_of(config: Path) -> str:
         text = read_text(config, 4 * MEBI)
     except (OSError, ValueError):  # reported where the config is loaded
         return DEFAULT_RECIPE
-    found = re.search(r"^#.*\blptune run (?:.* )?(\w+) --config ", text, re.MULTILINE)
+    found = _COMMAND.search(text)
     return found[1] if found and found[1] in recipes() else DEFAULT_RECIPE
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -300,3 +301,12 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         command, shell=True, cwd=tmp_path, env=cold.environment(), capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("part", ["lptune run ", "lptune run x", "a ", "#", "\n# lptune run "])
+def test_the_recipe_of_a_config_is_found_in_time_whatever_its_comments_are(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# " + part * (2**17 // len(part)) + "\n")
+    begin = time.process_time()
+    assert catalog.recipe_of(path) == "full_finetune"
+    assert time.process_time() - begin < 2  # `.*` took 9 s, and 1,000 times as long for the largest config
