@@ -51,6 +51,8 @@ quickstart: .venv/.installed
 # Three workers of one thread each: tests wait for processes and signals for a fifth of their time, so two
 # workers keep two cores at 79 %, and three at 94 %. A file's tests go to one worker, or others would make what
 # the file's fixtures make for all of its tests. tests/conftest.py puts the longest files first.
+# What torch compiles is kept in TORCHINDUCTOR_CACHE_DIR (by default /tmp/torchinductor_$$USER) under the hash of
+# its source, for all workers and ranks and for the next time.
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=15
 test: export OMP_NUM_THREADS := 1
 test: .venv/.installed
