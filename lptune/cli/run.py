@@ -7,6 +7,7 @@ works, too.
 
 import os
 import re
+from pathlib import Path
 
 import click
 
@@ -74,7 +75,8 @@ def _misplaced_config(positional: list[str], config_name: str | None) -> str:
     name, *others = positional
     if name not in catalog.recipes() and catalog.is_config(name):
         config = config_name or name
-        return f"run: {name} is a config, and RECIPE comes first: lptune run full_finetune --config {config}"
+        recipe_name = catalog.recipe_of(catalog.configs().get(config, Path(config)))
+        return f"run: {name} is a config, and RECIPE comes first: lptune run {recipe_name} --config {config}"
     if config_name is not None:
         return ""
     given = next((word for word in (*others, name) if catalog.is_config(word)), None)

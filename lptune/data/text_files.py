@@ -7,6 +7,7 @@ gets there, after the rows before it were read.
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +24,12 @@ def read_text(source: str, path: Path) -> str:
     """The whole file, with line feeds as line breaks. Raises the same errors as `lines`."""
     try:
         with _open(source, path) as file:
-            raw = file.read(MAX_ROW_BYTES + 1)
-            if len(raw) > MAX_ROW_BYTES:
+            # The size is asked first: `read` with a limit would ask for so much memory for each small file.
+            if os.fstat(file.fileno()).st_size > MAX_ROW_BYTES:
                 raise UserError(
                     f"{source}: is one text of more than {MAX_ROW_BYTES:,} bytes; cut it into rows"
                 )
-            text = raw.decode()
+            text = file.read().decode()
     except UnicodeDecodeError:
         for _ in lines(source, path):  # which finds the line
             pass

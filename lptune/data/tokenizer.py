@@ -126,18 +126,20 @@ class Tokenizer:
         )
         return rendered.text
 
-    def with_chat_template(self, chat_template: str) -> "Tokenizer":
-        """The same tokenizer with `data.chat_template`: jinja text, the path of a .jinja file, or `none`."""
+    def with_chat_template(self, chat_template: str, *, date: date | None = None) -> "Tokenizer":
+        """The same tokenizer with `data.chat_template`: jinja text, the path of a .jinja file, or `none`.
+
+        date: see `load_tokenizer`; None: that of the template so far.
+        """
         sources = _given_template(chat_template)
         template = None
         if sources:
-            base = self.template
             template = ChatTemplate(
                 sources,
                 self.special_tokens,
                 self.special_texts,
                 where="data.chat_template",
-                date=base.date if base else None,
+                date=date or (self.template.date if self.template else None),
             )
         return dataclasses.replace(self, template=template, given_template=chat_template)
 
@@ -194,11 +196,11 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
         alphabet=alphabet_of(spec, special_texts),
-        continuation=continuation, infill_token=kind.infill_token, given_template=chat_template,
+        continuation=continuation, infill_token=kind.infill_token,
     )  # fmt: skip
     where, sources = _own_templates(folder, config)
     if chat_template is not None:
-        where, sources = "data.chat_template", _given_template(chat_template)
+        return tokenizer.with_chat_template(chat_template, date=date)
     if not sources:
         return tokenizer
     template = ChatTemplate(sources, special, tokenizer.special_texts, where=where, date=date)

@@ -20,6 +20,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,7 @@ def dry_run(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
-            first, collectives, resting, state_bytes = run_steps(
+            first, collectives, resting, state_bytes = _run_steps(
                 model, plan, world, eager, num_micro_batches, log
             )
             peaks = _in_later_steps(log.peaks(), resting)
@@ -202,19 +203,28 @@ def dry_run(
             )
 
 
-def run_steps(
+class _Steps(NamedTuple):
+    first_collectives: Collectives
+    collectives: Collectives
+    """Those of later steps."""
+    resting: Counter[str]
+    """Bytes by category after the last step."""
+    state_bytes: int
+    """Of the optimizer's state in a checkpoint, over all ranks."""
+
+
+def _run_steps(
     model: models.Decoder,
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
-) -> tuple[Collectives, Collectives, Counter[str], int]:
+) -> _Steps:
     """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`; and the
     second, where that exchanges something else.
 
-    Returns the collectives of the first and of later steps, of all `num_micro_batches` and of the update,
-    bytes by category at the end, and the bytes of the optimizer's state in a checkpoint, over all ranks.
+    Collectives are counted for all `num_micro_batches`.
     """
     log.phase("start")
     distributed.materialize(model, world, cfg)
@@ -247,7 +257,8 @@ def run_steps(
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
     assert isinstance(optimizer, ListsMoments)
     moments = (state[moment] for state in optimizer.state.values() for moment in optimizer.MOMENTS)
-    return totals[0], totals[-1], log.at_end(), sum(each.numel() * each.element_size() for each in moments)
+    state_bytes = sum(each.numel() * each.element_size() for each in moments)
+    return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
 
 
 @contextmanager

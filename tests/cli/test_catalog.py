@@ -158,6 +158,8 @@ def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
     assert (code, stdout.splitlines()[0]) == (0, "ok: c.yaml fits other (FinetuneConfig)")
     # A dry run needs a model: it is the recipe's config that is past.
     assert "unknown key" not in command("plan", "--config", "c.yaml")[2]
+    first = "error: run: c.yaml is a config, and RECIPE comes first: lptune run other --config c.yaml\n"
+    assert command("run", "c.yaml") == (2, "", first)
     for name in ("bare.yaml", "foreign.yaml"):
         error = (
             f"error: {name}: full_finetune has no key 'eval_every_steps', and the recipe other has it; name the "
