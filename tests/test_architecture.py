@@ -183,7 +183,8 @@ def test_config_imports_no_torch_and_the_cli_launch_and_hardware_none_at_the_top
 
 def test_every_config_field_is_documented_under_it() -> None:
     num_fields = 0
-    for node in tree("lptune/config/schema.py").body:
+    files = ("lptune/config/schema.py", "lptune/config/recipes.py")
+    for node in [each for file in files for each in tree(file).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         assert ast.get_docstring(node), node.name

@@ -32,11 +32,11 @@ from lptune.config.paths import (
 )
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
+from lptune.config.recipes import EvaluatedConfig, FinetuneConfig
 from lptune.config.schema import (
     CheckpointConfig,
     DataConfig,
     ExportConfig,
-    FinetuneConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -66,6 +66,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DivergedError",
+    "EvaluatedConfig",
     "ExportConfig",
     "FinetuneConfig",
     "HeldFolder",

@@ -1,8 +1,9 @@
-"""Every key of a fine-tuning config.
+"""The keys of every training run.
 
 A key is a frozen, typed field below, with its meaning under it. A YAML file holds only what differs from
 these defaults; `key=value` on the command line overrides both. A check of one section stands in that
-dataclass's `__post_init__`; a check of several sections stands in `RunConfig` or `FinetuneConfig`.
+dataclass's `__post_init__`; a check of several sections stands in `RunConfig`. The config of a recipe
+(recipes.py) adds its own keys.
 
 The checks here look at values only. Whether a file exists, a tensor fits or a kernel can run is checked by
 the code that opens the file, loads the tensor or runs the kernel.
@@ -255,7 +256,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The keys of every run, with any loss. The config of a recipe adds its own keys."""
+    """The keys of every run, with any loss. The config of a recipe (recipes.py) adds its own keys."""
 
     model: ModelConfig
     data: DataConfig
@@ -338,37 +339,4 @@ class RunConfig:
         if model in (output_dir, output_dir / "export"):
             raise UserError(
                 f"output_dir: {self.output_dir} would overwrite the model in model.path; choose another"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(RunConfig):
-    """All keys of a fine-tuning run, which evaluates on held-out rows."""
-
-    eval_every_steps: int = 100
-    """Steps between two evaluations on the held-out rows, also before the first and after the last step; 0:
-    never."""
-    num_samples: int = 0
-    """Number of held-out prompts that are answered greedily and printed, before and after training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("eval_every_steps", self.eval_every_steps, 0)
-        at_least("num_samples", self.num_samples, 0)
-        evaluates = bool(self.data.eval_fraction or self.data.eval_source)
-        if self.checkpoint.keep_best and not (evaluates and self.eval_every_steps):
-            raise UserError(
-                "checkpoint.keep_best: needs evaluations; set data.eval_fraction or data.eval_source, and "
-                "eval_every_steps, or checkpoint.keep_best=0"
-            )
-        if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:
-            raise UserError(
-                f"checkpoint.keep_best: uses evaluations, so checkpoint.every_steps "
-                f"({self.checkpoint.every_steps}) must be a multiple of eval_every_steps "
-                f"({self.eval_every_steps})"
-            )
-        if self.num_samples and not evaluates:
-            raise UserError(
-                "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
-                "num_samples=0"
             )
