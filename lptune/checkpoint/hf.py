@@ -132,6 +132,10 @@ class Base:
         """The folder of config.json, the weight files and the tokenizer."""
         return self.index.folder
 
+    def digest(self) -> str:
+        """A digest that recognises the weights, as `weights_digest`, of 16 hexadecimal digits."""
+        return weights_digest(self.folder)[:16]
+
     def build_on_meta(self) -> models.Decoder:
         """The decoder without storage. Raises UserError if its parameters do not match the stored tensors."""
         model = models.build_on_meta(self.config)
@@ -139,12 +143,15 @@ class Base:
         return model
 
 
-def read_base(path: str, say: Callable[[str], None]) -> Base:
+def read_base(path: str, say: Callable[[str], None], *, key: str = "model.path") -> Base:
     """Reads the headers and config.json of the folder `path`, which may begin with ~. say: as in
-    `read_config`. Raises UserError as `read_index` and `read_config` do.
+    `read_config`. key: of the config, for messages. Raises UserError as `read_index` and `read_config` do.
     """
-    index = read_index(Path(path).expanduser())
-    return Base(index, read_config(index, say))
+    try:
+        index = read_index(Path(path).expanduser())
+        return Base(index, read_config(index, say))
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", key)) from None
 
 
 def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:

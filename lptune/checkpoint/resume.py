@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,13 +130,14 @@ def state_of_run(
     data_digest: str,
     started_on: date,
     chat_template: str | None,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> RunState:
     """The state.json of the checkpoints that this run will write, without their step.
 
     plan: the precision of the steps to come. saved: the state of the checkpoint that the run continues; None
     for a new run. num_steps: the number of steps that `cfg` resolves to. data_digest: of the training rows.
     started_on: the day that chat templates print; the same after a resume. chat_template: the tokenizer's
-    template, as the run uses it.
+    template, as the run uses it. others: further digests for the fingerprint, by name.
 
     Precision, compilation, ranks and number of steps may change when a run is resumed. The values in
     `fingerprint` may not.
@@ -147,6 +149,7 @@ def state_of_run(
         "global_batch_size": cfg.global_batch_size,
         **base_digests(Path(cfg.model.path).expanduser()),
         "data": data_digest[:16],
+        **others,
     }
     content = {
         "fingerprint": fingerprint,

@@ -15,12 +15,12 @@ The recipe decides when each of these happens. A Run does not train: no method o
 a callable.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from signal import Signals
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 import torch
@@ -89,16 +89,23 @@ class Run:
             self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
 
     def check_continues(
-        self, plan: Plan, num_steps: int, data_digest: str, chat_template: str | None
+        self,
+        plan: Plan,
+        num_steps: int,
+        data_digest: str,
+        chat_template: str | None,
+        *,
+        others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Raises UserError if ranks differ, or the run differs from the checkpoint that it continues, in
         data, model or seed. Also prepares state.json for the checkpoints of this run. A collective.
 
         plan: the precision of the steps to come. num_steps: the step after which the run ends. data_digest:
-        of the training rows. chat_template: the tokenizer's template, as the run uses it.
+        of the training rows. chat_template: the tokenizer's template, as the run uses it. others: digests of
+        what else a recipe trains on, by a name for messages.
         """
         self._state = state_of_run(
-            self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template
+            self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
         )
         check_fingerprint(self._saved, self._state, self._world)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lptune.config import (
+    DistillConfig,
     RunConfig,
     check_batches,
     check_inputs_stay,
@@ -38,6 +39,8 @@ def check(cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None)
     _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # the library reports what cannot be read
         check_model_folder(Path(cfg.model.path).expanduser())
+        if isinstance(cfg, DistillConfig):
+            check_model_folder(Path(cfg.teacher.path).expanduser(), "teacher.path")
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
         check_sources("data.eval_source", cfg.data.eval_sources)

@@ -32,7 +32,13 @@ from lptune.config.paths import (
 )
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
-from lptune.config.recipes import EvaluatedConfig, FinetuneConfig
+from lptune.config.recipes import (
+    DistillationConfig,
+    DistillConfig,
+    EvaluatedConfig,
+    FinetuneConfig,
+    TeacherConfig,
+)
 from lptune.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -65,6 +71,8 @@ __all__ = [
     "TEMPORARY",
     "CheckpointConfig",
     "DataConfig",
+    "DistillConfig",
+    "DistillationConfig",
     "DivergedError",
     "EvaluatedConfig",
     "ExportConfig",
@@ -79,6 +87,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "TeacherConfig",
     "UnknownKeyError",
     "UserError",
     "as_written",

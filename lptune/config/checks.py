@@ -79,12 +79,12 @@ def positive(key: str, value: float) -> None:
         raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raises UserError unless `folder` exists and is a folder."""
+def check_model_folder(folder: Path, key: str = "model.path") -> None:
+    """Raises UserError unless `folder`, which the config's `key` names, exists and is a folder."""
     if folder.is_file():
-        raise UserError(f"model.path: {folder} is a file; give the checkpoint's folder, {folder.parent}")
+        raise UserError(f"{key}: {folder} is a file; give the checkpoint's folder, {folder.parent}")
     if not folder.is_dir():
         raise UserError(
-            f"model.path: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
+            f"{key}: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
             "makes one"
         )

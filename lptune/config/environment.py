@@ -30,12 +30,20 @@ _LEAST = 4  # characters: a shorter value is no secret, and its letters are in e
 _VARIABLE = re.compile(r"oc\.env\s*:\s*(\w+)")
 _DECODED = re.compile(r"oc\.decode\s*:\s*\$\{\s*oc\.env\s*:\s*(\w+)")  # and resolved, where it holds a ${…}
 
-_PLACES = {"model.path", "data.source", "data.eval_source", "data.cache", "resume", "output_dir"}
+_PLACES = {
+    "model.path",
+    "teacher.path",
+    "data.source",
+    "data.eval_source",
+    "data.cache",
+    "resume",
+    "output_dir",
+}
 _CHOICES = {
     "data.format", "data.on_bad_row", "precision.kind", "precision.output", "precision.grad_input",
     "precision.grad_weight", "precision.grad_format", "precision.all_gather", "precision.tp_all_gather",
     "optimizer.kind", "schedule.kind", "export.dtype", "device", "compute_dtype", "compile",
-    "activation_checkpointing",
+    "activation_checkpointing", "teacher.precision",
 }  # fmt: skip
 _OF_A_SOURCE = {
     f"data.{key}.{leaf}" for key in ("source", "eval_source") for leaf in ("source", "weight", "format")

@@ -37,6 +37,7 @@ _WRITTEN_AS_DATA = (
 )
 """Files of a run with suffixes that `data.source` reads."""
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
+_PATHS = ("model.path", "teacher.path", "data.source", "data.eval_source")
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
@@ -164,10 +165,12 @@ class HeldFolder:
 def check_inputs_stay(cfg: Any) -> None:
     """Raises UserError if the run would write over its own input (model or data) in `output_dir`.
 
-    cfg: a config with `output_dir`, and paths among the texts of `model` and `data`. Reads no file.
+    cfg: a config with `output_dir`, and paths among the texts of `model`, `data` and, if it has one,
+    `teacher`. Reads no file.
     """
     output_dir = Path(cfg.output_dir).expanduser()
-    for section in ("model", "data"):
+    sections = [name for name in ("model", "teacher", "data") if hasattr(cfg, name)]
+    for section in sections:
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
             for path in [*_paths(key, value), *_paths_to_come(key, value, output_dir)]:
                 if _is_written(path, output_dir):
@@ -176,7 +179,8 @@ def check_inputs_stay(cfg: Any) -> None:
                             f"data.cache: {path} is in output_dir ({cfg.output_dir}), where the run writes; "
                             "choose another"
                         )
-                    what = "the model in model.path" if key == "model.path" else f"{path}, which {key} names"
+                    is_model = key in ("model.path", "teacher.path")
+                    what = f"the model in {key}" if is_model else f"{path}, which {key} names"
                     raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
 
 
@@ -241,7 +245,7 @@ def _paths(key: str, text: str) -> list[Path]:
         path = Path(text).expanduser()
         if path.exists():
             return [path]
-        if key in ("model.path", "data.source", "data.eval_source") or not set("\n{") & set(text):
+        if key in _PATHS or not set("\n{") & set(text):
             return [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []
 

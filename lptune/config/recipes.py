@@ -3,9 +3,9 @@
 `EvaluatedConfig` has the keys of recipes that evaluate on held-out rows while they train.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lptune.config.checks import at_least
+from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.schema import RunConfig
 
@@ -37,6 +37,54 @@ class EvaluatedConfig(RunConfig):
     def has_held_out_rows(self) -> bool:
         """Whether the config asks for held-out rows."""
         return bool(self.data.eval_fraction or self.data.eval_source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The model whose probabilities the student learns. It is frozen and sharded over the same ranks."""
+
+    path: str
+    """Folder of a Hugging Face checkpoint with the student's tokenizer; any width and depth."""
+    precision: str = "int8_weight_only"
+    """How its weights are stored and gathered: int8_weight_only (one byte for each weight) | none (the
+    compute dtype). It computes in the compute dtype."""
+
+    def __post_init__(self) -> None:
+        check_path("teacher.path", self.path)
+        one_of("teacher.precision", self.precision, ("int8_weight_only", "none"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """The loss of a target token: labels * cross-entropy + (1 - labels) * temperature^2 * divergence, where
+    divergence = (1 - reverse) * KL(teacher || student) + reverse * KL(student || teacher).
+    """
+
+    labels: float = 0.5
+    """Share of the cross-entropy with the token in the data. 0: the teacher alone."""
+    reverse: float = 0.0
+    """Share of the reverse KL in the divergence. 0: forward KL alone; 1: reverse KL alone."""
+    temperature: float = 1.0
+    """Divides the logits of teacher and student in the divergence. Its square keeps the size of the gradient
+    (arXiv:1503.02531, section 2)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.labels < 1:
+            raise UserError(
+                f"distillation.labels: must be at least 0 and below 1 (1 would not use the teacher), found "
+                f"{self.labels}"
+            )
+        if not 0 <= self.reverse <= 1:
+            raise UserError(f"distillation.reverse: must be within 0 and 1, found {self.reverse}")
+        positive("distillation.temperature", self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(EvaluatedConfig):
+    """All keys of the recipe distill."""
+
+    teacher: TeacherConfig
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import Prepared, prepare
 from lptune.data.rows import Batch, Rows
+from lptune.data.same_tokens import check_same_tokens
 from lptune.data.templates import ChatTemplate
 from lptune.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -27,6 +28,7 @@ __all__ = [
     "Rows",
     "Tokenizer",
     "check_batches",
+    "check_same_tokens",
     "evaluation_batches",
     "load_tokenizer",
     "pack",

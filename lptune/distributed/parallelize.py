@@ -23,7 +23,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -125,6 +131,8 @@ def parallelize(
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
     fully_shard(model, **shard, reshard_after_forward=False)
+    if isinstance(model, Decoder):
+        register_fsdp_forward_method(model, "hidden_states")
     prefetch(each, cfg.parallel.prefetch_blocks)
 
 

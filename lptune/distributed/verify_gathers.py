@@ -33,19 +33,30 @@ FSDP_AXIS = "fsdp"
 
 @contextmanager
 def verify_collectives(
-    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, report: Callable[[str], None]
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    report: Callable[[str], None],
+    frozen: nn.Module | None = None,
 ) -> Iterator[None]:
     """Records the collectives of the passes in the block, reports them in one line, and compares FSDP's
     gathers with `planned_gathers`.
 
-    Raises PrecisionNotAppliedError for a gather that no block plans, if any is planned in 8 bits.
+    frozen: a second model that runs in the block without being trained, such as a teacher. Raises
+    PrecisionNotAppliedError for a gather that no block plans, if any is planned in 8 bits.
     """
     # Otherwise FSDP would not gather again what an evaluation left gathered, and the count would miss it.
     reshard(model)
+    if frozen is not None:
+        reshard(frozen)
     with record_collectives(mesh) as executed:
         yield
     report(f"collectives: {executed}")
-    _check(executed, planned_gathers(model, compute_dtype), mesh)
+    planned = planned_gathers(model, compute_dtype)
+    if frozen is not None:
+        gathers = planned_gathers(frozen, compute_dtype)
+        planned |= {f"frozen {name or 'model'}": sizes for name, sizes in gathers.items()}
+    _check(executed, planned, mesh)
     _check_tokens(model, executed)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Divergence,
         Objective,
         TopKDivergence,
+        WeightedSum,
         log_probabilities,
         summed_cross_entropy,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "RopeConfig",
     "TopKDivergence",
+    "WeightedSum",
     "Words",
     "activate_attention",
     "attention_flops",
@@ -69,6 +71,7 @@ _LAZY = {
     "Divergence": "lptune.models.loss",
     "Objective": "lptune.models.loss",
     "TopKDivergence": "lptune.models.loss",
+    "WeightedSum": "lptune.models.loss",
     "log_probabilities": "lptune.models.loss",
     "summed_cross_entropy": "lptune.models.loss",
     "Words": "lptune.models.words",

@@ -257,6 +257,15 @@ class Decoder(nn.Module):
         # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
         return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
 
+    def hidden_states(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
+        """Hidden states (B, S, H) after the last norm, in the compute dtype: what the head reads."""
+        hidden_BSH: Tensor = self.model(tokens_BS, documents)
+        return hidden_BSH
+
+    def logits_of(self, hidden_tH: Tensor) -> Tensor:
+        """Logits (t, v) of hidden states, of the words that this rank's head has, in the compute dtype."""
+        return self.chunk_loss.finish(self.lm_head(hidden_tH))
+
     def attention_backend(
         self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
     ) -> str:

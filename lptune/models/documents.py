@@ -8,7 +8,7 @@ backend needs.
 Shapes: B batch, S sequence.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ class DocumentBounds(NamedTuple):
     """int64, the number of the token's document in its row: 0, 1, 2, ..."""
     offsets: Tensor
     """int32, the starts of documents in the B*S flattened tokens, padded with B*S to a constant length."""
+
+    @classmethod
+    def of(cls, batch: Any) -> "DocumentBounds | None":
+        """The document bounds of `batch`, a data.Batch. None if each row is one document: attention is then
+        causal over the whole row.
+        """
+        bounds = cls(batch.positions_BS, batch.document_BS, batch.offsets)
+        return None if batch.one_document_per_row else bounds
 
     @classmethod
     def single(cls, batch: int, seq_len: int, device: torch.device | str | None = None) -> "DocumentBounds":

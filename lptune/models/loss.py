@@ -23,6 +23,7 @@ A token with the label -100 has the value 0, and the gradient of its logits is 0
 Shapes: T tokens, t tokens of a chunk, k words of a token, V vocabulary, v words of a part.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -63,6 +64,9 @@ def check_serves_parts(loss: Objective) -> None:
     """Raises ValueError unless the class that defines `values` says that it serves a part of the words: on
     such a part an objective made for the whole vocabulary would be wrong without a sign of it.
     """
+    if isinstance(loss, WeightedSum):
+        for each in loss.objectives:
+            check_serves_parts(each)
     owner = next(cls for cls in type(loss).__mro__ if "values" in vars(cls))
     if not vars(owner).get("serves_parts", False):
         raise ValueError(
@@ -105,21 +109,36 @@ summed_cross_entropy = SummedCrossEntropy()
 
 
 class Divergence:
-    """KL(teacher || student) over the whole vocabulary, in nats.
+    """The divergence between the probabilities of teacher and student over the whole vocabulary, in nats.
 
-    Same as F.kl_div(log_softmax(student), log_softmax(teacher), reduction="none", log_target=True).sum(-1).
+        (1 - reverse) * KL(p || q) + reverse * KL(q || p)
+
+    p (the teacher) and q (the student) are softmax(logits / temperature). With reverse = 0 and
+    temperature = 1, same as F.kl_div(log_softmax(student), log_softmax(teacher), reduction="none",
+    log_target=True).sum(-1). Forward KL makes the student cover all that the teacher would say; reverse KL
+    makes it leave out what the teacher would not say (MiniLLM, arXiv:2306.08543). A temperature
+    above 1 shows the student more of the teacher's improbable words (Hinton et al., arXiv:1503.02531).
 
     teacher_BSX: the teacher's logits (B, S, V), of all words on every rank. They take as much memory as the
     student's logits would without chunks. With `logits_of`, teacher_BSX has X numbers per token instead, such
     as the teacher's last hidden states, and `logits_of` maps them chunk by chunk, (t, X) -> (t, v), to the
-    logits of the words that the student's head has on this rank. The teacher gets no gradient.
+    logits of the words that the student's head has on this rank. The teacher gets no gradient. With
+    reverse > 0 its logits must be finite.
     """
 
     serves_parts = True
 
-    def __init__(self, teacher_BSX: Tensor, logits_of: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        teacher_BSX: Tensor,
+        logits_of: Callable[[Tensor], Tensor] | None = None,
+        *,
+        reverse: float = 0.0,
+        temperature: float = 1.0,
+    ) -> None:
         self.targets = (teacher_BSX.detach(),)
         self._logits_of = logits_of
+        self._reverse, self._temperature = reverse, temperature
 
     def values(self, logits: Logits, labels_t: Tensor, teacher_tX: Tensor) -> Tensor:
         words = logits.words
@@ -130,9 +149,16 @@ class Divergence:
                 teacher_tv = self._logits_of(teacher_tX)
         with torch.no_grad():
             largest_t2 = words.largest(logits.for_each_token(_largest_of_both, teacher_tv))
-        sums_t3 = words.sum(logits.for_each_token(_divergence_sums, teacher_tv, largest_t2))
-        student_t, teacher_t, difference_t = sums_t3.unbind(1)
-        return difference_t / teacher_t - teacher_t.log() + student_t.log()
+        sums_of = functools.partial(
+            _divergence_sums, temperature=self._temperature, with_reverse=self._reverse > 0
+        )
+        sums_t = words.sum(logits.for_each_token(sums_of, teacher_tv, largest_t2)).unbind(1)
+        log_q_over_p_t = sums_t[1].log() - sums_t[0].log()  # of the normalizers, teacher's over student's
+        forward_t = sums_t[2] / sums_t[1] - log_q_over_p_t
+        if self._reverse == 0:
+            return forward_t
+        reverse_t = sums_t[3] / sums_t[0] + log_q_over_p_t
+        return (1 - self._reverse) * forward_t + self._reverse * reverse_t
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
         return values_t
@@ -168,6 +194,33 @@ class TopKDivergence:
         r_t = (1.0 - p_tk.sum(1)).clamp(min=0.0)
         entropy_t = -torch.xlogy(p_tk, p_tk).sum(1) - torch.xlogy(r_t, r_t)
         return -(p_tk * log_q_tk).sum(1) - r_t * log_s_t - entropy_t
+
+    def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
+        return values_t
+
+
+class WeightedSum:
+    """The sum of several objectives, each multiplied by its weight: numbers for each token.
+
+    For example, distillation with labels is
+    `WeightedSum((-0.5, log_probabilities), (0.5, Divergence(hidden_BSH, teacher.logits_of)))`. In a chunk,
+    each objective has a gradient of its own of the size of the logits (chunks.py).
+    """
+
+    serves_parts = True  # check_serves_parts asks each of its objectives
+
+    def __init__(self, *weighted: tuple[float, Objective]) -> None:
+        self.weights = tuple(weight for weight, _ in weighted)
+        self.objectives = tuple(objective for _, objective in weighted)
+        self.targets = tuple(each for objective in self.objectives for each in objective.targets)
+
+    def values(self, logits: Logits, labels_t: Tensor, *targets: Tensor) -> Tensor:
+        total_t, first = labels_t.new_zeros(labels_t.shape, dtype=torch.float32), 0
+        for weight, objective in zip(self.weights, self.objectives, strict=True):
+            own = targets[first : first + len(objective.targets)]
+            total_t = total_t + weight * objective.values(logits, labels_t, *own)
+            first += len(own)
+        return total_t
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
         return values_t
@@ -237,10 +290,19 @@ def _largest_of_both(x_tv: Tensor, teacher_tv: Tensor) -> Tensor:
     return torch.stack([x_tv.amax(1), teacher_tv.amax(1).float()], 1)
 
 
-def _divergence_sums(x_tv: Tensor, teacher_tv: Tensor, largest_t2: Tensor) -> Tensor:
+def _divergence_sums(
+    x_tv: Tensor, teacher_tv: Tensor, largest_t2: Tensor, *, temperature: float, with_reverse: bool
+) -> Tensor:
+    """(t, 3 or 4) sums over the words: of q, of p, of p * log(p / q), of q * log(q / p), where p and q are
+    not normalized.
+    """
     x_tv, y_tv = x_tv - largest_t2[:, :1], teacher_tv.float() - largest_t2[:, 1:]
-    weight_tv = y_tv.exp()
+    if temperature != 1.0:
+        x_tv, y_tv = x_tv / temperature, y_tv / temperature
+    q_tv, p_tv = x_tv.exp(), y_tv.exp()
     # A word that the teacher excludes has y = -inf and adds 0, not 0 * inf.
-    difference_tv = torch.where(weight_tv > 0, y_tv - x_tv, 0.0)
-    sums = [x_tv.exp().sum(1), weight_tv.sum(1), (weight_tv * difference_tv).sum(1)]
+    difference_tv = torch.where(p_tv > 0, y_tv - x_tv, 0.0)
+    sums = [q_tv.sum(1), p_tv.sum(1), (p_tv * difference_tv).sum(1)]
+    if with_reverse:
+        sums.append((q_tv * (x_tv - y_tv)).sum(1))
     return torch.stack(sums, 1)

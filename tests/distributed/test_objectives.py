@@ -15,7 +15,7 @@ from lptune import distributed, models
 from lptune.config import ParallelConfig
 from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.parallelize import compile_chunk_loss
-from lptune.models import TopKDivergence
+from lptune.models import TopKDivergence, WeightedSum
 from lptune.models.chunks import Logits, in_chunks
 from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
 from tests.helpers.ranks import Ranks
@@ -140,8 +140,10 @@ def test_no_token_is_zero_with_a_gradient_of_no_row(of_parts: list[dict[str, Ten
 def test_a_chunk_takes_two_all_reduces_in_forward_and_backward_alone_takes_none(
     of_parts: list[dict[str, Tensor]],
 ) -> None:
-    for name in _cases():
-        assert of_parts[0][f"{name}, {T} tokens, None: all-reduces"].tolist() == [2, 0], name
+    for name, objective in _cases().items():
+        num_objectives = len(objective.objectives) if isinstance(objective, WeightedSum) else 1
+        found = of_parts[0][f"{name}, {T} tokens, None: all-reduces"].tolist()
+        assert found == [2 * num_objectives, 0], name
         # 8 chunks of five tokens; backward computes their forward again.
         assert of_parts[0][f"{name}, {T} tokens, {5 * V}: all-reduces"].tolist() == [16, 16], name
 

@@ -29,7 +29,13 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 
 from lptune import models
 from lptune.hardware.planned import planned_for
-from lptune.models import Divergence, TopKDivergence, log_probabilities, summed_cross_entropy
+from lptune.models import (
+    Divergence,
+    TopKDivergence,
+    WeightedSum,
+    log_probabilities,
+    summed_cross_entropy,
+)
 from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
 from lptune.models.decoder import ChunkLoss
 from lptune.models.words import Words
@@ -97,8 +103,8 @@ def top_k_truth(logits_TV: Tensor, log_p_Tk: Tensor, words_Tk: Tensor) -> Tensor
 class Case(NamedTuple):
     """How an objective is tested. A new objective needs a row of CASES, here and on a cut vocabulary."""
 
-    make: Callable[[Tensor], models.Objective]
-    """The objective, from the teacher's logits (T, V)."""
+    make: Callable[..., models.Objective]
+    """The objective, from the teacher's logits (T, V); if it has them as a copy, also from (hidden, head)."""
     truth: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(logits_TV, labels_T, teacher_TV), float64 and labels >= 0 -> numbers for each token by PyTorch."""
     tolerance: Callable[[int, float], float]
@@ -109,6 +115,8 @@ class Case(NamedTuple):
     """
     is_sum: bool = False
     """Whether the result is the sum over all tokens."""
+    num_copies: int = 2
+    """Tensors of the size of a chunk's logits: the logits, a gradient for each objective, the teacher's."""
 
 
 def _log_probability(logits_TV: Tensor, labels_T: Tensor, _: Tensor) -> Tensor:
@@ -118,6 +126,17 @@ def _log_probability(logits_TV: Tensor, labels_T: Tensor, _: Tensor) -> Tensor:
 def _divergence(logits_TV: Tensor, _: Tensor, teacher_TV: Tensor) -> Tensor:
     log_q_TV, log_p_TV = (torch.log_softmax(each, -1) for each in (logits_TV, teacher_TV))
     return F.kl_div(log_q_TV, log_p_TV, reduction="none", log_target=True).sum(1)
+
+
+def _mixed_divergence(logits_TV: Tensor, labels_T: Tensor, teacher_TV: Tensor) -> Tensor:
+    """0.3 of the reverse divergence, at temperature 2."""
+    forward_T = _divergence(logits_TV / 2, labels_T, teacher_TV / 2)
+    return 0.7 * forward_T + 0.3 * _divergence(teacher_TV / 2, labels_T, logits_TV / 2)
+
+
+def _with_labels(logits_TV: Tensor, labels_T: Tensor, teacher_TV: Tensor) -> Tensor:
+    loss_T = F.cross_entropy(logits_TV, labels_T, reduction="none")
+    return 0.25 * loss_T + 0.75 * _divergence(logits_TV, labels_T, teacher_TV)
 
 
 CASES = {
@@ -135,7 +154,32 @@ CASES = {
         num_temporaries=4,
     ),
     "divergence": Case(
-        make=Divergence, truth=_divergence, tolerance=divergence_tolerance, num_temporaries=8.25
+        make=Divergence,
+        truth=_divergence,
+        tolerance=divergence_tolerance,
+        num_temporaries=8.25,
+        num_copies=3,
+    ),
+    "reverse divergence": Case(
+        make=functools.partial(Divergence, reverse=1.0),
+        truth=lambda logits_TV, labels_T, teacher_TV: _divergence(teacher_TV, labels_T, logits_TV),
+        tolerance=divergence_tolerance,
+        num_temporaries=10.25,
+        num_copies=3,
+    ),
+    "divergence in both directions": Case(
+        make=functools.partial(Divergence, reverse=0.3, temperature=2.0),
+        truth=_mixed_divergence,
+        tolerance=divergence_tolerance,
+        num_temporaries=10.25,
+        num_copies=3,
+    ),
+    "labels and divergence": Case(
+        make=lambda *teacher: WeightedSum((-0.25, log_probabilities), (0.75, Divergence(*teacher))),
+        truth=_with_labels,
+        tolerance=divergence_tolerance,
+        num_temporaries=8.25,
+        num_copies=4,
     ),
     "top k": Case(
         make=lambda teacher_TV: TopKDivergence(*top_k(teacher_TV)),
@@ -429,9 +473,9 @@ def test_a_chunk_holds_two_copies_of_its_logits_and_a_block_of_temporaries(
     hidden_TH = torch.randn(num_tokens, hidden_size, dtype=dtype, requires_grad=True)
     labels_T = torch.randint(0, vocab_size, (num_tokens,))
     teacher_TH = torch.randn(num_tokens, hidden_size, dtype=dtype)
-    chosen: dict[str, Any] = objectives(torch.zeros(num_tokens, V))
-    chosen["divergence"] = Divergence(teacher_TH, head)
-    objective = chosen[name]
+    case = CASES[name]
+    has_teacher = case.num_copies > 2
+    objective = case.make(teacher_TH, head) if has_teacher else objectives(torch.zeros(num_tokens, V))[name]
     with MemoryLog() as log:
         max_logits = chunk_tokens * vocab_size
         compute(
@@ -443,6 +487,5 @@ def test_a_chunk_holds_two_copies_of_its_logits_and_a_block_of_temporaries(
         num_chunks * vocab_size * hidden_size * dtype.itemsize
     )  # of the head, which has no optimizer
     block_bytes = block_rows * vocab_size * 4
-    num_copies = 3 if name == "divergence" else 2  # the teacher's logits
     assert peak > copy_bytes + gradient_bytes
-    assert peak < num_copies * copy_bytes + gradient_bytes + CASES[name].num_temporaries * block_bytes + 2**18
+    assert peak < case.num_copies * copy_bytes + gradient_bytes + case.num_temporaries * block_bytes + 2**18

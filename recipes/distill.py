@@ -1,0 +1,156 @@
+"""Distillation: a student, all weights trained, learns the probabilities of a frozen teacher, on 1..N ranks.
+
+    lptune run distill --config llama3_2/1b_distill data.source=rows.jsonl precision.kind=int8_rowcol
+
+Like full_finetune, but for the loss. Teacher and student have one tokenizer, and any width and depth. The
+teacher is sharded over the same ranks, by default with its weights in INT8. It computes its last hidden
+states; its head runs chunk by chunk together with the head of the student.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lptune import checkpoint, data, distributed, linear, models, training
+from lptune.config import DistillationConfig, DistillConfig, PrecisionConfig
+from lptune.training import is_due
+
+
+def main(cfg: DistillConfig) -> None:
+    """Runs the training that `cfg` describes. Wrong input raises UserError before output_dir is changed."""
+    with (
+        distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
+        checkpoint.open_run(cfg, world) as run,
+    ):
+        # --- Input. All input is read and checked before the run's folder is made or changed.
+        training.check_settings(cfg, world)
+        base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
+        of_teacher = checkpoint.read_base(cfg.teacher.path, world.print, key="teacher.path")
+        model = base.build_on_meta()
+        plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
+        run.find_checkpoint()
+        tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
+        vocab_size = base.config.vocab_size
+        data.check_same_tokens(tokenizer, vocab_size, of_teacher.folder, of_teacher.config.vocab_size)
+        with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
+            train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+        loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
+        num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
+        others = {"the teacher's weights": of_teacher.digest()}
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, others=others)
+        if run.is_finished(num_steps):
+            return
+
+        # --- Models. Each is cut, checkpointed, compiled and sharded; then it gets storage and weights.
+        distributed.parallelize(model, world, cfg)
+        distributed.materialize(model, world, cfg)
+        teacher = load_teacher(of_teacher, cfg, world)
+        optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        dtype = getattr(torch, cfg.compute_dtype)
+        watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print, frozen=teacher)
+        verify = cfg.precision.verify
+        low = linear.LowPrecision(
+            model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
+        )
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
+        step = run.load(base, model, optimizer, low)
+        report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
+        run.begin(plan, report)
+        meter = training.StepMeter(cfg, plan, base.config, world)
+
+        # --- Training.
+        with (
+            run.writer(model, optimizer, low, update) as writer,
+            training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
+        ):
+            # Before the first step, or if a signal stopped the run before the evaluation of this step.
+            is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
+            if held_out is not None and is_eval_due and not run.has_evaluation(step):
+                metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
+            if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
+                raise run.stopped(stopped)
+            is_save_due = False
+            while step < num_steps:
+                with meter.timed():
+                    world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
+                    batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
+                    with low.step(step, num_passes=len(batches)):
+                        loss_sum = torch.zeros((), device=world.device)
+                        for batch in distributed.accumulate(model, batches, world, cfg, low):
+                            loss = distillation_loss(model, teacher, batch, cfg.distillation, world)
+                            (loss * (world.data_size / num_targets)).backward()  # FSDP averages over ranks
+                            loss_sum += loss.detach()
+                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
+                    training.set_learning_rate(optimizer, lr)
+                    # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
+                    updated = update(loss_sum, num_targets)
+                lengths = loader.document_lengths(step)
+                step += 1
+                record = meter.record(step, updated, num_targets, lr, lengths, update, low)
+                is_last = step == num_steps
+                stopped, is_overdue = world.at_boundary(writer.is_overdue())
+                if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
+                    record["eval_loss"] = evaluate(model, held_out, cfg, world)
+                metrics.write(record)
+                if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
+                    raise update.diverged(step, writer.wait(), run.path)
+                writer.check()
+                # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
+                is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
+                at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
+                if at_end or (is_save_due and not update.num_skipped_in_a_row):
+                    writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
+                    is_save_due = False
+                if stopped:
+                    raise run.stopped(stopped)
+
+        # --- Result.
+        run.export(base)
+
+
+def load_teacher(base: checkpoint.Base, cfg: DistillConfig, world: distributed.World) -> models.Decoder:
+    """The frozen teacher, cut and sharded like the student. A collective."""
+    teacher = base.build_on_meta().to(getattr(torch, cfg.compute_dtype)).requires_grad_(False)
+    precision = PrecisionConfig(kind=cfg.teacher.precision)
+    linear.convert(teacher, precision, device=world.device, num_tokens=cfg.tokens_per_forward)
+    distributed.parallelize(teacher, world, replace(cfg, activation_checkpointing="none"))
+    distributed.materialize(teacher, world, cfg)
+    checkpoint.load_hf(teacher, base.index, world)
+    return teacher
+
+
+def distillation_loss(
+    model: models.Decoder,
+    teacher: models.Decoder,
+    batch: data.Batch,
+    cfg: DistillationConfig,
+    world: distributed.World,
+) -> Tensor:
+    """The loss of `DistillationConfig`, summed over the targets of the batch, float32."""
+    batch = batch.to(world.device)
+    documents = models.DocumentBounds.of(batch)
+    with torch.no_grad():
+        hidden_BSH = teacher.hidden_states(batch.tokens_BS, documents)
+    divergence = models.Divergence(
+        hidden_BSH, teacher.logits_of, reverse=cfg.reverse, temperature=cfg.temperature
+    )
+    weighted = ((1 - cfg.labels) * cfg.temperature**2, divergence)
+    labels = ((-cfg.labels, models.log_probabilities),) if cfg.labels else ()
+    loss_BS = model(batch.tokens_BS, documents, batch.labels_BS, models.WeightedSum(weighted, *labels))
+    loss: Tensor = loss_BS.sum()
+    return loss
+
+
+@torch.no_grad()
+def evaluate(model: models.Decoder, rows: data.Rows, cfg: DistillConfig, world: distributed.World) -> float:
+    """The mean cross-entropy of held-out targets, over all ranks, without the teacher. A collective."""
+    loss_sum, num_targets = torch.zeros((), device=world.device), 0
+    for batch in data.evaluation_batches(
+        rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size
+    ):
+        batch = batch.to(world.device)
+        loss_sum += model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
+        num_targets += batch.num_targets
+    return world.sum(loss_sum) / max(1.0, world.sum(num_targets))
