@@ -7,14 +7,13 @@ teacher is sharded over the same ranks, by default with its weights in INT8. It 
 states; its head runs chunk by chunk together with the head of the student.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
-from lptune.config import DistillationConfig, DistillConfig, PrecisionConfig
+from lptune.config import DistillConfig
 from lptune.training import is_due
 
 
@@ -46,7 +45,9 @@ def main(cfg: DistillConfig) -> None:
         # --- Models. Each is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
-        teacher = load_teacher(of_teacher, cfg, world)
+        teacher = training.build_teacher(of_teacher.build_on_meta(), cfg, world)
+        distributed.materialize(teacher, world, cfg)
+        checkpoint.load_hf(teacher, of_teacher.index, world)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         dtype = getattr(torch, cfg.compute_dtype)
         watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print, frozen=teacher)
@@ -79,7 +80,7 @@ def main(cfg: DistillConfig) -> None:
                     with low.step(step, num_passes=len(batches)):
                         loss_sum = torch.zeros((), device=world.device)
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss = distillation_loss(model, teacher, batch, cfg.distillation, world)
+                            loss = batch_loss(model, teacher, batch, cfg, world)
                             (loss * (world.data_size / num_targets)).backward()  # FSDP averages over ranks
                             loss_sum += loss.detach()
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
@@ -110,36 +111,20 @@ def main(cfg: DistillConfig) -> None:
         run.export(base)
 
 
-def load_teacher(base: checkpoint.Base, cfg: DistillConfig, world: distributed.World) -> models.Decoder:
-    """The frozen teacher, cut and sharded like the student. A collective."""
-    teacher = base.build_on_meta().to(getattr(torch, cfg.compute_dtype)).requires_grad_(False)
-    precision = PrecisionConfig(kind=cfg.teacher.precision)
-    linear.convert(teacher, precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-    distributed.parallelize(teacher, world, replace(cfg, activation_checkpointing="none"))
-    distributed.materialize(teacher, world, cfg)
-    checkpoint.load_hf(teacher, base.index, world)
-    return teacher
-
-
-def distillation_loss(
+def batch_loss(
     model: models.Decoder,
     teacher: models.Decoder,
     batch: data.Batch,
-    cfg: DistillationConfig,
+    cfg: DistillConfig,
     world: distributed.World,
 ) -> Tensor:
-    """The loss of `DistillationConfig`, summed over the targets of the batch, float32."""
+    """The loss of the section `distillation`, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
     documents = models.DocumentBounds.of(batch)
     with torch.no_grad():
         hidden_BSH = teacher.hidden_states(batch.tokens_BS, documents)
-    divergence = models.Divergence(
-        hidden_BSH, teacher.logits_of, reverse=cfg.reverse, temperature=cfg.temperature
-    )
-    weighted = ((1 - cfg.labels) * cfg.temperature**2, divergence)
-    labels = ((-cfg.labels, models.log_probabilities),) if cfg.labels else ()
-    loss_BS = model(batch.tokens_BS, documents, batch.labels_BS, models.WeightedSum(weighted, *labels))
-    loss: Tensor = loss_BS.sum()
+    objective = training.distillation(hidden_BSH, teacher, cfg.distillation)
+    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, objective).sum()
     return loss
 
 

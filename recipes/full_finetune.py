@@ -111,10 +111,7 @@ def main(cfg: FinetuneConfig) -> None:
 def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
     """The cross-entropy, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
-    # With None, each row is one document, and attention is causal over the whole row.
-    packed = models.DocumentBounds(batch.positions_BS, batch.document_BS, batch.offsets)
-    documents = None if batch.one_document_per_row else packed
-    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS)
+    loss: Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
     return loss
 
 

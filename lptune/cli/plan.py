@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import RunConfig, UserError, check_batches, closest, key_paths
+from lptune.config import (
+    DistillConfig,
+    RunConfig,
+    UserError,
+    check_batches,
+    check_model_folder,
+    closest,
+    key_paths,
+)
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -71,7 +79,8 @@ def plan(
     from lptune.training.fit import fits, remedies, verdict
 
     device = None if cfg.device == "cpu" else _device(device_name)
-    found = dry_run(cfg, model_config, world_size, device)
+    teacher = _teacher(cfg) if isinstance(cfg, DistillConfig) else None
+    found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
     click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
     click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
@@ -79,7 +88,7 @@ def plan(
     click.echo(verdict(found, device))
     if not fits(found, device):
         click.echo("planned instead, one change at a time:")
-        for line in remedies(cfg, model_config, world_size, device):
+        for line in remedies(cfg, model_config, world_size, device, teacher):
             click.echo(line)
 
 
@@ -94,6 +103,15 @@ def _device(name: str | None) -> Device:
     here = torch.cuda.get_device_properties()
     capability = (here.major, here.minor)
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
+
+
+def _teacher(cfg: DistillConfig) -> "DecoderConfig":
+    """The teacher, from the config.json in teacher.path."""
+    from lptune import models
+
+    folder = Path(cfg.teacher.path).expanduser()
+    check_model_folder(folder, "teacher.path")
+    return models.read_config(folder)
 
 
 def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":

@@ -8,6 +8,7 @@ from lptune.training.record import StepMeter
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
 from lptune.training.settings import check_settings, describe_run
+from lptune.training.teacher import build_teacher, distillation
 from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
@@ -20,10 +21,12 @@ __all__ = [
     "Updated",
     "UtilizationMeter",
     "build_optimizer",
+    "build_teacher",
     "check_logging",
     "check_settings",
     "clip_grad_norm",
     "describe_run",
+    "distillation",
     "greedy",
     "is_due",
     "learning_rate",

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import ParallelConfig, RunConfig, UserError, flop_text, size_text
+from lptune.config import DistillConfig, ParallelConfig, RunConfig, UserError, flop_text, size_text
 from lptune.distributed import Collectives, World
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
@@ -37,10 +37,11 @@ from lptune.kernels import choose_backend
 from lptune.training import memory
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
+from lptune.training.teacher import build_teacher, distillation
 from lptune.training.update import Update
 
 STAGED = "shards between host and GPU"
-_OFFLOADED = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
+_OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +148,17 @@ class DryRun:
 
 
 def dry_run(
-    cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device | None = None
+    cfg: RunConfig,
+    model_config: models.DecoderConfig,
+    world_size: int,
+    device: Device | None = None,
+    *,
+    teacher_config: models.DecoderConfig | None = None,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
 
-    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper.
+    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. teacher_config: of
+    the teacher, if cfg is a DistillConfig.
 
     Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
     a process group. Raises the same UserErrors as a run for the mesh and the precision.
@@ -169,6 +176,10 @@ def dry_run(
         num_parameters = models.num_parameters(model)
         plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
         distributed.parallelize(model, world, eager)
+        teacher = None
+        if teacher_config is not None:
+            assert isinstance(eager, DistillConfig)
+            teacher = build_teacher(models.build_on_meta(teacher_config), eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
             # Layer handles are real tensors: their values identify a layer.
@@ -176,13 +187,14 @@ def dry_run(
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
             first, collectives, resting, state_bytes = _run_steps(
-                model, plan, world, eager, num_micro_batches, log
+                model, teacher, plan, world, eager, num_micro_batches, log
             )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
             if offloads:
                 host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
-                peaks, resting = _without_offloaded(peaks, model), Counter[str]()
+                parts = [model] if teacher is None else [model, teacher]
+                peaks, resting = _without_offloaded(peaks, parts), Counter[str]()
             return DryRun(
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
@@ -215,20 +227,24 @@ class _Steps(NamedTuple):
 
 def _run_steps(
     model: models.Decoder,
+    teacher: models.Decoder | None,
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
 ) -> _Steps:
-    """Allocates `model`, which is on meta, and runs its first step as a recipe does, under `log`; and the
-    second, where that exchanges something else.
+    """Allocates `model` and `teacher`, which are on meta, and runs the first step as a recipe does, under
+    `log`; and the second, where that exchanges something else.
 
     Collectives are counted for all `num_micro_batches`.
     """
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
+    if teacher is not None:
+        distributed.materialize(teacher, world, cfg)
+        log.label(memory.TEACHER, teacher.parameters())
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     update = Update(model, optimizer, world, cfg.max_grad_norm, low)
@@ -243,7 +259,14 @@ def _run_steps(
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
                 log.phase("forward")
-                loss = model(tokens_BS, documents, tokens_BS)
+                if teacher is None:
+                    loss = model(tokens_BS, documents, tokens_BS)
+                else:
+                    assert isinstance(cfg, DistillConfig)
+                    with torch.no_grad():
+                        hidden_BSH = teacher.hidden_states(tokens_BS, documents)
+                    objective = distillation(hidden_BSH, teacher, cfg.distillation)
+                    loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 log.phase("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
@@ -284,13 +307,15 @@ def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> di
     return {name: peaks[name] | state for name in ("forward", "backward", "update")}
 
 
-def _without_offloaded(peaks: dict[str, Counter[str]], model: models.Decoder) -> dict[str, Counter[str]]:
+def _without_offloaded(
+    peaks: dict[str, Counter[str]], parts: list[models.Decoder]
+) -> dict[str, Counter[str]]:
     """The peaks on the GPU under offloading. FSDP2 copies the shards of a module to the GPU for a gather,
     while those of the previous module are still there, and copies gradients to the host. The largest module
     counts.
     """
     seen, largest = set[int](), 0
-    for module in reversed(list(model.modules())):  # inner modules first
+    for module in reversed([each for part in parts for each in part.modules()]):  # inner modules first
         if isinstance(module, FSDPModule):
             own = [each for each in module.parameters() if id(each) not in seen]
             seen.update(map(id, own))

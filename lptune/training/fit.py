@@ -42,7 +42,11 @@ def verdict(found: DryRun, device: Device) -> str:
 
 
 def remedies(
-    cfg: RunConfig, model_config: models.DecoderConfig, world_size: int, device: Device
+    cfg: RunConfig,
+    model_config: models.DecoderConfig,
+    world_size: int,
+    device: Device,
+    teacher_config: models.DecoderConfig | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
@@ -52,7 +56,7 @@ def remedies(
     possible: Remedy = {}
     for change in changes:
         try:
-            found = _plan(cfg, change, model_config, world_size, device)
+            found = _plan(cfg, change, model_config, world_size, device, teacher_config)
         except UserError:  # this run cannot use it, for example ranks that do not divide the model
             continue
         possible |= change
@@ -62,7 +66,8 @@ def remedies(
             return
     if num_fitting == 0 and len(possible) > 1:
         with suppress(UserError):  # these changes may exclude each other
-            yield _line(possible, _plan(cfg, possible, model_config, world_size, device), device)
+            found = _plan(cfg, possible, model_config, world_size, device, teacher_config)
+            yield _line(possible, found, device)
 
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
@@ -90,13 +95,19 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
 
 
 def _plan(
-    cfg: RunConfig, change: Remedy, model_config: models.DecoderConfig, world_size: int, device: Device
+    cfg: RunConfig,
+    change: Remedy,
+    model_config: models.DecoderConfig,
+    world_size: int,
+    device: Device,
+    teacher_config: models.DecoderConfig | None,
 ) -> DryRun:
     in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
     at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}
     parallel = dataclasses.replace(cfg.parallel, **in_parallel)  # type: ignore[arg-type]
     changed = dataclasses.replace(cfg, parallel=parallel, **at_top)  # type: ignore[arg-type]
-    return dry_run(changed, model_config, int(change.get(_RANKS, world_size)), device)
+    num_ranks = int(change.get(_RANKS, world_size))
+    return dry_run(changed, model_config, num_ranks, device, teacher_config=teacher_config)
 
 
 def _line(change: Remedy, found: DryRun, device: Device) -> str:

@@ -30,7 +30,8 @@ OPTIMIZER = "optimizer state"
 GATHERED = "gathered weights"
 UNREDUCED = "gradients not yet reduced"
 ACTIVATIONS = "activations and temporaries"
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, ACTIVATIONS)
+TEACHER = "teacher"
+CATEGORIES = (PARAMETERS, TEACHER, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, ACTIVATIONS)
 
 
 class MemoryLog(TorchDispatchMode):
@@ -105,7 +106,7 @@ class MemoryLog(TorchDispatchMode):
         """
         for part in _parts(tensors):
             number = self._number(part.untyped_storage())
-            if category in (PARAMETERS, GRADIENTS, OPTIMIZER) or number not in self._labels:
+            if category in (PARAMETERS, TEACHER, GRADIENTS, OPTIMIZER) or number not in self._labels:
                 self._labels[number] = category
 
     def at_end(self) -> Counter[str]:
