@@ -37,7 +37,7 @@ def main(cfg: DistillConfig) -> None:
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        others = {"the teacher's weights": of_teacher.digest()}
+        others = {"the teacher's weights": checkpoint.weights_digest(of_teacher.folder)[:16]}
         run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, others=others)
         if run.is_finished(num_steps):
             return

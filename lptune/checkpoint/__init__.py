@@ -1,7 +1,16 @@
 """Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
 from lptune.checkpoint.export import export_hf
-from lptune.checkpoint.hf import Base, HFIndex, load_hf, match_tensors, read_base, read_config, read_index
+from lptune.checkpoint.hf import (
+    Base,
+    HFIndex,
+    load_hf,
+    match_tensors,
+    read_base,
+    read_config,
+    read_index,
+    weights_digest,
+)
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, newest_verified
@@ -36,4 +45,5 @@ __all__ = [
     "read_index",
     "read_state",
     "verify",
+    "weights_digest",
 ]

@@ -132,10 +132,6 @@ class Base:
         """The folder of config.json, the weight files and the tokenizer."""
         return self.index.folder
 
-    def digest(self) -> str:
-        """A digest that recognises the weights, as `weights_digest`, of 16 hexadecimal digits."""
-        return weights_digest(self.folder)[:16]
-
     def build_on_meta(self) -> models.Decoder:
         """The decoder without storage. Raises UserError if its parameters do not match the stored tensors."""
         model = models.build_on_meta(self.config)

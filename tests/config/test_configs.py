@@ -22,6 +22,8 @@ SIZES = {
     "gemma3/1b", "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
 }  # fmt: skip
 
+OF_RECIPES = {name for name in CONFIGS if RECIPES[name] != "full_finetune" and "/" in name}
+"""FAMILY/SIZE_SUFFIX of another recipe: `llama3_2/1b_distill`."""
 SHOWN = {
     ("quickstart", "schedule.kind"),
     ("quickstart", "eval_every_steps"),
@@ -52,7 +54,7 @@ def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
 
 def load(name: str, *overrides: str) -> RunConfig:
     """As its recipe loads it. A model's config says nothing of data."""
-    of_data = ["data.source=x"] if name in SIZES else []
+    of_data = ["data.source=x"] if name in SIZES | OF_RECIPES else []
     cfg = load_config(_class(name), CONFIGS[name], [*of_data, *overrides])
     assert isinstance(cfg, RunConfig)
     return cfg
@@ -74,14 +76,17 @@ def test_a_model_config_without_data_is_one_line(name: str) -> None:
 def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_path: Path) -> None:
     cfg = load(name)
     bare = tmp_path / "bare.yaml"
-    bare.write_text("model: {path: x}\ndata: {source: x}\n")
+    of_teacher = "teacher: {path: x}\n" if hasattr(cfg, "teacher") else ""
+    bare.write_text(f"model: {{path: x}}\ndata: {{source: x}}\n{of_teacher}")
     default = load_config(_class(name), bare)
     for key in flat(yaml.safe_load(CONFIGS[name].read_text())):
         values = [cfg, default]
         for part in key.split("."):
             values = [getattr(value, part) for value in values]
         assert values[0] != values[1] or (name, key) in SHOWN, f"{key}: {values[0]} is the default"
-    assert cfg.precision.kind == "none" or name not in SIZES, "precision is chosen on the command line"
+    assert cfg.precision.kind == "none" or name not in SIZES | OF_RECIPES, (
+        "precision is chosen on the command line"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
@@ -114,6 +119,23 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
         assert cfg.global_batch_size % (cfg.micro_batch_size * ranks) == 0
     assert kinds == ["none", "int8_rowcol", "float8_tensorwise"]
     assert len(folders) == len(kinds), "a second command would find the first one's run"
+
+
+@pytest.mark.parametrize("name", sorted(OF_RECIPES))
+def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(name: str) -> None:
+    family, size = name.split("/")
+    assert size.partition("_")[0] in PRESETS[family]
+    assert load(name).output_dir == f"runs/{family}-{size}-none"
+    found = commands(CONFIGS[name].read_text())
+    downloads = {f"checkpoints/{line[2].split('/')[1]}" for line in found if line[1] == "download"}
+    paths = flat(yaml.safe_load(CONFIGS[name].read_text()))
+    assert downloads == {paths[key] for key in ("model.path", "teacher.path") if key in paths}
+    runs = [line for line in found if line[1] == "run"]
+    for run in runs:
+        assert run[2:5] == [RECIPES[name], "--config", name]
+    cfgs = [load_config(_class(name), CONFIGS[name], run[5:]) for run in runs]
+    assert [cfg.precision.kind for cfg in cfgs] == ["none", "int8_rowcol", "float8_tensorwise"]
+    assert len({cfg.output_dir for cfg in cfgs}) == len(cfgs)
 
 
 def test_make_quickstart_runs_the_commands_of_its_config() -> None:

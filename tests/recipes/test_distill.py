@@ -1,0 +1,220 @@
+"""`distill`: loss and gradients are those of transformers' models; its runs are as exact as others."""
+
+import json
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lptune import checkpoint, data, distributed, training
+from lptune.cli import catalog
+from lptune.cli.recipe import load_main
+from lptune.config import (
+    DataConfig,
+    DistillationConfig,
+    DistillConfig,
+    ModelConfig,
+    ParallelConfig,
+    TeacherConfig,
+)
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import write_config
+from tests.helpers.tiny_run import micro_batch
+from tests.recipes.conftest import Run, losses, read_metrics
+
+
+def make_teacher(student: Path, folder: Path, **changed: Any) -> Path:
+    """A model with the student's tokenizer and other sizes, made by transformers."""
+    shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content |= {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 160} | changed
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for parameter in model.parameters():
+        # Larger than a new model's weights, for probabilities that differ from word to word.
+        parameter.data.mul_(4.0) if parameter.dim() > 1 else None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_teacher(tiny_checkpoint, tmp_path_factory.mktemp("teacher") / "model")
+
+
+@pytest.fixture
+def tiny_config(tiny_checkpoint: Path, teacher: Path, tmp_path: Path) -> Path:
+    """The config of `run_recipe` here."""
+    run, path = tmp_path / "run", tmp_path / "tiny.yaml"
+    return write_config(path, tiny_checkpoint, run, teacher={"path": str(teacher)})
+
+
+def _rows(model: nn.Module, batch: data.Batch) -> list[tuple[Tensor, Tensor]]:
+    """transformers' logits of each document alone, with its labels."""
+    found = []
+    for b in range(len(batch.tokens_BS)):
+        for number in batch.document_BS[b].unique():
+            here = batch.document_BS[b] == number
+            logits = model(batch.tokens_BS[b, here][None]).logits[0]
+            found.append((logits, batch.labels_BS[b, here]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        DistillationConfig(labels=0.0),
+        DistillationConfig(labels=0.3, reverse=0.4, temperature=2.0),
+        DistillationConfig(labels=0.5, reverse=1.0),
+    ],
+    ids=lambda goal: f"labels={goal.labels},reverse={goal.reverse},temperature={goal.temperature}",
+)
+def test_loss_and_gradients_are_those_of_two_models_of_transformers(
+    tiny_checkpoint: Path, teacher: Path, goal: DistillationConfig
+) -> None:
+    cfg = DistillConfig(
+        model=ModelConfig(path=str(tiny_checkpoint)),
+        teacher=TeacherConfig(path=str(teacher), precision="none"),
+        distillation=goal,
+        data=DataConfig(source="builtin", seq_len=32),
+        compute_dtype="float32",
+        compile="none",
+        activation_checkpointing="none",
+    )
+    batch = micro_batch(0, 0, 0)
+    theirs, its = (AutoModelForCausalLM.from_pretrained(each) for each in (tiny_checkpoint, teacher))
+    total = torch.zeros(())
+    for (logits, labels), (targets, _) in zip(_rows(theirs, batch), _rows(its, batch), strict=True):
+        log_q, log_p = (torch.log_softmax(x / goal.temperature, -1) for x in (logits, targets.detach()))
+        forward = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        reverse = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+        divergence = (1 - goal.reverse) * forward + goal.reverse * reverse
+        nll = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+        values = goal.labels * nll + (1 - goal.labels) * goal.temperature**2 * divergence
+        total = total + values[labels != -100].sum()
+    total.backward()  # type: ignore[no-untyped-call]
+
+    batch_loss = load_main(catalog.find_recipe("distill")).__globals__["batch_loss"]
+    with distributed.session("cpu", ParallelConfig()) as world:
+        base, of_teacher = (checkpoint.read_base(str(each), print) for each in (tiny_checkpoint, teacher))
+        model = base.build_on_meta()
+        frozen = training.build_teacher(of_teacher.build_on_meta(), cfg, world)
+        distributed.parallelize(model, world, cfg)
+        for each, folder in ((model, base), (frozen, of_teacher)):
+            distributed.materialize(each, world, cfg)
+            checkpoint.load_hf(each, folder.index, world)
+        loss = batch_loss(model, frozen, batch, cfg, world)
+        loss.backward()
+        assert loss.item() == pytest.approx(total.item(), rel=1e-5)
+        wanted = dict(theirs.named_parameters())
+        for name, parameter in model.named_parameters():
+            grad = distributed.full_tensor(parameter.grad)
+            assert (grad - wanted[name].grad).norm() <= 1e-5 * wanted[name].grad.norm(), name
+        assert all(parameter.grad is None for parameter in frozen.parameters())
+
+
+def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformers(
+    run_recipe: Run, tmp_path: Path
+) -> None:
+    common = ("num_steps=6", "optimizer.lr=1e-3")
+    int8 = (*common, "precision.kind=int8_rowcol", "precision.all_gather=low")
+    float8 = (*common, "precision.kind=float8_rowwise", "precision.emulate=true")
+    runs = {"one": (common, 1), "two": (int8, 2), "tensor": (int8, 4), "float8": (float8, 1)}
+    for name, (keys, ranks) in runs.items():
+        cut = ("parallel.tensor=2",) if name == "tensor" else ()
+        done = run_recipe(*keys, *cut, f"output_dir={tmp_path / name}", ranks=ranks, recipe="distill")
+        assert name == "one" or "8-bit GEMMs ran in the first step" in done.stdout
+    expected = losses(tmp_path / "one")
+    assert expected[-1] < expected[0]
+    for name in ("two", "tensor", "float8"):
+        found = losses(tmp_path / name)
+        assert found == pytest.approx(expected, rel=0.02), name
+        assert found[0] == pytest.approx(expected[0], rel=2e-3), name
+        assert found != expected, name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "export")
+    weights = load_file(tmp_path / "two" / "export" / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+
+
+def test_killed_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
+    run_recipe: Run, tmp_path: Path, tiny_config: Path
+) -> None:
+    common = ("precision.kind=int8_rowcol", "checkpoint.every_steps=2", "num_steps=8", "eval_every_steps=4")
+    run_recipe(*common, f"output_dir={tmp_path / 'whole'}", recipe="distill")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = warm.start(["run", "distill", "--config", str(tiny_config), *common], tmp_path, {}, tmp_path)
+    while process.is_alive() and (not metrics.exists() or metrics.read_text().count("\n") < 5):
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert "continuing" in run_recipe(*common, recipe="distill").stdout
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    evaluations = [
+        [record.get("eval_loss") for record in read_metrics(tmp_path / name)] for name in ("run", "whole")
+    ]
+    assert evaluations[0] == evaluations[1]
+    ours, theirs = (load_file(tmp_path / name / "export/model.safetensors") for name in ("run", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_in_one_line(
+    run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path, teacher: Path
+) -> None:
+    def refused(*keys: str) -> str:
+        done = run_recipe(*keys, "num_steps=2", code=2, recipe="distill")
+        (line,) = done.stderr.strip().splitlines()
+        assert not (tmp_path / "run").exists()
+        return line
+
+    assert re.search(r"teacher\.path: .*nowhere is not a folder", refused(f"teacher.path={tmp_path}/nowhere"))
+    padded = make_teacher(tiny_checkpoint, tmp_path / "padded", vocab_size=640)
+    assert "has vocab_size 640 in config.json" in refused(f"teacher.path={padded}")
+    other = make_teacher(tiny_checkpoint, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    one, two = list(vocab)[100:102]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert re.search(
+        r"other has another tokenizer than .*: token .* has the id", refused(f"teacher.path={other}")
+    )
+    assert "distillation.labels: must be at least 0 and below 1" in refused("distillation.labels=1")
+    inside = shutil.copytree(teacher, tmp_path / "runs" / "export")
+    line = refused(f"output_dir={inside.parent}", f"teacher.path={inside}")
+    assert "would overwrite the model in teacher.path" in line
+
+
+def test_another_teacher_does_not_continue_a_run(
+    run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    run_recipe("num_steps=2", recipe="distill")
+    other = make_teacher(tiny_checkpoint, tmp_path / "other", intermediate_size=128)
+    done = run_recipe("num_steps=4", f"teacher.path={other}", code=2, recipe="distill")
+    assert "was saved with the teacher's weights" in done.stderr
+
+
+def test_a_plan_counts_the_teacher(tiny_config: Path, teacher: Path, tmp_path: Path) -> None:
+    def planned(*keys: str) -> float:
+        arguments = ["plan", "distill", "--config", str(tiny_config), *keys]
+        done = warm.lptune(arguments, folder=tmp_path, environment={}, ranks=1, timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        (line,) = re.findall(r"^teacher +([\d.]+)", done.stdout, flags=re.MULTILINE)
+        return float(line) * 2**20
+
+    weights = load_file(teacher / "model.safetensors")
+    shapes = [tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")]
+    saved = planned("teacher.precision=none") - planned("teacher.precision=int8_weight_only")
+    # Of four bytes one is left, and each row has a float32 scale. The table has two digits.
+    expected = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
+    assert saved == pytest.approx(expected, abs=0.01 * 2**20)
