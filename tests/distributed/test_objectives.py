@@ -141,11 +141,11 @@ def test_a_chunk_takes_two_all_reduces_in_forward_and_backward_alone_takes_none(
     of_parts: list[dict[str, Tensor]],
 ) -> None:
     for name, objective in _cases().items():
-        num_objectives = len(objective.objectives) if isinstance(objective, WeightedSum) else 1
-        found = of_parts[0][f"{name}, {T} tokens, None: all-reduces"].tolist()
-        assert found == [2 * num_objectives, 0], name
+        times = len(objective.objectives) if isinstance(objective, WeightedSum) else 1
+        assert of_parts[0][f"{name}, {T} tokens, None: all-reduces"].tolist() == [2 * times, 0], name
         # 8 chunks of five tokens; backward computes their forward again.
-        assert of_parts[0][f"{name}, {T} tokens, {5 * V}: all-reduces"].tolist() == [16, 16], name
+        found = of_parts[0][f"{name}, {T} tokens, {5 * V}: all-reduces"].tolist()
+        assert found == [16 * times, 16 * times], name
 
 
 def _decoder_objectives(rank: int, num_ranks: int, compiled: bool = False) -> dict[str, Tensor]:

@@ -86,7 +86,9 @@ def test_the_search_ends_when_two_changes_fit_and_tries_all_together_when_none_d
 ) -> None:
     tried: list[tuple[int, str, int]] = []
 
-    def planned(cfg: FinetuneConfig, _: object, world_size: int, __: object) -> SimpleNamespace:
+    def planned(
+        cfg: FinetuneConfig, _: object, world_size: int, *__: object, **___: object
+    ) -> SimpleNamespace:
         if world_size == 8:
             raise UserError("parallel: 8 ranks do not divide the heads")
         tried.append((cfg.micro_batch_size, cfg.activation_checkpointing, world_size))
