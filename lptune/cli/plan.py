@@ -15,7 +15,6 @@ from lptune.config import (
     RunConfig,
     UserError,
     check_batches,
-    check_model_folder,
     closest,
     key_paths,
 )
@@ -38,12 +37,16 @@ if TYPE_CHECKING:
     "GPU of this machine, or an h100]",
 )
 @click.option("--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path.")
+@click.option(
+    "--teacher-preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in teacher.path."
+)
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
     config_name: str | None,
     world_size: int,
     device_name: str | None,
     preset: str | None,
+    teacher_preset: str | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Dry run of one training step of CONFIG: precision, memory, collectives and disk on each rank.
@@ -79,7 +82,7 @@ def plan(
     from lptune.training.fit import fits, remedies, verdict
 
     device = None if cfg.device == "cpu" else _device(device_name)
-    teacher = _teacher(cfg) if isinstance(cfg, DistillConfig) else None
+    teacher = _teacher(cfg, teacher_preset)
     found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
     click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
     click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
@@ -105,20 +108,45 @@ def _device(name: str | None) -> Device:
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
-def _teacher(cfg: DistillConfig) -> "DecoderConfig":
-    """The teacher, from the config.json in teacher.path."""
+def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
+    """The teacher of a distillation, from config.json in teacher.path or from `preset`; otherwise None."""
     from lptune import models
 
+    if not isinstance(cfg, DistillConfig):
+        if preset is not None:
+            raise UserError("--teacher-preset: this recipe has no teacher; leave it out")
+        return None
+    if preset is not None:
+        return _preset(preset, "--teacher-preset")
     folder = Path(cfg.teacher.path).expanduser()
-    check_model_folder(folder, "teacher.path")
+    if not folder.is_dir():
+        raise UserError(
+            f"teacher.path: {folder} is not there; name the model with --teacher-preset FAMILY/SIZE, as "
+            "`lptune new-checkpoint` takes it"
+        )
     return models.read_config(folder)
+
+
+def _preset(name: str, key: str) -> "DecoderConfig":
+    from lptune import models
+
+    names = _presets()
+    if name not in names:
+        raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
+    family, _, size = name.partition("/")
+    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
+
+
+def _presets() -> list[str]:
+    from lptune import models
+
+    return [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
 
 
 def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
     """The model, where it was read from, and its folder if it exists."""
     from lptune import models
 
-    names = [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
     folder = Path(cfg.model.path).expanduser()
     if preset is None and folder.is_dir():
         if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
@@ -128,14 +156,12 @@ def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConf
         else:
             config = models.read_config(folder)
         return config, f"{folder / 'config.json'}", folder
-    name = preset or "/".join(path.with_suffix("").parts[-2:])
-    if name not in names:
-        if preset is None:
-            raise UserError(
-                f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
-                "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
-            )
-        raise UserError(f"--preset: no such family and size: {name}{closest(name, names)}")
-    family, _, size = name.partition("/")
-    config = models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
-    return config, f"the preset {name}", None
+    # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
+    family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
+    name = preset or f"{family}/{size.partition('_')[0]}"
+    if preset is None and name not in _presets():
+        raise UserError(
+            f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
+            "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
+        )
+    return _preset(name, "--preset"), f"the preset {name}", None

@@ -27,6 +27,7 @@ from lptune.config import (
     TeacherConfig,
 )
 from tests.helpers import warm
+from tests.helpers.cold import Finished
 from tests.helpers.tiny_recipe import write_config
 from tests.helpers.tiny_run import micro_batch
 from tests.recipes.conftest import Run, losses, read_metrics
@@ -205,9 +206,12 @@ def test_another_teacher_does_not_continue_a_run(
 
 
 def test_a_plan_counts_the_teacher(tiny_config: Path, teacher: Path, tmp_path: Path) -> None:
-    def planned(*keys: str) -> float:
+    def run(*keys: str) -> Finished:
         arguments = ["plan", "distill", "--config", str(tiny_config), *keys]
-        done = warm.lptune(arguments, folder=tmp_path, environment={}, ranks=1, timeout_s=300)
+        return warm.lptune(arguments, folder=tmp_path, environment={}, ranks=1, timeout_s=300)
+
+    def planned(*keys: str) -> float:
+        done = run(*keys)
         assert done.returncode == 0, done.stderr
         (line,) = re.findall(r"^teacher +([\d.]+)", done.stdout, flags=re.MULTILINE)
         return float(line) * 2**20
@@ -218,3 +222,8 @@ def test_a_plan_counts_the_teacher(tiny_config: Path, teacher: Path, tmp_path: P
     # Of four bytes one is left, and each row has a float32 scale. The table has two digits.
     expected = sum(3 * rows * columns - 4 * rows for rows, columns in shapes)
     assert saved == pytest.approx(expected, abs=0.01 * 2**20)
+
+    nowhere = "teacher.path=nowhere"
+    assert planned(nowhere, "--teacher-preset", "llama3_1/tiny") > 0
+    assert "name the model with --teacher-preset FAMILY/SIZE" in run(nowhere).stderr
+    assert "--teacher-preset: no such family and size: llama9" in run("--teacher-preset", "llama9").stderr
