@@ -179,6 +179,11 @@ def dry_run(
         teacher = None
         if teacher_config is not None:
             assert isinstance(eager, DistillConfig)
+            if teacher_config.vocab_size != model_config.vocab_size:
+                raise UserError(
+                    f"teacher.path: the teacher has vocab_size {teacher_config.vocab_size}, the student "
+                    f"{model_config.vocab_size}; choose a teacher with as many words"
+                )
             teacher = build_teacher(models.build_on_meta(teacher_config), eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:

@@ -224,6 +224,8 @@ def test_a_plan_counts_the_teacher(tiny_config: Path, teacher: Path, tmp_path: P
     assert saved == pytest.approx(expected, abs=0.01 * 2**20)
 
     nowhere = "teacher.path=nowhere"
-    assert planned(nowhere, "--teacher-preset", "llama3_1/tiny") > 0
+    presets = ("--preset", "qwen3/tiny", "--teacher-preset", "qwen3/tiny", "model.path=x")
+    assert planned(nowhere, *presets) > 0
+    assert "the teacher has vocab_size 128256, the student" in run("--teacher-preset", "llama3_1/8b").stderr
     assert "name the model with --teacher-preset FAMILY/SIZE" in run(nowhere).stderr
     assert "--teacher-preset: no such family and size: llama9" in run("--teacher-preset", "llama9").stderr
