@@ -8,6 +8,7 @@ name is.
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 import lptune
@@ -77,6 +78,20 @@ def summary(recipe: Path) -> str:
     """The first line of a recipe's docstring, read without running the recipe."""
     docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")))
     return docstring.splitlines()[0] if docstring else ""
+
+
+def comment(config: Path) -> str:
+    """The first sentence of the comment with which a config begins, in at most 110 characters; empty if it
+    begins with none.
+    """
+    paragraph = list[str]()
+    with config.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.startswith("#") or not (text := line.strip("# \n")):
+                break
+            paragraph.append(text)
+    sentence = " ".join(paragraph).partition(". ")[0].removesuffix(".")
+    return textwrap.shorten(sentence, 110, placeholder=" …")
 
 
 def _find(kind: str, name: str, known: dict[str, Path], suffix: str) -> Path:

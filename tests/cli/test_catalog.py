@@ -20,15 +20,47 @@ from tests.helpers import cold
 GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 
 
-def test_ls_shows_every_recipe_with_its_first_line_and_every_config(command: Command) -> None:
+def test_ls_shows_each_config_under_its_recipe_with_its_first_comment(command: Command) -> None:
     code, stdout, stderr = command("ls")
     assert (code, stderr) == (0, "")
-    for name, path in catalog.recipes().items():
-        first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
-        assert any(line.split(maxsplit=1) == [name, first] for line in stdout.splitlines()), name
-    assert {f"  {name}" for name in catalog.configs()} <= set(stdout.splitlines())
-    assert "full_finetune" in catalog.recipes()
-    assert "llama3_2/1b" in catalog.configs()
+    blocks = dict[str, list[str]]()
+    for line in stdout.splitlines():
+        if line.startswith(" "):
+            blocks[first].append(line)
+        else:
+            first = line
+            blocks[first] = []
+    summaries = [
+        f"{name}  {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}"
+        for name, path in catalog.recipes().items()
+    ]
+    assert list(blocks) == summaries
+    listed = [line.split(maxsplit=1) for lines in blocks.values() for line in lines]
+    assert sorted(name for name, _ in listed) == sorted(catalog.configs())
+    for name, comment in listed:
+        path = catalog.configs()[name]
+        assert len(comment) <= 110
+        begins = " ".join(line.lstrip("# ") for line in path.read_text().splitlines()[:3])
+        assert begins.startswith(comment.removesuffix(" …"))
+        (block,) = [
+            block for block, lines in blocks.items() if any(line.split()[0] == name for line in lines)
+        ]
+        assert block.split()[0] == catalog.recipe_of(path)
+
+
+def test_ls_puts_a_config_below_the_recipe_that_its_comment_runs(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / "recipes").mkdir(exist_ok=True)
+        (tmp_path / "recipes" / f"{name}.py").write_text(f'"""Recipe {name}."""\n')
+    (tmp_path / "configs" / "a").mkdir(parents=True)
+    text = "# X: small,\n# quick. Nothing else.\n#\n#   lptune run two --config a/x\nseed: 1\n"
+    (tmp_path / "configs/a/x.yaml").write_text(text)
+    (tmp_path / "configs/a/y.yaml").write_text("#   lptune run one --config a/y\n")
+    monkeypatch.setattr(catalog, "folder", lambda kind: tmp_path / kind)
+    shown = "one  Recipe one.\n  a/y  lptune run one --config a/y\ntwo  Recipe two.\n  a/x  X: small, quick\n"
+    assert command("ls") == (0, shown, "")
 
 
 def test_cat_prints_the_file(command: Command) -> None:
