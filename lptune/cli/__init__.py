@@ -25,5 +25,7 @@ if import_path.is_program():
     _works = _is_run or not {"export", "download", "new-checkpoint", "cp", "verify", "validate"}.isdisjoint(
         _command
     )
-    # A recipe may print colours. Other commands print text, some of it from files of other people.
-    streams.guard(ends_command=not _works, escape=str if _is_run else printable)
+    # A recipe and `data` may print colours, and `data` escapes what it prints by itself. Other commands print
+    # text, some of it from files of other people.
+    _colours = _is_run or _command == ["data"]
+    streams.guard(ends_command=not _works, escape=str if _colours else printable)

@@ -25,6 +25,7 @@ import click
 from lptune import __version__
 from lptune.cli.cat import cat
 from lptune.cli.cp import cp
+from lptune.cli.data import data
 from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.ls import ls
@@ -66,7 +67,7 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, plan, download, new_checkpoint, export, verify):
+for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None

@@ -60,12 +60,10 @@ def plan(
         raise UserError(f"plan: --config is required: lptune plan --config {given}")
     if device_name is not None:
         named_device(device_name)
-    named = bool(arguments) and "=" not in arguments[0]
-    path = catalog.find_config(config_name)
-    recipe_path = catalog.find_recipe(arguments[0] if named else catalog.recipe_of(path))
+    recipe_path, path, overrides = recipe.split(config_name, arguments)
     cls = recipe.config_class(recipe_path)
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
-    cfg = recipe.load(recipe_path, path, [*no_data, *arguments[named:]])
+    cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is not a RunConfig")
 

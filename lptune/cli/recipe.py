@@ -37,6 +37,16 @@ def config_class(path: Path) -> type[Any]:
     return hint
 
 
+def split(config: str, arguments: Sequence[str]) -> tuple[Path, Path, Sequence[str]]:
+    """The files of the recipe and of the config, and the overrides, of `[RECIPE] [key=value …]` after
+    `--config`. Without RECIPE, the recipe is that of the config.
+    """
+    is_named = bool(arguments) and "=" not in arguments[0]
+    path = catalog.find_config(config)
+    recipe = catalog.find_recipe(arguments[0] if is_named else catalog.recipe_of(path))
+    return recipe, path, arguments[is_named:]
+
+
 def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     """The config of the recipe at `path`: `load_config`, but for a key of another recipe the error names the
     recipe that has it.

@@ -11,15 +11,17 @@ Legend: B rows of a batch, S tokens of a row.
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lptune.data.documents import Documents
 from lptune.data.order import permutation
 from lptune.data.packing import Packing
+
+if TYPE_CHECKING:  # `lptune data` shows rows without a batch, and torch takes seconds to import
+    import torch
 
 IGNORE = -100
 EMPTY_ROW = -1
@@ -29,15 +31,15 @@ EMPTY_ROW = -1
 class Batch(NamedTuple):
     """Packed rows as tensors, with labels and the bounds of documents."""
 
-    tokens_BS: torch.Tensor
+    tokens_BS: "torch.Tensor"
     """int64."""
-    labels_BS: torch.Tensor
+    labels_BS: "torch.Tensor"
     """int64, already shifted; -100 where there is no target."""
-    positions_BS: torch.Tensor
+    positions_BS: "torch.Tensor"
     """int64; starts with 0 at the first token of each document."""
-    document_BS: torch.Tensor
+    document_BS: "torch.Tensor"
     """int64; number of the document within its row: 0, 1, 2 …"""
-    offsets: torch.Tensor
+    offsets: "torch.Tensor"
     """int32 (`Rows.most_documents(B)` + 1,): starts of the documents in the flattened tokens; the unused end
     is filled with B * S.
     """
@@ -48,7 +50,7 @@ class Batch(NamedTuple):
     padding sees the document, but has no targets.
     """
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
         moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
         return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
@@ -192,6 +194,8 @@ class Rows:
                 document_BS[b, start:] = len(numbers)
                 offsets[num_offsets] = b * self.seq_len + start
                 num_offsets += 1
+        import torch
+
         arrays = (tokens_BS, labels_BS, positions_BS, document_BS, offsets)
         tensors = [torch.from_numpy(array) for array in arrays]
         num_targets = int(np.count_nonzero(labels_BS != IGNORE))

@@ -23,7 +23,7 @@ GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 def test_ls_shows_each_config_under_its_recipe_with_its_first_comment(command: Command) -> None:
     code, stdout, stderr = command("ls")
     assert (code, stderr) == (0, "")
-    blocks = dict[str, list[str]]()
+    blocks, first = dict[str, list[str]](), ""
     for line in stdout.splitlines():
         if line.startswith(" "):
             blocks[first].append(line)
