@@ -26,7 +26,7 @@ def main(cfg: FinetuneConfig) -> None:
         # --- Input. All input is read and checked before the run's folder is made or changed.
         training.check_settings(cfg, world)
         base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
-        model = base.build_on_meta()
+        model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)

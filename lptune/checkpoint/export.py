@@ -36,7 +36,14 @@ from lptune.checkpoint.files import (
     write_json,
     write_text,
 )
-from lptune.checkpoint.hf import INDEX_NAME, SINGLE_NAME, TIED, HFIndex, match_tensors, read_config
+from lptune.checkpoint.hf import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    TIED,
+    HFIndex,
+    match_tensors,
+    read_config,
+)
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import read_manifest
 from lptune.checkpoint.state import check_base, read_state
@@ -123,7 +130,10 @@ def _export(
             stored = StoredFiles(manifest)
             mine = deal_out(files, group.size)[group.rank]
             in_threads(
-                (partial(_write_and_compare, scratch / file, files[file], stored) for file in mine),
+                (
+                    partial(_write_and_compare, scratch / file, files[file], stored, base, state.frozen)
+                    for file in mine
+                ),
                 _FILES_AT_ONCE,
             )
             write_part(scratch, group.rank, mine)
@@ -213,8 +223,12 @@ def _num_bytes(tensors: dict[str, Target]) -> int:
     return sum(target.num_bytes for target in tensors.values())
 
 
-def _write_and_compare(path: Path, targets: dict[str, Target], stored: StoredFiles) -> None:
-    tensors = {name: _assemble(stored, target) for name, target in targets.items()}
+def _write_and_compare(
+    path: Path, targets: dict[str, Target], stored: StoredFiles, base: HFIndex, frozen: frozenset[str]
+) -> None:
+    # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
+    origin = {name: base if target.parameter in frozen else None for name, target in targets.items()}
+    tensors = {name: _assemble(name, target, stored, origin[name]) for name, target in targets.items()}
     save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
@@ -224,9 +238,14 @@ def _write_and_compare(path: Path, targets: dict[str, Target], stored: StoredFil
                 )
 
 
-def _assemble(stored: StoredFiles, target: Target) -> Tensor:
-    tensor = torch.empty(target.shape, dtype=target.dtype)
-    stored.read(target.parameter, [whole_piece(tensor)], target.shape, None)
+def _assemble(name: str, target: Target, stored: StoredFiles, base: HFIndex | None) -> Tensor:
+    """The tensor `name` of the export: of `base` if that is given, else of the checkpoint."""
+    if base is not None:
+        with safe_open(str(base.folder / base.tensors[name].file), framework="pt", device="cpu") as tensors:
+            tensor: Tensor = tensors.get_tensor(name).to(target.dtype)
+    else:
+        tensor = torch.empty(target.shape, dtype=target.dtype)
+        stored.read(target.parameter, [whole_piece(tensor)], target.shape, None)
     if target.dtype == torch.float16 and not tensor.isfinite().all():
         raise UserError(
             f"{stored.manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it as "

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,13 @@ class Base:
         """The folder of config.json, the weight files and the tokenizer."""
         return self.index.folder
 
-    def build_on_meta(self) -> models.Decoder:
-        """The decoder without storage. Raises UserError if its parameters do not match the stored tensors."""
+    def build_on_meta(self, *, freeze: Iterable[str] = ()) -> models.Decoder:
+        """The decoder without storage. freeze: patterns of parameters to freeze (models.freeze). Raises
+        UserError if its parameters do not match the stored tensors, and as `models.freeze` does.
+        """
         model = models.build_on_meta(self.config)
         match_tensors(model, self.index)
+        models.freeze(model, freeze)
         return model
 
 

@@ -162,6 +162,8 @@ def state_of_run(
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),
+        # A parameter that an earlier part of the run trained is not the base's, frozen now or not.
+        "frozen": [name for name in plan.frozen if saved is None or name in saved.frozen],
     }
     return RunState(content)
 

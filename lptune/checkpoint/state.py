@@ -6,6 +6,7 @@
     config                                                    all keys that decide the result
     started_on                                                the day that chat templates print
     parts                                                     precision and versions of all steps (card.py)
+    frozen                                                    parameters that were frozen in all steps
     about                                                     path of the base checkpoint, export settings
 
 A `RunState` is the content of this file, read or to be written. Each block is checked when it is used,
@@ -122,6 +123,14 @@ class RunState:
     def num_updates(self) -> int:
         """How often the optimizer had stepped: a step that was not finite made no update."""
         return self.step - self.skipped["num_skipped"]
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters that were frozen in all steps, so that they have the values of the base."""
+        names = self.content.get("frozen", [])  # an older version freezes nothing
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{self.path}: frozen: expected names of parameters, found {names!r:.60}")
+        return frozenset(names)
 
     @property
     def about(self) -> About:

@@ -271,6 +271,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: names or globs of parameters or modules, "embed_tokens",
+    "model.layers.[0-3].*". They get no gradient and no optimizer state, and are exported unchanged."""
     device: str = "auto"
     """auto (cuda where there is one) | cpu | cuda."""
     compute_dtype: str = "bfloat16"

@@ -60,8 +60,11 @@ def convert(
     if not precision.is_none and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UserError("convert() comes before fully_shard; this model is sharded already")
     if precision.is_none:
-        plans = [LayerPlan(name, m.in_features, m.out_features, None) for name, m in linears.items()]
-        return Plan(precision.kind, tuple(plans))
+        plans = [
+            LayerPlan(name, m.in_features, m.out_features, None, is_frozen=not m.weight.requires_grad)
+            for name, m in linears.items()
+        ]
+        return Plan(precision.kind, tuple(plans), _frozen(model))
 
     requested_backend()
     patterns = [*precision.skip, *skip]
@@ -96,9 +99,10 @@ def convert(
                 all_gather="high" if reason else spec.describe_gather(),
                 reason=reason,
                 number=number,
+                is_frozen=not module.weight.requires_grad,
             )
         )
-    plan = Plan(precision.kind, tuple(layers))
+    plan = Plan(precision.kind, tuple(layers), _frozen(model))
     if not plan.converted:
         why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
         raise UserError(
@@ -118,6 +122,11 @@ def unconvert(model: nn.Module) -> int:
     for module in converted:
         module.release()
     return len(converted)
+
+
+def _frozen(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that need no gradient."""
+    return tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
 
 
 def _device(model: nn.Module) -> torch.device | None:

@@ -1,7 +1,6 @@
 """The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +25,15 @@ class LayerPlan:
     reason: str | None = None
     number: int | None = None
     """The layer number of a converted layer. precision_plan.json leaves it out: it is of one process."""
+    is_frozen: bool = False
+    """Whether the weight is not trained; the layer then has no grad_weight GEMM."""
 
     def columns(self) -> tuple[str, str, str, str, str]:
         """The cells of the plan table: shape, the three GEMMs, the all-gather."""
         shape = f"{self.out_features} x {self.in_features}"
         gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
+        if self.is_frozen:
+            gemms[GEMMS.index("grad_weight")] = "frozen"
         # mypy does not know that there are three.
         return (shape, *gemms, self.all_gather)  # type: ignore[return-value]
 
@@ -41,6 +44,8 @@ class Plan:
 
     kind: str
     layers: tuple[LayerPlan, ...] = field(default_factory=tuple)
+    frozen: tuple[str, ...] = ()
+    """Names of all parameters that are not trained, of linear layers and of others."""
 
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
@@ -70,8 +75,12 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of all linear layers in forward and backward: three GEMMs of 2 * in * out each."""
-        return 6.0 * sum(layer.in_features * layer.out_features for layer in self.layers)
+        """FLOPs of all linear layers in forward and backward: three GEMMs of 2 * in * out each, two if the
+        weight is frozen.
+        """
+        return 2.0 * sum(
+            (2 if layer.is_frozen else 3) * layer.in_features * layer.out_features for layer in self.layers
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as precision_plan.json stores it."""
@@ -90,7 +99,12 @@ class Plan:
                     "reason": layer.reason,
                 }
             )
-        return {"kind": self.kind, "num_converted": len(self.converted), "layers": rows}
+        return {
+            "kind": self.kind,
+            "num_converted": len(self.converted),
+            "frozen": list(self.frozen),
+            "layers": rows,
+        }
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the plan table, with PLAN_COLUMNS. Layers that differ only in the number of their block
@@ -101,7 +115,7 @@ class Plan:
             name = re.sub(r"\.\d+\.", ".#.", layer.name, count=1)
             key = (name, *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
-        return [(_group_name(layers), *key[1:]) for key, layers in groups.items()]
+        return [(_group_name([each.name for each in layers]), *key[1:]) for key, layers in groups.items()]
 
     def table(self) -> str:
         """The plan as text: a line that counts the layers, then the table."""
@@ -117,12 +131,19 @@ class Plan:
         if not self.converted:
             count = f"all {len(self.layers)} linear layers run in compute dtype"
         summary = f"precision {self.kind}{emulated}: {count}"
-        return "\n".join([summary, *lines])
+        return "\n".join([summary, *lines, *self._frozen_line()])
+
+    def _frozen_line(self) -> list[str]:
+        """A line that names the frozen parameters, if there are any."""
+        groups: dict[str, list[str]] = {}
+        for name in self.frozen:
+            groups.setdefault(re.sub(r"\.\d+\.", ".#.", name, count=1), []).append(name)
+        count = f"frozen, without gradient and optimizer state: {len(self.frozen)} parameters"
+        return [f"{count}: {', '.join(map(_group_name, groups.values()))}"] if groups else []
 
 
-def _group_name(layers: Iterable[LayerPlan]) -> str:
+def _group_name(names: list[str]) -> str:
     """The name of one layer, or of several that differ in their first number: `layers.0-27.mlp.up_proj`."""
-    names = [layer.name for layer in layers]
     numbers = [int(match.group(1)) for name in names if (match := re.search(r"\.(\d+)\.", name))]
     if len(names) == 1 or len(numbers) != len(names):
         return names[0]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
     from lptune.models.documents import DocumentBounds
     from lptune.models.flops import attention_flops
+    from lptune.models.frozen import freeze
     from lptune.models.loss import (
         IGNORE_INDEX,
         Divergence,
@@ -52,6 +53,7 @@ __all__ = [
     "attention_flops",
     "build_on_meta",
     "config_from_dict",
+    "freeze",
     "log_probabilities",
     "num_parameters",
     "read_config",
@@ -68,6 +70,7 @@ _LAZY = {
     "IGNORE_INDEX": "lptune.models.loss",
     "activate_attention": "lptune.models.attention",
     "attention_flops": "lptune.models.flops",
+    "freeze": "lptune.models.frozen",
     "Divergence": "lptune.models.loss",
     "Objective": "lptune.models.loss",
     "TopKDivergence": "lptune.models.loss",

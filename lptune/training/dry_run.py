@@ -173,6 +173,7 @@ def dry_run(
     with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
+        models.freeze(model, cfg.freeze)
         num_parameters = models.num_parameters(model)
         plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
         distributed.parallelize(model, world, eager)

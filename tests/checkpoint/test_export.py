@@ -239,12 +239,12 @@ def test_no_more_than_two_files_are_in_memory_at_once(
     lock, held, most = threading.Lock(), 0, 0
     assemble = module._assemble
 
-    def counted(stored: Any, target: module.Target) -> Tensor:
+    def counted(name: str, target: module.Target, *where: Any) -> Tensor:
         nonlocal held, most
         with lock:
             held += target.num_bytes
             most = max(most, held)
-        return assemble(stored, target)
+        return assemble(name, target, *where)
 
     def saved(path: Path, tensors: dict[str, Tensor]) -> None:
         nonlocal held

@@ -141,3 +141,21 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
             for phase in ("forward", "backward"):
                 peak = found.peaks[phase].total() - found.resting[memory.OPTIMIZER]
                 assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_weight_only"])
+def test_frozen_parameters_take_no_gradients_and_no_moments(kind: str) -> None:
+    cfg = _config(2, {"kind": kind}, {})
+    patterns = ("embed_tokens", "layers.0", "*norm*")
+    found = dry_run(dataclasses.replace(cfg, freeze=patterns), _model_config(), 2)
+    model = models.build_on_meta(_model_config())
+    models.freeze(model, patterns)
+    # A rank has half of the rows of each parameter, rounded up.
+    sharded = [p for p in model.parameters() if p.requires_grad]
+    here = sum(-(-p.shape[0] // 2) * p[0].numel() for p in sharded)
+    assert found.resting[memory.OPTIMIZER] == pytest.approx(2 * 4 * here, rel=0.01)  # and a count for each
+    assert found.peaks["update"][memory.GRADIENTS] == 4 * here
+    assert "frozen, without gradient and optimizer state: " in found.report()
+    whole = dry_run(cfg, _model_config(), 2)
+    assert whole.resting[memory.PARAMETERS] == found.resting[memory.PARAMETERS]
+    assert whole.resting[memory.OPTIMIZER] > found.resting[memory.OPTIMIZER]

@@ -7,7 +7,7 @@ way for eager code, compiled code and recomputation. In a step of m forward and 
 - Each planned GEMM of a layer runs m times, or a multiple of m if the layer is called several times per pass
   (a head that works in chunks).
 - grad_weight of a frozen layer runs 0 times. grad_input may run 0 times if no trained parameter comes before
-  the layer.
+  the layer, for example in q_proj, k_proj and v_proj if all before them is frozen.
 - A GEMM that is planned in high precision never runs in low precision.
 - A gather that `gather_in_8_bits` planned has exactly the number of bytes of the 8-bit values and scales.
 
@@ -253,7 +253,8 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
     The input needs a gradient if a trained layer of the plan ran before, or if another trained module is
     registered before. For layers of the plan, the order of execution counts, because a model may register its
-    head first.
+    head first. Where parameters are frozen, a layer beside the first trained one may have the same input,
+    which needs no gradient: k_proj beside q_proj, if all before them is frozen.
     """
     layers = {layer.name: layer for layer in plan.layers}
     ran: dict[int, int] = {}
@@ -273,9 +274,12 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
         elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             other_before = True
     running = {name: ran[layer.number] for name, layer in layers.items() if layer.number in ran}
-    first_trained = min((order for name, order in running.items() if trained[name]), default=len(ran))
+    first = min((name for name in running if trained[name]), key=lambda name: running[name], default=None)
+    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     for name, order in running.items():
-        input_needed[name] = input_needed[name] or order > first_trained
+        if first is not None and order > running[first]:
+            is_beside = has_frozen and name.rpartition(".")[0] == first.rpartition(".")[0]
+            input_needed[name] = input_needed[name] or not is_beside
     return {name: (input_needed[name], trained[name]) for name in layers}
 
 
