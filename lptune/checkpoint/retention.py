@@ -5,13 +5,14 @@ Files in it that lptune did not write are kept, in a folder `old-step-…`.
 """
 
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
 from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
@@ -81,6 +82,32 @@ def _eval_losses(checkpoints: Mapping[int, Path], metrics: Path | None) -> dict[
                 without.append(step)
     later = evaluations(metrics) if without and metrics is not None else {}
     return losses | {step: later.get(step) for step in without}
+
+
+def best_checkpoint(folder: Path, metrics: Path) -> Path:
+    """The checkpoint in `folder` with the lowest eval_loss; the newest of equal ones, or if none has any."""
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
+    losses = _eval_losses(checkpoints, metrics)
+    return checkpoints[min(checkpoints, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))]
+
+
+class Patience(NamedTuple):
+    """How long ago the best evaluation was."""
+
+    best_step: int
+    """The first step with the lowest held-out loss; 0 if none was finite."""
+    num_since: int
+    """Number of evaluations after it."""
+
+
+def patience(eval_losses: Mapping[int, float | None]) -> Patience:
+    """How long ago the lowest of `eval_losses`, by step, was. None is a loss that was not finite."""
+    best, best_step, num_since = math.inf, 0, 0
+    for step, loss in sorted(eval_losses.items()):
+        num_since += 1
+        if loss is not None and loss < best:
+            best, best_step, num_since = loss, step, 0
+    return Patience(best_step, num_since)
 
 
 def evaluations(metrics: Path) -> dict[int, float | None]:

@@ -3,6 +3,7 @@
     with checkpoint.open_run(cfg, world) as run:
         run.find_checkpoint()                                 which step to continue from, if any
         run.check_continues(plan, num_steps, digest, …)       the same model, data and seed as before?
+        num_steps = run.last_step(run.step, num_steps, after) did evaluations end the run early?
         if run.is_finished(num_steps): return
         ...                                                   build the model and its optimizer
         run.load(base, model, optimizer, low)                 weights of the checkpoint, or of the base model
@@ -29,13 +30,14 @@ from torch import nn
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, load_hf
 from lptune.checkpoint.load import load_state
-from lptune.checkpoint.manifest import Manifest
+from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
 from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, state_of_run
+from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig
-from lptune.distributed import World
+from lptune.distributed import World, side_group
 from lptune.linear import LowPrecision, Plan
 
 
@@ -63,6 +65,8 @@ class Run:
         self._newest: Path | None = None
         self._has_saved = False
         self._state: RunState | None = None
+        self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
+        self._stops_early = False
 
     @property
     def path(self) -> Path:
@@ -86,6 +90,7 @@ class Run:
         if found is not None:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder
+            self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
             self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
 
     def check_continues(
@@ -109,6 +114,28 @@ class Run:
         )
         check_fingerprint(self._saved, self._state, self._world)
 
+    def last_step(self, step: int, num_steps: int, after: int) -> int:
+        """The step after which the run ends: `step` if the last `after` evaluations until there found no new
+        lowest eval_loss, else `num_steps`. after=0: always `num_steps`. Prints a line if the run ends early.
+        A collective.
+
+        Every evaluation is read from metrics.jsonl, so a resumed run ends where an uninterrupted one does.
+        """
+        if not after or not self._has_metrics or step >= num_steps:
+            return num_steps
+        line = ""
+        with self.folder.together():
+            if self._world.is_main:
+                losses = {at: loss for at, loss in evaluations(self.metrics).items() if at <= step}
+                best, num_since = patience(losses)
+                if num_since >= after:
+                    line = f"{num_since} evaluations without a lower eval_loss than that of step {best}"
+        self._stops_early = self._world.sum(bool(line)) > 0
+        if not self._stops_early:
+            return num_steps
+        self._world.print(f"stopped early after step {step} of {num_steps}: {line}")
+        return step
+
     def is_finished(self, num_steps: int) -> bool:
         """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
         left to train but the config has changed, or the export exists with other `export.*` settings.
@@ -118,12 +145,13 @@ class Run:
         assert self._state is not None, "check_continues comes first"
         check_unchanged(self._saved, self._state, self._world.print, type(self._cfg))
         exports = self._cfg.export.enabled
-        if exports and not self.folder.is_exported(self.step, self._cfg.export):
+        if exports and not self.folder.is_exported(step_of(self._to_export()), self._cfg.export):
             return False
         and_exported = " and exported" if exports else ""
         kind = self._cfg.precision.kind
         done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
-        self._world.print(f"already finished: {done}; for more raise num_steps or change output_dir")
+        key = "early_stop_after" if self._stops_early else "num_steps"
+        self._world.print(f"already finished: {done}; for more raise {key} or change output_dir")
         return True
 
     def load(self, base: Base, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision) -> int:
@@ -142,6 +170,7 @@ class Run:
         prints the plan and `report`. A collective.
         """
         self.folder.create(self._continues, self._world.print)
+        self._has_metrics = True
         with self.folder.together():
             if self._world.is_main:
                 self.folder.write_config(self._cfg)
@@ -174,19 +203,34 @@ class Run:
         return SystemExit(143)
 
     def export(self, base: Base) -> None:
-        """Exports the newest checkpoint as a Hugging Face folder, if `export.enabled`. Prints the path of the
-        result. A collective. Raises UserError as `export_hf` does.
+        """Exports the newest checkpoint as a Hugging Face folder, if `export.enabled`; of a run that stopped
+        early, the best checkpoint that `checkpoint.keep_best` kept. Prints the path of the result. A
+        collective. Raises UserError as `export_hf` does.
         """
         if not self._cfg.export.enabled:
             newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
             self._world.print(f"no export (export.enabled: false); {newest}")
             return
-        assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
-        export_hf(self._newest, base.index, self.folder.export, self._cfg.export, self._world)
+        checkpoint = self._to_export()
+        if checkpoint != self._newest:  # the newest was verified, or has just been written
+            with side_group(self._world) as group:
+                verify(checkpoint, group)
+        export_hf(checkpoint, base.index, self.folder.export, self._cfg.export, self._world)
         with self.folder.together():
             if self._world.is_main:
-                self.folder.write_exported(self.step, self._cfg.export)
-        self._world.print(f"export: {self.folder.export} (read back and compared with {self._newest})")
+                self.folder.write_exported(step_of(checkpoint), self._cfg.export)
+        self._world.print(f"export: {self.folder.export} (read back and compared with {checkpoint})")
+
+    def _to_export(self) -> Path:
+        """The checkpoint that `export` exports. A collective."""
+        assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
+        if not (self._stops_early and self._cfg.checkpoint.keep_best):
+            return self._newest
+        best = 0
+        with self.folder.together():
+            if self._world.is_main:
+                best = step_of(best_checkpoint(self.folder.checkpoints, self.metrics))
+        return self.folder.checkpoints / step_folder_name(int(self._world.sum(best)))
 
 
 class RunWriter:

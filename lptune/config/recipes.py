@@ -17,10 +17,19 @@ class EvaluatedConfig(RunConfig):
     eval_every_steps: int = 100
     """Steps between two evaluations on the held-out rows, also before the first and after the last step; 0:
     never."""
+    early_stop_after: int = 0
+    """End the run after this many evaluations in a row without an eval_loss below the best so far; 0: never.
+    The export is then the best checkpoint that checkpoint.keep_best kept, or else the last one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("eval_every_steps", self.eval_every_steps, 0)
+        at_least("early_stop_after", self.early_stop_after, 0)
+        if self.early_stop_after and not (self.has_held_out_rows and self.eval_every_steps):
+            raise UserError(
+                "early_stop_after: needs evaluations; set data.eval_fraction or data.eval_source, and "
+                "eval_every_steps, or early_stop_after=0"
+            )
         if self.checkpoint.keep_best and not (self.has_held_out_rows and self.eval_every_steps):
             raise UserError(
                 "checkpoint.keep_best: needs evaluations; set data.eval_fraction or data.eval_source, and "

@@ -11,7 +11,6 @@ the code that opens the file, loads the tensor or runs the kernel.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from lptune.config.checks import at_least, check_path, num_micro_batches, one_of, positive
 from lptune.config.errors import UserError
@@ -259,7 +258,7 @@ class LoggingConfig:
 class RunConfig:
     """The keys of every run, with any loss. The config of a recipe (recipes.py) adds its own keys."""
 
-    PREPARE: ClassVar[str] = "prepare"
+    PREPARE = "prepare"
     """Not a key: the name of the function of lptune.data that makes the recipe's rows, for `lptune data`."""
 
     model: ModelConfig
