@@ -27,7 +27,7 @@ def main(cfg: DistillConfig) -> None:
         training.check_settings(cfg, world)
         base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
         of_teacher = checkpoint.read_base(cfg.teacher.path, world.print, key="teacher.path")
-        model = base.build_on_meta()
+        model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
@@ -39,6 +39,7 @@ def main(cfg: DistillConfig) -> None:
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
         others = {"the teacher's weights": checkpoint.weights_digest(of_teacher.folder)[:16]}
         run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, others=others)
+        num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
 
@@ -70,6 +71,7 @@ def main(cfg: DistillConfig) -> None:
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
                 metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
+                num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
             if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
                 raise run.stopped(stopped)
             is_save_due = False
@@ -95,12 +97,14 @@ def main(cfg: DistillConfig) -> None:
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
                     record["eval_loss"] = evaluate(model, held_out, cfg, world)
                 metrics.write(record)
+                if "eval_loss" in record:
+                    num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
                 if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
                     raise update.diverged(step, writer.wait(), run.path)
                 writer.check()
                 # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
                 is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
-                at_end = bool(stopped) or (is_last and cfg.checkpoint.at_end)
+                at_end = bool(stopped) or (step == num_steps and cfg.checkpoint.at_end)
                 if at_end or (is_save_due and not update.num_skipped_in_a_row):
                     writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
                     is_save_due = False
