@@ -54,7 +54,10 @@ quickstart: .venv/.installed
 # What torch compiles is kept in TORCHINDUCTOR_CACHE_DIR (by default /tmp/torchinductor_$$USER) under the hash of
 # its source, for all workers and ranks and for the next time.
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=15
+# Images of containers often set PYTHONDONTWRITEBYTECODE; each worker then rewrites the assertions of all tests
+# anew, at 4 s of CPU time.
 test: export OMP_NUM_THREADS := 1
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.installed
 	$(BIN)/python -m pytest -m "not slow" -n 3 $(BY_FILE)
 

@@ -1,5 +1,6 @@
 """Fixtures shared by the whole suite."""
 
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -18,6 +19,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
+
+
+def _digest_of_ops() -> str:
+    """Of all files in which ops are defined."""
+    files = [*sorted((ROOT / "lptune" / "kernels").rglob("*.py")), ROOT / "tests" / "proofs" / "matrix.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# torch reads these when it is imported, here and in every process of a test.
+for _name, _value in {
+    # Without this, torch traces every graph that has a torch.autograd.Function anew. Dynamo writes the whole
+    # function into the graph, and the graph is what torch looks up.
+    "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
+    # A graph names an op. What the op's fake and its gradient say is not in the graph, but compiled all the
+    # same: where an op has changed, nothing of before is taken.
+    "TORCH_COMPILE_CACHE_KEY_TAG": _digest_of_ops(),
+    # No pool of processes that each import torch: the workers of xdist are pool enough.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
 
 LONGEST = (
     "proofs/test_matrix.py",

@@ -13,12 +13,14 @@ the compute dtype or in 8 bits and reduces gradients in float32.
 """
 
 import functools
+import hashlib
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -259,6 +261,13 @@ def _selective_contexts() -> Any:
 
 def _attention_contexts() -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_keep, _attention_ops()))
+
+
+# AOTAutograd keeps what it has compiled on disk, and does not see in a graph which outputs a context function
+# keeps. It takes a graph from there only if the function names itself. A change of this file is another name.
+_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+for _contexts in (_selective_contexts, _attention_contexts):
+    vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_DIGEST}"
 
 
 @functools.cache

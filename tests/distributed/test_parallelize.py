@@ -135,6 +135,24 @@ def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outp
     assert counts == {"none": [8 * 14, 0], "selective": [8 * 14, 0], "full": [8 * 14, 8 * 14]}
 
 
+def test_a_compiled_graph_is_taken_from_disk_by_the_checkpointing_that_made_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    # The graphs that Dynamo makes under both modes are equal; what they keep for backward is not.
+    for mode in ("selective", "selective", "full but attention"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        block = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
+        distributed.checkpoint_activations([block], mode)
+        distributed.compile_forward([block], "block", fullgraph=True)
+        block(torch.ones(4, 16)).sum().backward()
+        counts = torch._dynamo.utils.counters["aot_autograd"]
+        found.append([what for what in ("hit", "miss", "bypass") if counts[f"autograd_cache_{what}"]])
+    assert found == [["miss"], ["hit"], ["miss"]]
+
+
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
 def test_one_compiled_graph_serves_all_blocks_and_steps_and_one_the_head_and_the_loss(kind: str) -> None:
     import torch._dynamo
