@@ -15,8 +15,10 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from lptune.checkpoint.hf import Base, load_hf, read_base
+from lptune.checkpoint.files import sha256
+from lptune.checkpoint.hf import Base, load_hf, read_base, weights_digest
 from lptune.checkpoint.load import load_weights
+from lptune.checkpoint.manifest import NAME as MANIFEST
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.resume import newest_verified
 from lptune.checkpoint.state import check_base, read_state
@@ -32,7 +34,8 @@ class Trained:
     checkpoint: Manifest | None
     """The verified checkpoint that has the weights; None: `base` has them."""
     chat_template: str | None
-    """Text of the chat template that the run used instead of the tokenizer's; None: the tokenizer's."""
+    """Text of the chat template that the run used instead of the tokenizer's; `none`: it used no template;
+    None: the tokenizer's."""
     started_on: date | None
     """The day on which the run began, for chat templates that print a date; None without a checkpoint."""
 
@@ -40,6 +43,10 @@ class Trained:
     def folder(self) -> Path:
         """The folder of the weights."""
         return self.checkpoint.folder if self.checkpoint else self.base.folder
+
+    def digest(self) -> str:
+        """Identifies the weights, without reading all of them: of a checkpoint by its manifest."""
+        return sha256(self.folder / MANIFEST) if self.checkpoint else weights_digest(self.folder)
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Fills the parameters of `model`, in place, cast to their dtype.
@@ -61,7 +68,7 @@ def read_trained(path: str, say: Callable[[str], None]) -> Trained:
     not where it was, or is another one.
     """
     folder = Path(path).expanduser()
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         return _of_checkpoint(verify(folder), say)
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
         newest = newest_verified(folder / "checkpoints", say)
@@ -81,4 +88,7 @@ def _of_checkpoint(checkpoint: Manifest, say: Callable[[str], None]) -> Trained:
         )
     base = read_base(about.model, say)
     check_base(state, base.folder)
-    return Trained(base, checkpoint, about.chat_template, state.started_on)
+    # `about` has the text of a template. That a run used none is said by the settings of its rows alone.
+    of_rows = state.content.get("decides_rows")
+    has_none = isinstance(of_rows, dict) and of_rows.get("data.chat_template") == "none"
+    return Trained(base, checkpoint, "none" if has_none else about.chat_template, state.started_on)

@@ -1,6 +1,7 @@
 """Models are loaded from every place and in every precision, with the bits of the run that trained them."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lptune import data, distributed, models
-from lptune.config import PRECISION_KINDS, DataConfig, PrecisionConfig, UserError
+from lptune.config import PrecisionConfig, UserError
 from lptune.inference import LoadedModel, load_model
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
@@ -60,15 +61,35 @@ def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
     world: distributed.World, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     keys = ("compute_dtype=bfloat16", f"precision.emulate={str(kind == 'float8_delayed').lower()}")
+    keys += ("data.chat_template=none",) if kind == "int8_weight_only" else ()
     run = train(tmp_path, folder, f"precision.kind={kind}", *keys)
     last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     of_run = load(run, world, kind, "bfloat16")
     assert held_out_loss(of_run, run) == last["eval_loss"]
+    assert (of_run.tokenizer.template is None) == (kind == "int8_weight_only")
     of_step = load(run / "checkpoints" / "step-00000006", world, kind, "bfloat16")
     for ours, same in zip(of_run.model.parameters(), of_step.model.parameters(), strict=True):
         assert torch.equal(ours, same)
-    exported = load(run / "export", world, "none", "float32")
     if kind == "int8_rowcol":
-        plain = load(run, world, "none", "float32")
+        plain, exported = load(run, world), load(run / "export", world)
         for ours, same in zip(plain.model.parameters(), exported.model.parameters(), strict=True):
             assert torch.equal(ours, same)
+
+
+def test_a_path_that_is_no_model_gets_one_line(
+    world: distributed.World, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="is the folder of a run that has no checkpoint yet"):
+        load(tmp_path / "empty", world)
+    moved = tmp_path / "base"
+    shutil.copytree(folder, moved)
+    run = train(tmp_path, moved, "num_steps=1")
+    (run / "checkpoints" / "step-00000001").rename(tmp_path / "step-00000001")
+    moved.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"was trained from .*base, which has its config\.json"):
+        load(tmp_path / "step-00000001", world)
+    shutil.copytree(tmp_path / "elsewhere", moved)
+    (moved / "config.json").write_text((moved / "config.json").read_text().replace("0.02", "0.03"))
+    with pytest.raises(UserError, match=r"the digest of config\.json"):
+        load(tmp_path / "step-00000001", world)
