@@ -56,6 +56,15 @@ def test_several_tokens_can_follow_a_filled_cache(model: Decoder) -> None:
     torch.testing.assert_close(logits_BV[1], model(tokens_BS[1:, :13])[0, -1], rtol=0, atol=ATOL)
 
 
+@torch.no_grad()
+def test_a_short_row_does_not_get_the_rotation_of_a_long_one_beside_it(model: Decoder) -> None:
+    tokens_BS = random_tokens(2, 40)  # beyond longrope's original length of 32
+    cache = KVCache(model.config, 2, 40, CPU, torch.float32)
+    logits_BV = next_logits(model, cache, [tokens_BS[0], tokens_BS[1, :5]])
+    torch.testing.assert_close(logits_BV[0], model(tokens_BS[:1])[0, -1], rtol=0, atol=ATOL)
+    torch.testing.assert_close(logits_BV[1], model(tokens_BS[1:, :5])[0, -1], rtol=0, atol=ATOL)
+
+
 def test_only_a_row_that_just_passed_the_original_length_of_longrope_is_outgrown() -> None:
     config = config_from_dict(CHECKPOINTS["llama-longrope"])  # original length 32
     assert [n for n in range(64) if is_outgrown(config, [5, n])] == [33]

@@ -66,7 +66,7 @@ def test_a_job_that_was_stopped_continues_with_the_answers_of_an_uninterrupted_o
     # Killed in the middle of a line, as a full disk or a crash of the machine leaves it.
     whole = (tmp_path / "whole.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
-    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9])
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9] + 9999 * b"x")
     settings = (tmp_path / "whole.jsonl.settings.json").read_bytes()
     (tmp_path / "cut.jsonl.settings.json").write_bytes(settings)
     done = generate(*keys, "output=cut.jsonl")
