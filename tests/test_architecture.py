@@ -27,6 +27,7 @@ ALLOWED = {
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
+    "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}

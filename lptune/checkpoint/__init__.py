@@ -11,13 +11,14 @@ from lptune.checkpoint.hf import (
     read_index,
     weights_digest,
 )
-from lptune.checkpoint.load import load_state
+from lptune.checkpoint.load import load_state, load_weights
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, newest_verified
 from lptune.checkpoint.run import Run, RunWriter, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import About, RunState, read_state
+from lptune.checkpoint.trained import Trained, read_trained
 
 __all__ = [
     "About",
@@ -29,6 +30,7 @@ __all__ = [
     "RunFolder",
     "RunState",
     "RunWriter",
+    "Trained",
     "check_fingerprint",
     "check_unchanged",
     "export_hf",
@@ -36,6 +38,7 @@ __all__ = [
     "list_checkpoints",
     "load_hf",
     "load_state",
+    "load_weights",
     "match_tensors",
     "newest_verified",
     "open_run",
@@ -44,6 +47,7 @@ __all__ = [
     "read_config",
     "read_index",
     "read_state",
+    "read_trained",
     "verify",
     "weights_digest",
 ]

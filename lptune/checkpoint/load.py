@@ -46,16 +46,31 @@ def load_state(
     num_updates = read_state(manifest).num_updates
     optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
     _check_all_listed(manifest, optimized, optimizer)
-    files = StoredFiles(manifest)
-    others = [each for each in further(model, tensors) if each.name in manifest.shards]
-    reads: list[Callable[[], None]] = []
-    for each in itertools.chain(parameters_of(model), optimized, others):
-        if is_stored_in_place(each.tensor):
-            reads.append(_read_later(files, each))
-        else:
-            _fill(files, each)
-    in_threads(reads, num_reading_threads())
+    _load(manifest, [*parameters_of(model), *optimized], further(model, tensors), casts=False)
     weights_changed(model)
+
+
+def load_weights(
+    manifest: Manifest, model: nn.Module, tensors: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """`load_state` without an optimizer, for a model that is not trained. Parameters may have any float
+    dtype: the stored float32 values are cast to it.
+    """
+    _load(manifest, parameters_of(model), further(model, tensors), casts=True)
+    weights_changed(model)
+
+
+def _load(manifest: Manifest, needed: Sequence[Stored], optional: Sequence[Stored], *, casts: bool) -> None:
+    """Fills `needed`, and those of `optional` that the checkpoint has. casts: from any float dtype."""
+    files = StoredFiles(manifest)
+    optional = [each for each in optional if each.name in manifest.shards]
+    reads: list[Callable[[], None]] = []
+    for each in itertools.chain(needed, optional):
+        if is_stored_in_place(each.tensor):
+            reads.append(_read_later(files, each, casts))
+        else:
+            _fill(files, each, casts)
+    in_threads(reads, num_reading_threads())
 
 
 class StoredFiles:
@@ -168,17 +183,18 @@ def _check_all_listed(
             )
 
 
-def _read_later(files: StoredFiles, stored: Stored) -> Callable[[], None]:
+def _read_later(files: StoredFiles, stored: Stored, casts: bool) -> Callable[[], None]:
     # Shapes of DTensors are computed here, in the main thread, which made the meshes.
     tensor = stored.tensor
-    return partial(files.read, stored.name, stored.pieces(), tuple(tensor.shape), tensor.dtype)
+    dtype = None if casts else tensor.dtype
+    return partial(files.read, stored.name, stored.pieces(), tuple(tensor.shape), dtype)
 
 
 @torch.no_grad()
-def _fill(files: StoredFiles, weight: Stored) -> None:
+def _fill(files: StoredFiles, weight: Stored, casts: bool) -> None:
     """Loads a weight that is not stored in place (linear/weights/stored.py); needs all its values at once."""
     values = dequantized(weight.tensor)
-    _read_later(files, replace(weight, tensor=values))()
+    _read_later(files, replace(weight, tensor=values), casts)()
     beside = dict[str, Tensor]()
     for prefix, tensor in stored_beside(weight.tensor).items():
         name = f"{prefix}/{weight.name}"
@@ -187,7 +203,7 @@ def _fill(files: StoredFiles, weight: Stored) -> None:
         stored = files.manifest.extents(name)
         if stored == _extents(tensor.shape)[: len(stored)]:
             beside[prefix] = tensor.clone()
-            _read_later(files, replace(weight, name=name, tensor=beside[prefix]))()
+            _read_later(files, replace(weight, name=name, tensor=beside[prefix]), casts=False)()
     fill_stored(weight.tensor, values, beside)
 
 

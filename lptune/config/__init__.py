@@ -37,6 +37,9 @@ from lptune.config.recipes import (
     DistillConfig,
     EvaluatedConfig,
     FinetuneConfig,
+    GenerateConfig,
+    PromptsConfig,
+    SamplingConfig,
     TeacherConfig,
 )
 from lptune.config.schema import (
@@ -77,6 +80,7 @@ __all__ = [
     "EvaluatedConfig",
     "ExportConfig",
     "FinetuneConfig",
+    "GenerateConfig",
     "HeldFolder",
     "LoggingConfig",
     "LongLineError",
@@ -84,7 +88,9 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "PromptsConfig",
     "RunConfig",
+    "SamplingConfig",
     "ScheduleConfig",
     "SourceConfig",
     "TeacherConfig",

@@ -14,6 +14,7 @@ from lptune.config import check_batches
 from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import Prepared, prepare
+from lptune.data.prompts import Prompt, PromptWriter, end_ids, read_prompts
 from lptune.data.rows import Batch, Rows
 from lptune.data.same_tokens import check_same_tokens
 from lptune.data.templates import ChatTemplate
@@ -25,12 +26,16 @@ __all__ = [
     "Loader",
     "Packing",
     "Prepared",
+    "Prompt",
+    "PromptWriter",
     "Rows",
     "Tokenizer",
     "check_batches",
     "check_same_tokens",
+    "end_ids",
     "evaluation_batches",
     "load_tokenizer",
     "pack",
     "prepare",
+    "read_prompts",
 ]

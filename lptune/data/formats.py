@@ -9,6 +9,7 @@ detect.py finds the kind and the meaning of each column by the first rows of a s
 
 import dataclasses
 import string
+from collections.abc import Mapping
 from typing import Any
 
 from lptune.config import UserError, closest
@@ -133,12 +134,12 @@ class Format:
         values = row.values
         if self.kind == "text":
             assert self.text
-            return Text(_required_text(values, self.text))
+            return Text(required_text(values, self.text))
         return self.in_row(values)._answered(values)
 
     def _answered(self, values: dict[str, Any]) -> Conversation | Pair:
         refuse_unlearnable(values, self._parts().values())
-        system = _optional_text(values, self.system).strip() and values[self.system] if self.system else ""
+        system = optional_text(values, self.system).strip() and values[self.system] if self.system else ""
         history = earlier_turns(values.get(self.history), self.history) if self.history else []
         if self.kind == "chat":
             conversation = self._conversation(values)
@@ -151,13 +152,13 @@ class Format:
             raise RowError(
                 f"column {self.prompt!r} holds chat messages; set data.messages_column={self.prompt}"
             )
-        response = _required_text(values, self.response)
-        second = _optional_text(values, self.input) if self.input else ""
+        response = required_text(values, self.response)
+        second = optional_text(values, self.input) if self.input else ""
         if self.prompt_template is not None:
             names = placeholders(self.prompt_template)
-            filled = _fill(self.prompt_template, {name: _optional_text(values, name) for name in names})
+            filled = fill(self.prompt_template, {name: optional_text(values, name) for name in names})
             return Pair(filled, "", response, filled, system, tuple(history))
-        prompt = _optional_text(values, self.prompt) if second else _required_text(values, self.prompt)
+        prompt = optional_text(values, self.prompt) if second else required_text(values, self.prompt)
         return Pair(prompt, second, response, None, system, tuple(history))
 
     def _with_system(
@@ -193,38 +194,39 @@ class Format:
         return Conversation(messages, read_tools(values.get(self.tools), self.tools) if self.tools else None)
 
 
-def placeholders(template: str) -> list[str]:
-    """The columns that `data.prompt_template` names, each once. UserError for anything but {column}."""
+def placeholders(template: str, key: str = "data.prompt_template") -> list[str]:
+    """The columns that a prompt template names, each once. UserError for anything but {column}. key: of the
+    config, for the message.
+    """
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise UserError(
-            f"data.prompt_template: {error}; write a brace that is not a placeholder as {{{{ or }}}}"
-        ) from None
+        raise UserError(f"{key}: {error}; write a brace that is not a placeholder as {{{{ or }}}}") from None
     names = []
     for _, name, spec, conversion in parts:
         if name is None:
             continue
         if not name or spec or conversion:
             raise UserError(
-                f"data.prompt_template: placeholders are {{column}}, found "
+                f"{key}: placeholders are {{column}}, found "
                 f"{{{name}{'!' + conversion if conversion else ''}}}"
             )
         names.append(name)
     return list(dict.fromkeys(names))
 
 
-def _fill(template: str, values: dict[str, str]) -> str:
+def fill(template: str, values: dict[str, str]) -> str:
     """`template` with its placeholders replaced. Braces inside a value are not replaced again."""
     return "".join(
         literal + (values[name] if name else "") for literal, name, _, _ in string.Formatter().parse(template)
     )
 
 
-def _required_text(values: dict[str, Any], name: str) -> str:
+def required_text(values: Mapping[str, Any], name: str) -> str:
+    """The text of column `name`. Raises RowError if it is missing, empty or no text."""
     if name not in values:
         raise RowError(_lacks(values, name))
-    text = _optional_text(values, name)
+    text = optional_text(values, name)
     if not text.strip():
         raise RowError(
             f"column {name!r} is {'null' if is_missing(values[name]) else 'empty'}; give it text or remove "
@@ -233,7 +235,8 @@ def _required_text(values: dict[str, Any], name: str) -> str:
     return text
 
 
-def _optional_text(values: dict[str, Any], name: str) -> str:
+def optional_text(values: Mapping[str, Any], name: str) -> str:
+    """The text of column `name`, a number as text; empty if it is missing. Raises RowError for a list."""
     value = values.get(name)
     if is_missing(value):
         return ""
@@ -247,7 +250,7 @@ def _optional_text(values: dict[str, Any], name: str) -> str:
     return value
 
 
-def _lacks(values: dict[str, Any], name: str) -> str:
+def _lacks(values: Mapping[str, Any], name: str) -> str:
     return f"has no column {name!r}{closest(name, values)}; its columns: {listed(values)}"
 
 

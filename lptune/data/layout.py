@@ -111,7 +111,7 @@ class Layout:
         else:
             written = _plain(document)
         for text in (written.text, written.response or ""):
-            _check_characters(text)
+            check_characters(text)
             if self.tokenizer.alphabet and written.spans is None:
                 self._count_unknown(text, self.tokenizer.alphabet.unknown(text))
         return written
@@ -204,7 +204,8 @@ class Layout:
         return notes
 
 
-def _check_characters(text: str) -> None:
+def check_characters(text: str) -> None:
+    """Raises RowError if `text` has half of a surrogate pair, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -18,6 +18,7 @@ from lptune.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
+    from lptune.models.cache import KVCache, is_outgrown
     from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
     from lptune.models.documents import DocumentBounds
     from lptune.models.flops import attention_flops
@@ -42,6 +43,7 @@ __all__ = [
     "DecoderConfig",
     "Divergence",
     "DocumentBounds",
+    "KVCache",
     "LayerConfig",
     "Objective",
     "RMSNorm",
@@ -54,6 +56,7 @@ __all__ = [
     "build_on_meta",
     "config_from_dict",
     "freeze",
+    "is_outgrown",
     "log_probabilities",
     "num_parameters",
     "read_config",
@@ -72,9 +75,11 @@ _LAZY = {
     "attention_flops": "lptune.models.flops",
     "freeze": "lptune.models.frozen",
     "Divergence": "lptune.models.loss",
+    "KVCache": "lptune.models.cache",
     "Objective": "lptune.models.loss",
     "TopKDivergence": "lptune.models.loss",
     "WeightedSum": "lptune.models.loss",
+    "is_outgrown": "lptune.models.cache",
     "log_probabilities": "lptune.models.loss",
     "summed_cross_entropy": "lptune.models.loss",
     "Words": "lptune.models.words",

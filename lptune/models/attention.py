@@ -151,8 +151,11 @@ def attend(
 ) -> Tensor:
     """The formula at the top of this file: (B, S, N, D) in the dtype of q. `visible` decides the backend.
 
-    visible: from `make_visibility` with the same window. softcap: the backend must be `flex` or `explicit`.
+    visible: from `make_visibility` with the same window. With `visible.past`, the queries also see the keys
+    that it stores (cache.py). softcap: the backend must be `flex` or `explicit`.
     """
+    if visible.past is not None:
+        k_BSMD, v_BSMD = visible.past.extend(k_BSMD, v_BSMD)
     if visible.offsets is not None:
         # flex cannot run on the fake tensors of a dry run. varlen saves the same tensors for backward.
         assert softcap is None or planned_device_type(), "varlen attention cannot soft-cap"

@@ -15,7 +15,7 @@ vocabulary.
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
+from lptune.models.cache import KVCache
 from lptune.models.chunks import Logits, in_chunks
-from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
+from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.documents import DocumentBounds, Visibility
 from lptune.models.loss import IGNORE_INDEX, Objective, check_serves_parts, summed_cross_entropy
 from lptune.models.rope import Rope, RopeTable, apply_rope
@@ -180,18 +181,38 @@ class Transformer(nn.Module):
         """Hidden states (B, S, H) after the last norm, in the compute dtype. tokens_BS: int64."""
         config = self.config
         batch, seq_len = tokens_BS.shape
+        hidden_BSH = self._embed(tokens_BS)
+        ropes = self._rotations(documents, seq_len)
+        visible = make_visibilities(config, documents, batch, seq_len, hidden_BSH.device, hidden_BSH.dtype)
+        return self._run_blocks(hidden_BSH, ropes, [visible[layer] for layer in config.layers])
+
+    def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: KVCache) -> Tensor:
+        """`forward` for tokens that follow those in `cache`, which also stores them. The arguments are those
+        of `Decoder.next_logits`.
+        """
+        batch, seq_len = tokens_BS.shape
+        documents, visible = cache.append(batch, seq_len, lengths_B)
+        return self._run_blocks(self._embed(tokens_BS), self._rotations(documents, seq_len), visible)
+
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
         hidden_BSH: Tensor = self.embed_tokens(tokens_BS)
-        if config.embedding_scale != 1.0:
+        if self.config.embedding_scale != 1.0:
             # The scale is rounded to the compute dtype first, as when the published checkpoints were trained.
             hidden_BSH = hidden_BSH * torch.full(
-                (), config.embedding_scale, dtype=hidden_BSH.dtype, device=hidden_BSH.device
+                (), self.config.embedding_scale, dtype=hidden_BSH.dtype, device=hidden_BSH.device
             )
-        ropes = {
-            kind: table(documents, seq_len) for kind, table in zip(config.rope_kinds, self.ropes, strict=True)
-        }
-        visible = make_visibilities(config, documents, batch, seq_len, hidden_BSH.device, hidden_BSH.dtype)
-        for layer, block in zip(config.layers, self.layers, strict=True):
-            hidden_BSH = block(hidden_BSH, ropes[layer.rope] if layer.rope else None, visible[layer])
+        return hidden_BSH
+
+    def _rotations(self, documents: DocumentBounds | None, seq_len: int) -> dict[RopeConfig, Rope]:
+        kinds = zip(self.config.rope_kinds, self.ropes, strict=True)
+        return {kind: table(documents, seq_len) for kind, table in kinds}
+
+    def _run_blocks(
+        self, hidden_BSH: Tensor, ropes: dict[RopeConfig, Rope], visible: Sequence[Visibility]
+    ) -> Tensor:
+        """The blocks and the last norm. visible: one for each layer."""
+        for layer, block, seen in zip(self.config.layers, self.layers, visible, strict=True):
+            hidden_BSH = block(hidden_BSH, ropes[layer.rope] if layer.rope else None, seen)
         normed_BSH: Tensor = self.norm(hidden_BSH)
         return normed_BSH
 
@@ -265,6 +286,19 @@ class Decoder(nn.Module):
     def logits_of(self, hidden_tH: Tensor) -> Tensor:
         """Logits (t, v) of hidden states, of the words that this rank's head has, in the compute dtype."""
         return self.chunk_loss.finish(self.lm_head(hidden_tH))
+
+    @torch.no_grad()
+    def next_logits(self, tokens_BS: Tensor, lengths_B: Tensor, cache: KVCache) -> Tensor:
+        """The logits (B, V) of the token that follows each row, in the compute dtype.
+
+        tokens_BS: int64, the tokens that follow those in `cache`, padded on the right with any id. lengths_B:
+        int64, 1 ... S: how many they are in each row. `cache` stores them; each row must have room for S.
+        Equal to `forward` of the whole rows up to rounding. The model must not be sharded.
+        """
+        hidden_BSH = self.model.extend(tokens_BS, lengths_B, cache)
+        rows_B = torch.arange(len(lengths_B), device=lengths_B.device)
+        logits_BV = self.logits_of(hidden_BSH[rows_B, lengths_B - 1])
+        return words_of(self.lm_head, self.config.vocab_size).gather(logits_BV)
 
     def attention_backend(
         self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False

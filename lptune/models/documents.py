@@ -16,6 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:  # it imports the compiler
     from torch.nn.attention.flex_attention import BlockMask
 
+    from lptune.models.cache import LayerCache
+
 
 class DocumentBounds(NamedTuple):
     """Document bounds: where the documents of a batch begin and end."""
@@ -46,14 +48,19 @@ class DocumentBounds(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees, in the form of one attention backend. If all are None: every earlier key."""
+    """Which keys a query sees, in the form of one attention backend. If the first three are None: every
+    earlier key.
+    """
 
     mask_B1SS: Tensor | None = None
-    """For sdpa and explicit: bool, True where query (dim 2) sees key (dim 3). B may be 1."""
+    """For sdpa and explicit: bool, True where query (dim 2) sees key (dim 3). B may be 1. With `past`, dim 3
+    has the places of the cache."""
     offsets: Tensor | None = None
     """For varlen: `DocumentBounds.offsets`."""
     blocks: "BlockMask | None" = None
     """For flex_attention: the blocks in which any key is visible."""
+    past: "LayerCache | None" = None
+    """For generation: where keys and values of earlier tokens are, and those of new ones go."""
 
 
 def visibility_mask(

@@ -1,7 +1,9 @@
 """Greedy answers to a few prompts, as samples besides the loss.
 
 Each new token runs the whole row again, without a key-value cache, so a sample costs one forward of its
-length for each token. This is good enough for twenty short prompts, and too slow for serving.
+length for each token. This is good enough for twenty short prompts. For more there is inference.decode, which
+has a cache. It does not serve a model in training: that is compiled for rows of one length, FSDP gathers its
+weights by hooks on `forward`, and sequence parallelism cuts rows over ranks, where a new token is one.
 """
 
 from collections.abc import Sequence

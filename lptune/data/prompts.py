@@ -1,0 +1,235 @@
+"""Prompts: rows and typed lines as the token ids that a model answers, written as in training.
+
+    messages            the chat template, up to where the assistant begins
+    prompt (and input)  with a chat template, the message of a user; without, PROMPT⏎INPUT⏎
+    text                raw text, which the model continues
+
+In the plain layout each prompt ends where the response began in training (layout.py). Every prompt begins
+with the tokens that the tokenizer puts before a text.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lptune.config import MEBI, PromptsConfig, UserError, check_sources, closest, entries, read_text
+from lptune.data.errors import BadRows, RowError
+from lptune.data.formats import (
+    INPUT_NAMES,
+    MESSAGES_NAMES,
+    PROMPT_NAMES,
+    TEXT_NAMES,
+    TOOLS_NAMES,
+    fill,
+    listed,
+    optional_text,
+    placeholders,
+    required_text,
+)
+from lptune.data.layout import check_characters
+from lptune.data.messages import inline_calls, is_messages, is_missing, read_messages, read_tools
+from lptune.data.sources import Row, read_rows
+from lptune.data.tokenizer import Tokenizer
+from lptune.data.turns import TurnFinder
+
+_DETECTION_ROWS = 32
+
+
+class Prompt(NamedTuple):
+    """A prompt, and the row that it was made of."""
+
+    row: Row
+    ids: list[int]
+    is_text: bool
+    """Whether it is raw text, which the answer continues."""
+
+
+def read_prompts(cfg: PromptsConfig, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Prompt]:
+    """The prompts of `cfg.source`, in order. Rows are read as the prompts are needed.
+
+    vocab_size: of the model. Raises UserError, with the place of the row, for a row that cannot be used.
+    """
+    assert cfg.source is not None
+    check_sources("prompts.source", entries(cfg.source))
+    rows = read_rows(cfg.source, BadRows("error"), split=cfg.split, max_rows=cfg.max_rows)
+    first = list(itertools.islice(rows, _DETECTION_ROWS))
+    writer = PromptWriter(cfg, tokenizer, vocab_size, first)
+    for row in itertools.chain(first, rows):
+        try:
+            yield writer.of_row(row)
+        except RowError as problem:
+            raise UserError(f"{row.place}: {problem}") from None
+
+
+class PromptWriter:
+    """Writes prompts as token ids.
+
+    rows: the first rows of the source, which decide the columns; none for prompts that are typed. Raises
+    UserError for columns that are missing or ambiguous.
+    """
+
+    def __init__(
+        self, cfg: PromptsConfig, tokenizer: Tokenizer, vocab_size: int, rows: Sequence[Row] = ()
+    ) -> None:
+        self.cfg, self.tokenizer, self.vocab_size = cfg, tokenizer, vocab_size
+        if cfg.system_prompt is not None and tokenizer.template is None:
+            raise UserError(
+                f"prompts.system_prompt: is written by a chat template, and {tokenizer.folder} has none; set "
+                "prompts.chat_template"
+            )
+        if cfg.prompt_template is not None:
+            placeholders(cfg.prompt_template, "prompts.prompt_template")
+        if cfg.prompt_template is not None and tokenizer.template is not None:
+            raise UserError(
+                "prompts.prompt_template: the chat template lays out prompts; set prompts.chat_template=none "
+                "to use a prompt template"
+            )
+        self.kind, self.column, self.input = _columns(cfg, rows) if rows else ("typed", "prompt", None)
+        if self.kind == "messages" and tokenizer.template is None:
+            raise UserError(
+                f"{tokenizer.folder}: has no chat template, and column {self.column!r} holds chats; set "
+                "prompts.chat_template to a jinja template"
+            )
+
+    def of_row(self, row: Row) -> Prompt:
+        """The prompt of a row. Raises RowError if the row cannot be used."""
+        values = row.values
+        if self.kind == "messages":
+            messages = read_messages(values.get(self.column), self.column)
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()  # the answer that the row has
+            if not messages:
+                raise RowError(f"column {self.column!r} holds no message before the assistant's")
+            name = next((name for name in TOOLS_NAMES if not is_missing(values.get(name))), None)
+            tools = read_tools(values[name], name) if name else None
+            return Prompt(row, self.of_messages(messages, tools), False)
+        if self.kind == "text":
+            return Prompt(row, self.of_text(required_text(values, self.column)), True)
+        second = optional_text(values, self.input) if self.input else ""
+        prompt = optional_text(values, self.column) if second else required_text(values, self.column)
+        if self.tokenizer.template is not None:
+            content = "\n".join(part for part in (prompt, second) if part)
+            return Prompt(row, self.of_messages([{"role": "user", "content": content}]), False)
+        if self.cfg.prompt_template is not None:
+            return Prompt(row, self.of_text(self.filled(values)), False)
+        return Prompt(row, self.of_text("".join(f"{part}\n" for part in (prompt, second) if part)), False)
+
+    def filled(self, values: Mapping[str, Any]) -> str:
+        """`prompts.prompt_template` with the columns of a row."""
+        template = self.cfg.prompt_template
+        assert template is not None
+        return fill(template, {name: optional_text(values, name) for name in placeholders(template)})
+
+    def of_messages(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids of a conversation, up to the assistant's next turn. Raises RowError if the chat template
+        refuses it.
+        """
+        template = self.tokenizer.template
+        assert template is not None
+        if self.cfg.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self.cfg.system_prompt}, *messages]
+        if "tool_calls" not in template.source(tools):
+            messages = inline_calls(messages)
+        text = template.render(messages, tools, add_generation_prompt=True).text
+        return self._ids(text)
+
+    def of_text(self, text: str) -> list[int]:
+        """The ids of a text that the model continues, with the tokenizer's prefix."""
+        return self._ids(text, self.tokenizer.prefix_ids)
+
+    def _ids(self, text: str, prefix_ids: Sequence[int] = ()) -> list[int]:
+        check_characters(text)
+        ids = [*prefix_ids, *self.tokenizer.encode(text, add_special=False)]
+        if not ids:
+            raise RowError("the prompt has no token; give it text")
+        if max(ids) >= self.vocab_size:
+            raise UserError(
+                f"{self.tokenizer.folder}: token {max(ids)} of a prompt is beyond the model's vocabulary of "
+                f"{self.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        return ids
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer: those of generation_config.json or, without it, of config.json; the
+    tokenizer's end token; and the token that closes the assistant's turn in the chat template.
+    """
+    found = {tokenizer.eos_id}
+    for name in ("generation_config.json", "config.json"):
+        path = tokenizer.folder / name
+        try:
+            value = json.loads(read_text(path, 16 * MEBI)).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: cannot be read as a JSON object: {error}; copy it again") from None
+        ids = value if isinstance(value, list) else [value]
+        if any(type(each) not in (int, type(None)) for each in ids):
+            raise UserError(f"{path}: eos_token_id: expected a token id or a list of them, found {value!r}")
+        found |= set(ids)
+        if value is not None:
+            break
+    if tokenizer.template is not None:
+        closing = TurnFinder(tokenizer.template).closing_token()
+        found.add(None if closing is None else tokenizer.backend.token_to_id(closing))
+    return sorted(each for each in found if each is not None)
+
+
+def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | None]:
+    """(messages | prompt | text, its column, the column of the prompt's second part or None)."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    for key in ("messages_column", "prompt_column", "input_column", "text_column"):
+        name = getattr(cfg, key)
+        if name is not None and name not in columns:
+            raise UserError(
+                f"prompts.{key}: {cfg.source} has no column {name!r}{closest(name, columns)}; its columns: "
+                f"{listed(columns)}"
+            )
+    if cfg.messages_column:
+        return "messages", cfg.messages_column, None
+    if cfg.text_column:
+        return "text", cfg.text_column, None
+    if cfg.prompt_template is not None:
+        names = placeholders(cfg.prompt_template)
+        for name in names:
+            if name not in columns:
+                raise UserError(
+                    f"prompts.prompt_template: {cfg.source} has no column {name!r}{closest(name, columns)}; "
+                    f"its columns: {listed(columns)}"
+                )
+        if names:
+            return "prompt", cfg.prompt_column or names[0], None
+    if cfg.prompt_column is None:
+        chats = [
+            name
+            for name in _named(columns, MESSAGES_NAMES)
+            if any(is_messages(row.values.get(name)) for row in rows)
+        ]
+        if chats:
+            return "messages", _only(chats, columns, cfg, "messages"), None
+    prompts = [cfg.prompt_column] if cfg.prompt_column else _named(columns, PROMPT_NAMES)
+    texts = _named(columns, TEXT_NAMES)
+    if not prompts and texts:
+        return "text", _only(texts, columns, cfg, "text"), None
+    column = _only(prompts or _named(columns, INPUT_NAMES), columns, cfg, "prompt")
+    seconds = [cfg.input_column] if cfg.input_column else _named(columns, INPUT_NAMES)
+    seconds = [name for name in seconds if name != column]
+    return "prompt", column, _only(seconds, columns, cfg, "input") if seconds else None
+
+
+def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [column for column in columns if column.lower() in names]
+
+
+def _only(found: Sequence[str], columns: Sequence[str], cfg: PromptsConfig, what: str) -> str:
+    key = f"prompts.{what}_column"
+    if not found:
+        raise UserError(f"{cfg.source}: no column for the {what} among {listed(columns)}; set {key}")
+    if len(found) > 1:
+        raise UserError(
+            f"{cfg.source}: columns {listed(found)} could each be the {what}; set {key} to one of them"
+        )
+    return found[0]

@@ -1,0 +1,162 @@
+"""The file of answers: one JSON object per row, the columns of the row and the answer.
+
+A batch is written when it is answered, in the order of the rows. So a job that was stopped or killed keeps
+what it has, and the same command continues: it compares the answered rows with those of the source, and
+begins with the first batch that is not complete. (A batch is answered as a whole, so that a job gives the
+same answers however often it was stopped.)
+
+OUTPUT.settings.json lies beside the file. It names the weights, all settings that decide an answer, and the
+versions. A job with other settings does not continue the file.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from signal import Signals
+from typing import Any, BinaryIO, Self
+
+from lptune.config import UserError, kind_of, lock_file, open_regular, read_text
+from lptune.data import Prompt
+from lptune.inference.answer import Answer
+from lptune.launch import preemption
+
+_MAX_SETTINGS_CHARS = 1 << 22
+_VERSIONS = "versions"
+
+
+class AnswerFile:
+    """The open file of answers, locked against other jobs. A context manager.
+
+    column: the key of the answer. settings: what decides the answers, as JSON values; the value of `versions`
+    is written but not compared. Raises UserError if the file belongs to a job with other settings or is
+    something else.
+    """
+
+    def __init__(self, path: Path, column: str, settings: Mapping[str, Any]) -> None:
+        path = path.expanduser()
+        self.path, self._column = path, column
+        self._settings_path = Path(f"{path.absolute()}.settings.json")
+        self.num_answers = 0
+        """Number of answers in the file that are known to belong to the rows of the source."""
+        try:
+            if (kind := kind_of(path, follow=True)) not in ("", "a file"):
+                raise UserError(f"output: {path} is {kind}; give the name of a file")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = open(  # noqa: SIM115  (closed by __exit__)
+                open_regular(path, os.O_RDWR | os.O_CREAT, follow=True), "r+b"
+            )
+            lock_file(self._file.fileno(), wait=False)
+            self._check_settings(json.loads(json.dumps(settings)))
+        except BlockingIOError:
+            raise UserError(f"output: {path} is being written by another job; choose another") from None
+        except OSError as error:
+            raise UserError(f"output: {path} cannot be written: {error.strerror}; choose another") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def batches_to_answer(self, prompts: Iterator[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+        """Yields the prompts that have no answer in the file, in batches of `size`. Write the answers of each
+        batch before the next one is asked for.
+
+        Raises UserError if the answered rows are not the first rows of the source.
+        """
+        end, is_answered = 0, True
+        while batch := list(itertools.islice(prompts, size)):
+            for prompt in batch:
+                if self._column in prompt.row.values:
+                    raise UserError(
+                        f"{prompt.row.place}: has a column {self._column!r}, the key of the answer; set "
+                        "answer_column to another name"
+                    )
+            if is_answered and all(self._has_answer(prompt) for prompt in batch):
+                end, self.num_answers = self._file.tell(), self.num_answers + len(batch)
+                continue
+            if is_answered:
+                is_answered = False
+                self._file.seek(end)
+                self._file.truncate()
+            yield batch
+        if is_answered and self._file.readline():
+            raise UserError(
+                f"output: {self.path} has more answers than prompts.source has rows; choose another output"
+            )
+
+    def write(self, batch: Sequence[Prompt], answers: Sequence[Answer]) -> None:
+        """Appends the answers of a batch. Raises UserError if the disk does not take them."""
+        lines = [
+            _json({**prompt.row.values, self._column: answer.text}, prompt)
+            for prompt, answer in zip(batch, answers, strict=True)
+        ]
+        try:
+            self._file.write(b"".join(lines))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"output: {self.path} cannot be written: {error.strerror}; it keeps {self.num_answers:,} "
+                "answers, and the same command continues"
+            ) from None
+        self.num_answers += len(batch)
+
+    def stopped(self, by: Signals) -> SystemExit:
+        """The exception to raise when the signal `by` stopped the job: exit code 143. Prints a line."""
+        print(
+            f"stopped by {by.name}: {self.path} has {self.num_answers:,} answers; run again to continue",
+            file=sys.stderr,
+            flush=True,
+        )
+        return SystemExit(preemption.STOPPED)
+
+    def _has_answer(self, prompt: Prompt) -> bool:
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
+            return False
+        try:
+            found = json.loads(line)
+            answer = found.pop(self._column)
+            is_of_row = isinstance(answer, str) and _json(found, prompt) == _json(prompt.row.values, prompt)
+        except (ValueError, AttributeError, KeyError, TypeError):
+            is_of_row = False
+        if not is_of_row:
+            raise UserError(
+                f"output: {self.path}: an answer is not that of {prompt.row.place}; the source has changed "
+                "since, or something else wrote there: choose another output"
+            )
+        return True
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        if self._file.seek(0, os.SEEK_END) == 0:
+            self._settings_path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            return
+        self._file.seek(0)
+        try:
+            found = json.loads(read_text(self._settings_path, _MAX_SETTINGS_CHARS))
+            keys = found.keys() | settings.keys()
+        except (FileNotFoundError, ValueError, AttributeError):
+            raise UserError(
+                f"output: {self.path} has content, and {self._settings_path.name} beside it does not say "
+                "that it has answers of this job; choose another"
+            ) from None
+        changed = sorted(k for k in keys - {_VERSIONS} if found.get(k) != settings.get(k))
+        if changed:
+            raise UserError(
+                f"output: {self.path} has answers that were made with other settings ({', '.join(changed)}); "
+                "choose another output, or remove it"
+            )
+
+
+def _json(values: Mapping[str, Any], prompt: Prompt) -> bytes:
+    try:
+        return (json.dumps(values, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        return (json.dumps(values) + "\n").encode()
+    except TypeError as error:
+        raise UserError(
+            f"{prompt.row.place}: a column cannot be written as JSON: {error}; convert the source to .jsonl"
+        ) from None

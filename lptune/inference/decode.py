@@ -1,0 +1,52 @@
+"""Decoding: from prompts to answers, one token for each row of a batch at a time.
+
+The first forward runs the prompts and fills the key-value cache. Each later forward runs one new token per
+row. A row that has ended runs on, unread, until all rows have; its answer takes no more tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lptune.inference.answer import Answer
+from lptune.inference.sampling import Sampler
+from lptune.models import Decoder, KVCache, is_outgrown
+
+
+@torch.no_grad()
+def decode(
+    model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], sample: Sampler
+) -> Iterator[None]:
+    """Adds tokens to `answers` until all of them are done; yields after each token.
+
+    model: not sharded. prompts: token ids, at least one in each row, of any lengths. answers: new, one for
+    each prompt. In float32, an answer does not depend on the other rows, up to the rounding of logits that
+    tie. Kinds with one scale for all tokens (`int8_tensorwise`) quantize a row by the largest value of all.
+    """
+    rows = [list(prompt) for prompt in prompts]
+    parameter = next(model.parameters())
+    longest = max(map(len, rows)) + max(answer.max_tokens for answer in answers)
+    cache = None
+    while not all(answer.is_done for answer in answers):
+        if cache is None or is_outgrown(model.config, list(map(len, rows))):
+            cache = KVCache(model.config, len(rows), longest, parameter.device, parameter.dtype)
+            tokens_BS, lengths_B = _padded(rows, parameter.device)
+        else:
+            tokens_BS, lengths_B = _padded([row[-1:] for row in rows], parameter.device)
+        next_B = sample(model.next_logits(tokens_BS, lengths_B, cache))
+        for row, answer, token in zip(rows, answers, next_B.tolist(), strict=True):
+            row.append(token)
+            answer.piece = ""
+            if not answer.is_done:
+                answer.add(token)
+        yield
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows, padded on the right with zeros, int64 (B, S), and their lengths, int64 (B,)."""
+    lengths_B = torch.tensor([len(row) for row in rows])
+    tokens_BS = torch.zeros(len(rows), int(lengths_B.max()), dtype=torch.int64)
+    for tokens_S, row in zip(tokens_BS, rows, strict=True):
+        tokens_S[: len(row)] = torch.tensor(row)
+    return tokens_BS.to(device), lengths_B.to(device)

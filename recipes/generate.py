@@ -1,0 +1,115 @@
+"""Answers a file of prompts, or chats, with any model folder or checkpoint in any precision.
+
+    lptune run generate --config generation model.path=runs/finetune
+    lptune run generate --config generation model.path=runs/finetune prompts.source=x.jsonl output=y.jsonl
+
+The first command answers what is typed. The second command writes each row of x.jsonl with its answer, and
+continues where it was stopped. To try an idea, copy this file (`lptune cp generate my_recipe.py`) and
+edit the copy. The recipe decides what is answered and when; inference.decode has the loop over tokens.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lptune
+from lptune import data, distributed, inference
+from lptune.config import GenerateConfig, UserError, check_sources, entries, printable
+
+
+def main(cfg: GenerateConfig) -> None:
+    """Runs the job that `cfg` describes. Wrong input raises UserError before an answer is written."""
+    with distributed.session(cfg.device) as world:
+        if world.size > 1:
+            raise UserError(
+                f"generate: needs one rank, found {world.size}; start one job for each GPU, with its own "
+                "prompts and output"
+            )
+        # --- Model. stdout is for answers.
+        check_sources("prompts.source", entries(cfg.prompts.source))  # before gigabytes are read
+        loaded = inference.load_model(
+            cfg.model.path,
+            cfg.precision,
+            cfg.compute_dtype,
+            world,
+            num_tokens=cfg.batch_size,  # of all forwards but the first, which runs the prompts
+            chat_template=cfg.prompts.chat_template,
+            say=say,
+        )
+        summary, *_ = loaded.plan.table().splitlines()
+        say(f"{loaded.trained.folder}: {summary}")
+        config, tokenizer = loaded.model.config, loaded.tokenizer
+
+        # --- Chat: one prompt at a time. Its answer is printed while it grows.
+        if cfg.prompts.source is None:
+            writer = data.PromptWriter(cfg.prompts, tokenizer, config.vocab_size)
+            for number, prompt in enumerate(chat := inference.Chat(writer)):
+                (answer,), tokens = answer_batch(loaded, [prompt], number, cfg)
+                for _ in tokens:
+                    chat.show(answer)
+            return
+
+        # --- A file: batch by batch. The answers of a batch are written when the last of them is done.
+        assert cfg.output is not None
+        prompts = data.read_prompts(cfg.prompts, tokenizer, config.vocab_size)
+        num_cut = num_beyond = 0
+        with inference.AnswerFile(Path(cfg.output), cfg.answer_column, settings(cfg, loaded)) as file:
+            for batch in file.batches_to_answer(prompts, cfg.batch_size):
+                answers, tokens = answer_batch(loaded, batch, file.num_answers, cfg)
+                for _ in tokens:
+                    if stopped := world.stop_requested():  # the answers of this batch are dropped
+                        raise file.stopped(stopped)
+                file.write(batch, answers)
+                num_cut += sum(answer.ended_by == "length" for answer in answers)
+                lengths = (len(p.ids) + len(a.ids) for p, a in zip(batch, answers, strict=True))
+                num_beyond += sum(length > config.max_position_embeddings for length in lengths)
+                say(f"{file.num_answers:,} answers")
+            say(f"{file.path}: {file.num_answers:,} answers; {num_cut:,} new ones end at max_new_tokens")
+            if num_beyond:
+                most = config.max_position_embeddings
+                say(f"note: {num_beyond:,} rows are longer than the model was trained for ({most:,} tokens)")
+
+
+def answer_batch(
+    loaded: inference.LoadedModel, batch: Sequence[data.Prompt], first: int, cfg: GenerateConfig
+) -> tuple[list[inference.Answer], Iterator[None]]:
+    """The answers to a batch of prompts, still empty, and an iterator that adds a token to each of them.
+
+    first: the number of the first prompt in the job, on which its random choices depend.
+    """
+    sampling, end_ids = cfg.sampling, data.end_ids(loaded.tokenizer)
+    answers = [
+        inference.Answer(
+            loaded.tokenizer,
+            end_ids,
+            sampling.stop,
+            sampling.max_new_tokens,
+            after=prompt.ids if prompt.is_text else (),
+        )
+        for prompt in batch
+    ]
+    sample = inference.Sampler(sampling, cfg.seed, range(first, first + len(batch)))
+    return answers, inference.decode(loaded.model, [prompt.ids for prompt in batch], answers, sample)
+
+
+def settings(cfg: GenerateConfig, loaded: inference.LoadedModel) -> dict[str, Any]:
+    """What decides the answers. A job continues a file only with equal settings."""
+    return {
+        "model": loaded.trained.digest(),
+        "chat_template": loaded.tokenizer.chat_template,
+        "prompts": asdict(replace(cfg.prompts, source=None, max_rows=None)),  # rows themselves are compared
+        "sampling": asdict(cfg.sampling),
+        "precision": asdict(cfg.precision),
+        "compute_dtype": cfg.compute_dtype,
+        "seed": cfg.seed,
+        "versions": {"lptune": lptune.__version__, "torch": str(torch.__version__)},
+    }
+
+
+def say(line: str) -> None:
+    """Prints a line to stderr."""
+    print(printable(line), file=sys.stderr, flush=True)

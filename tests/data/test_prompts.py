@@ -1,0 +1,132 @@
+"""Prompts are written as training writes them, and as transformers does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.config import DataConfig, PromptsConfig, UserError
+from lptune.data import Tokenizer, end_ids, load_tokenizer, prepare, read_prompts
+from tests.helpers.tiny_recipe import make_checkpoint
+
+Write = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes rows as JSON lines; returns the path."""
+
+    def call(*rows: dict[str, Any]) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return call
+
+
+def ids(tokenizer: Tokenizer, source: str, **keys: Any) -> list[list[int]]:
+    cfg = PromptsConfig(source=source, **keys)
+    return [prompt.ids for prompt in read_prompts(cfg, tokenizer, tokenizer.vocab_size)]
+
+
+ROWS = {
+    "pairs": {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"},
+    "question": {"question": "What is 2 + 3?", "answer": "5"},
+    "chat": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello!", "weight": 0},  # so the last answer is the learned one
+            {"role": "user", "content": "And now?"},
+            {"role": "assistant", "content": "Bye"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize(("rows", "template"), [("pairs", True), ("question", True), ("chat", True),
+                                                ("pairs", False), ("question", False)])  # fmt: skip
+def test_a_prompt_is_what_training_puts_before_the_answer(
+    tokenizer: Tokenizer, write: Write, rows: str, template: bool
+) -> None:
+    chosen = tokenizer if template else tokenizer.with_chat_template("none")
+    source = write(ROWS[rows])
+    cfg = DataConfig(source=source, chat_template=None if template else "none", seq_len=256, cache="none")
+    packed = prepare(cfg, chosen, seed=0, vocab_size=tokenizer.vocab_size).train
+    before, answer = packed.prompt_and_answer(0)
+    assert len(answer)
+    assert ids(chosen, source) == [list(before)]
+
+
+def test_chats_equal_apply_chat_template_of_transformers(
+    folder: Path, tokenizer: Tokenizer, write: Write
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = ROWS["chat"]["messages"]
+    source = write({"messages": messages}, {"messages": messages[:1]})
+    for number, given in enumerate((messages[:3], messages[:1])):
+        text = theirs.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        assert ids(tokenizer, source)[number] == theirs(text, add_special_tokens=False).input_ids
+    system = {"role": "system", "content": "Be brief."}
+    text = theirs.apply_chat_template([system, *messages[:3]], tokenize=False, add_generation_prompt=True)
+    prompts = ids(tokenizer, source, system_prompt="Be brief.")
+    assert prompts[0] == theirs(text, add_special_tokens=False).input_ids
+
+
+def test_raw_text_and_templates_are_continued_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:
+    plain = tokenizer.with_chat_template("none")
+    source = write({"text": "Once upon", "n": 3})
+    prefix = list(tokenizer.prefix_ids)
+    assert ids(plain, source) == [prefix + tokenizer.encode("Once upon", add_special=False)]
+    filled = prefix + tokenizer.encode("3. Once upon:", add_special=False)
+    assert ids(plain, source, prompt_template="{n}. {text}:") == [filled]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"a": "x"}, {}, "no column for the prompt among a; set prompts.prompt_column"),
+        ({"question": "x"}, {"prompt_column": "questoin"}, "did you mean 'question'?"),
+        ({"question": "x", "problem": "y"}, {}, "could each be the prompt; set prompts.prompt_column"),
+        ({"question": ""}, {}, "rows.jsonl line 1: column 'question' is empty"),
+        ({"question": ["x"]}, {}, "must be text, found a list"),
+        ({"question": "\ud83d"}, {}, "half of a surrogate pair"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, {}, "no message before the assistant's"),
+        ({"question": "x"}, {"prompt_template": "{x}"}, "prompts.chat_template=none"),
+    ],
+)
+def test_rows_that_cannot_be_used_get_one_line(
+    tokenizer: Tokenizer, write: Write, row: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        ids(tokenizer, write(row), **keys)
+    assert message in str(raised.value)
+
+
+def test_an_answer_ends_with_every_token_that_the_files_name(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".json" or path.suffix == ".jinja":
+            (copied / path.name).write_bytes(path.read_bytes())
+    tokenizer = load_tokenizer(copied)
+    closing = tokenizer.backend.token_to_id("<|im_end|>")
+    own = {tokenizer.eos_id, closing} - {None}
+    assert set(end_ids(tokenizer)) >= own
+    (copied / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
+    assert set(end_ids(tokenizer)) == own | {7, 9}
+    (copied / "generation_config.json").write_text('{"eos_token_id": "7"}', encoding="utf-8")
+    with pytest.raises(UserError, match="expected a token id or a list of them, found '7'"):
+        end_ids(tokenizer)

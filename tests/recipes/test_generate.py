@@ -1,0 +1,173 @@
+"""The recipe generate through the command line: jobs, chats, interruptions and wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import cold, warm
+from tests.helpers.cold import Finished
+
+Generate = Callable[..., Finished]
+
+
+@pytest.fixture
+def generate(tiny_checkpoint: Path, tmp_path: Path) -> Generate:
+    """`generate("key=value")`: `lptune run generate` with the tiny checkpoint, greedy unless keys differ."""
+
+    def call(*keys: str, ranks: int = 1) -> Finished:
+        return warm.lptune(arguments(tiny_checkpoint, *keys), folder=tmp_path, ranks=ranks)
+
+    return call
+
+
+def arguments(checkpoint: Path, *keys: str) -> list[str]:
+    fixed = [f"model.path={checkpoint}", "compute_dtype=float32", "device=cpu", "sampling.max_new_tokens=12"]
+    return ["run", "generate", "--config", "generation", *fixed, *keys]
+
+
+def write_rows(folder: Path, num: int) -> Path:
+    path = folder / "rows.jsonl"
+    rows = [
+        {"question": "What comes after " + "Monday, " * (i % 5) + "Tuesday?", "id": i} for i in range(num)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_row_gets_the_same_answer_in_any_batch(generate: Generate, tmp_path: Path) -> None:
+    source = write_rows(tmp_path, 7)
+    for size in (1, 4):
+        done = generate(f"prompts.source={source}", f"output=by{size}.jsonl", f"batch_size={size}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+    one, four = read(tmp_path / "by1.jsonl"), read(tmp_path / "by4.jsonl")
+    assert one == four
+    assert [row | {"generated": ""} for row in read(source)] == [row | {"generated": ""} for row in one]
+    assert len({row["generated"] for row in one}) > 3, "temperature 0.7: rows of equal prompts differ"
+
+
+def test_a_job_that_was_stopped_continues_with_the_answers_of_an_uninterrupted_one(
+    generate: Generate, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    source = write_rows(tmp_path, 10)
+    keys = (f"prompts.source={source}", "batch_size=2", "precision.kind=int8_tensorwise")
+    assert generate(*keys, "output=whole.jsonl").returncode == 0
+    # Killed in the middle of a line, as a full disk or a crash of the machine leaves it.
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9] + 9999 * b"x")
+    settings = (tmp_path / "whole.jsonl.settings.json").read_bytes()
+    (tmp_path / "cut.jsonl.settings.json").write_bytes(settings)
+    done = generate(*keys, "output=cut.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+    assert "6 answers\n8 answers\n10 answers" in done.stderr
+    # Finished: nothing is left to do, and nothing changes.
+    done = generate(*keys, "output=cut.jsonl")
+    assert (done.returncode, (tmp_path / "cut.jsonl").read_bytes()) == (0, whole)
+
+
+def test_a_signal_ends_a_job_between_two_tokens_and_loses_no_answer(
+    generate: Generate, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    source, stopped = write_rows(tmp_path, 12), tmp_path / "stopped.jsonl"
+    keys = (f"prompts.source={source}", "batch_size=1", "output=stopped.jsonl", "sampling.max_new_tokens=60")
+    said = tmp_path / "said"
+    said.mkdir()
+    process = warm.start(arguments(tiny_checkpoint, *keys), tmp_path, {}, said)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (stopped.exists() and stopped.stat().st_size):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    stderr = (said / "stderr").read_text(encoding="utf-8")
+    assert process.exitcode == 143, stderr
+    kept = stopped.read_bytes()
+    num_kept = len(kept.splitlines())
+    assert 1 <= num_kept < 12
+    assert f"stopped by SIGTERM: stopped.jsonl has {num_kept} answers; run again to continue" in stderr
+    assert generate(*keys).returncode == 0
+    assert stopped.read_bytes().startswith(kept)
+    assert [row["id"] for row in read(stopped)] == list(range(12))
+
+
+def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
+    generate: Generate, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    assert generate().returncode == 0, "stdin is empty: there is nothing to answer"
+    process = cold.start(*cold.LPTUNE, *arguments(tiny_checkpoint), folder=tmp_path, stdin=subprocess.PIPE)
+    assert process.stdin
+    assert process.stdout
+    for line in ("What comes after Monday?\n", "\n/reset\nAnd after that?\n"):  # no answer to the first two
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert process.stdout.readline().strip()
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout.strip()) == (130, "")
+    assert stderr.splitlines() == [
+        f"{tiny_checkpoint}: precision none: all 15 linear layers run in compute dtype"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["model.path=nowhere"], "nowhere"),
+        (["prompts.source={source}"], "output: is not set, and prompts.source is"),
+        (["output=a.jsonl"], "prompts.source: is not set, and output is"),
+        (["prompts.source=missing.jsonl", "output=a.jsonl"], "missing.jsonl"),
+        (["prompts.source={source}", "output={source}"], "does not say that it has answers"),
+        (["prompts.source={source}", "output=."], "output: . is a folder"),
+        (["prompts.source={source}", "output=a.jsonl", "answer_column=question"], "has a column 'question'"),
+        (["prompts.source={source}", "output=a.jsonl", "prompts.text_column=txt"], "prompts.text_column"),
+        (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
+        (["sampling.temperature=-1"], "sampling.temperature"),
+        (["precision.kind=float8_rowwise"], "float8_rowwise"),
+        (["prompts.system_prompt=x", "prompts.chat_template=none"], "prompts.system_prompt"),
+    ],
+)
+def test_wrong_input_gets_one_line_and_code_2(
+    generate: Generate, tmp_path: Path, keys: list[str], message: str
+) -> None:
+    source = write_rows(tmp_path, 3)
+    before = source.read_bytes()
+    done = generate(*(key.format(source=source) for key in keys))
+    assert done.returncode == 2, done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in done.stderr
+    assert source.read_bytes() == before
+
+
+def test_answers_of_other_settings_or_rows_are_not_continued(generate: Generate, tmp_path: Path) -> None:
+    source = write_rows(tmp_path, 3)
+    keys = (f"prompts.source={source}", "output=a.jsonl")
+    assert generate(*keys).returncode == 0
+    answers = (tmp_path / "a.jsonl").read_bytes()
+    assert "other settings (seed)" in generate(*keys, "seed=1").stderr
+    source.write_text(source.read_text(encoding="utf-8").replace("Tuesday", "Friday"), encoding="utf-8")
+    assert "an answer is not that of" in generate(*keys).stderr
+    write_rows(tmp_path, 2)
+    done = generate(*keys, "batch_size=1")
+    assert done.returncode == 2
+    assert "has more answers than prompts.source has rows" in done.stderr
+    assert (tmp_path / "a.jsonl").read_bytes() == answers
+
+
+def test_several_ranks_get_one_line(generate: Generate) -> None:
+    done = generate(ranks=2)
+    assert done.returncode == 2
+    assert "generate: needs one rank, found 2" in done.stderr
