@@ -37,6 +37,7 @@ from lptune.config.recipes import (
     DistillConfig,
     EvaluatedConfig,
     FinetuneConfig,
+    PretrainConfig,
     TeacherConfig,
 )
 from lptune.config.schema import (
@@ -84,6 +85,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "PretrainConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

@@ -324,6 +324,16 @@ class RunConfig:
     """Decides the order of the data and every random bit."""
 
     @property
+    def given_num_steps(self) -> int | None:
+        """The number of steps, if the config alone decides it. None: num_epochs and the rows decide it."""
+        return self.num_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens of an optimizer step over all ranks, with padding."""
+        return self.global_batch_size * self.data.seq_len
+
+    @property
     def tokens_per_forward(self) -> int:
         """Number of tokens of a micro-batch, with padding."""
         return self.micro_batch_size * self.data.seq_len
