@@ -12,7 +12,7 @@ the code that opens the file, loads the tensor or runs the kernel.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lptune.config.checks import at_least, check_path, num_micro_batches, one_of, positive
+from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
@@ -261,8 +261,11 @@ class ExportConfig:
     max_shard_gib: float = 0.0
     """Largest size of a weight file; a larger tensor gets a file of its own. 0: the same files as in the
     base checkpoint, with the same names."""
+    average_checkpoints: int = 1
+    """Export the mean of this many checkpoints, the last ones of the run, instead of the last one alone."""
 
     def __post_init__(self) -> None:
+        at_least("export.average_checkpoints", self.average_checkpoints, 1)
         at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
 
@@ -369,6 +372,9 @@ class RunConfig:
             raise UserError(
                 "checkpoint.at_end: false leaves nothing to export; set export.enabled=false as well"
             )
+        if self.export.enabled:
+            keep = self.checkpoint
+            check_average(self.export.average_checkpoints, keep.every_steps, keep.keep_last)
         output_dir, model = (
             Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
         )
