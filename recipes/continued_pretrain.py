@@ -1,6 +1,6 @@
 """Continued pre-training of a Hugging Face checkpoint on raw text from several sources, on 1..N ranks.
 
-    lptune run continued_pretrain --config pretrain/llama3_2_1b data.source=text.jsonl num_tokens=1000000000
+    lptune run continued_pretrain --config llama3_2/1b_pretrain data.source=texts.jsonl
 
 It differs from full_finetune in three things: `num_tokens` can give the length of the run; the loss is also
 computed for each data source, in training and on held-out text; no answers are printed. The loss of a token
