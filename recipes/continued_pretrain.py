@@ -113,9 +113,7 @@ def batch_losses(
 ) -> Tensor:
     """The cross-entropy, summed over the targets of each source in the batch, float32 (num_sources,)."""
     batch = batch.to(world.device)
-    # With None, each row is one document, and attention is causal over the whole row.
-    packed = models.DocumentBounds(batch.positions_BS, batch.document_BS, batch.offsets)
-    documents = None if batch.one_document_per_row else packed
+    documents = models.DocumentBounds.of(batch)
     log_p_BS = model(batch.tokens_BS, documents, batch.labels_BS, loss=models.log_probabilities)
     return torch.stack([-log_p_BS.where(batch.source_BS == i, 0.0).sum() for i in range(num_sources)])
 

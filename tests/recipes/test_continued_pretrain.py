@@ -121,12 +121,12 @@ def test_two_ranks_train_as_one_and_one_rank_continues_two(pretrain: Run, tmp_pa
         assert by_source(a, "loss") == pytest.approx(by_source(b, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_rowwise"])
+@pytest.mark.parametrize("kind", ["int8_rowcol", "float8_rowwise"])
 def test_killed_and_resumed_every_number_is_that_of_an_uninterrupted_run(
     pretrain: Run, pretrain_config: Path, tmp_path: Path, kind: str
 ) -> None:
     common = [f"precision.kind={kind}", f"precision.emulate={str('float8' in kind).lower()}"]
-    common += ["checkpoint.every_steps=3", "schedule.kind=wsd", "schedule.decay_steps=4"]
+    common += ["checkpoint.every_steps=3", "schedule.kind=wsd", "schedule.decay_steps=4", "num_tokens=9216"]
     pretrain(*common, f"output_dir={tmp_path / 'whole'}")
     metrics = tmp_path / "run" / "metrics.jsonl"
     command = ["run", "continued_pretrain", "--config", str(pretrain_config), *common]
@@ -143,7 +143,7 @@ def test_killed_and_resumed_every_number_is_that_of_an_uninterrupted_run(
         for run in (tmp_path / "run", tmp_path / "whole")
     )
     assert ours == theirs
-    file = "checkpoints/step-00000012/model-00000.safetensors"
+    file = "checkpoints/step-00000009/model-00000.safetensors"
     ours, theirs = load_file(tmp_path / "run" / file), load_file(tmp_path / "whole" / file)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
