@@ -14,12 +14,26 @@ from lptune.models.families import FAMILIES
 from lptune.models.presets import PRESETS
 
 DOCS = Path(__file__).parents[1] / "docs"
-NO_KEYS = {"model.safetensors", "model.embed_tokens", "export.json", "precision.py"}  # files and tensors
+NO_KEYS = {
+    "data.md",
+    "model.safetensors",
+    "model.embed_tokens",
+    "export.json",
+    "precision.py",
+}  # files and tensors
 PAGES = [
     DOCS.parent / "README.md",
     *(
         DOCS / name
-        for name in ("data.md", "models.md", "resume.md", "multi_node.md", "linear.md", "numerics.md")
+        for name in (
+            "data.md",
+            "models.md",
+            "resume.md",
+            "multi_node.md",
+            "linear.md",
+            "numerics.md",
+            "pretraining.md",
+        )
     ),
 ]
 

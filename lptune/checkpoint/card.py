@@ -97,8 +97,16 @@ def _part(entry: Mapping[str, Any]) -> Part:
     return part
 
 
-def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapping[str, Any]) -> str:
-    """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests."""
+def model_card(
+    about: About,
+    step: int,
+    parts: Sequence[Part],
+    fingerprint: Mapping[str, Any],
+    averaged: Sequence[int] = (),
+) -> str:
+    """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests.
+    averaged: the steps of the checkpoints whose mean is exported; empty: the weights are those of `step`.
+    """
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
     is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
@@ -118,6 +126,7 @@ def model_card(about: About, step: int, parts: Sequence[Part], fingerprint: Mapp
             for part, span in zip(parts, spans, strict=True)
         ),
         "steps": step,
+        "weights": f"mean of the checkpoints of steps {', '.join(map(str, averaged))}" if averaged else None,
         "lptune": ", ".join(dict.fromkeys(part.lptune for part in parts)),
         "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),
     }

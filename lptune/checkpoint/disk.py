@@ -17,7 +17,8 @@ def disk_report(cfg: RunConfig, num_parameters: int, checkpoint: int, model: Pat
     """
     kept, more = _num_kept(cfg)
     # Old checkpoints are removed after the new one was published.
-    at_once = kept + 1 if cfg.num_steps is None else min(kept + 1, cfg.num_steps)
+    num_steps = cfg.given_num_steps
+    at_once = kept + 1 if num_steps is None else min(kept + 1, num_steps)
     if only_at_a_stop := not (cfg.checkpoint.at_end or cfg.checkpoint.every_steps):
         at_once = 1  # such a run is not saved by minutes either: see CheckpointWriter.is_overdue
     total = at_once * checkpoint
@@ -31,7 +32,7 @@ def disk_report(cfg: RunConfig, num_parameters: int, checkpoint: int, model: Pat
         total += export
         parts.append(f"an export of {size_text(export)}{dtype}")
     ends = ""
-    if cfg.checkpoint.keep_every and cfg.num_steps is None and not only_at_a_stop:
+    if cfg.checkpoint.keep_every and num_steps is None and not only_at_a_stop:
         ends = f", and {size_text(checkpoint)} for every {cfg.checkpoint.keep_every} steps"
     return f"disk of output_dir: at most {size_text(total)}: {' and '.join(parts)}{ends}"
 
@@ -39,8 +40,8 @@ def disk_report(cfg: RunConfig, num_parameters: int, checkpoint: int, model: Pat
 def _num_kept(cfg: RunConfig) -> tuple[int, str]:
     keep = cfg.checkpoint
     kept, more = keep.keep_last + keep.keep_best, f", keep_best={keep.keep_best}" if keep.keep_best else ""
-    if keep.keep_every and cfg.num_steps is not None:
-        kept, more = kept + cfg.num_steps // keep.keep_every, f"{more}, keep_every={keep.keep_every}"
+    if keep.keep_every and cfg.given_num_steps is not None:
+        kept, more = kept + cfg.given_num_steps // keep.keep_every, f"{more}, keep_every={keep.keep_every}"
     return kept, more
 
 

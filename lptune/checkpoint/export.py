@@ -11,7 +11,7 @@ written beside its final path, and is published by a rename after all ranks have
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
+from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
@@ -88,6 +89,7 @@ def export_hf(
 
     base: the index of the base checkpoint. Tensor names and files stay the same; config.json and tokenizer
     files are copied.
+    cfg.average_checkpoints: the mean of this and earlier checkpoints in its folder is exported (average.py).
     world: all of its ranks call this. None: this process alone exports.
     replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
     or an empty folder, is deleted. Anything else is renamed, and a line is printed. If False: only an empty
@@ -116,9 +118,10 @@ def _export(
             manifest = read_manifest(checkpoint)
             state = read_state(manifest)
             about = state.about
-            card = model_card(about, state.step, read_parts(state), state.fingerprint)
             check_base(state, base.folder)
             files = plan_files(base, cfg)
+        averaged = last_checkpoints(manifest, cfg.average_checkpoints, group)
+        with _together(group, checkpoint, folder):
             if group.rank == 0:
                 _check_space(folder, files, base)
                 if not replace:  # an export of a run goes into the run's folder, which must exist
@@ -127,7 +130,7 @@ def _export(
         number = group.of_main(made.number if made else 0)
         scratch = (made or Scratch(folder, number)).path
         with _together(group, checkpoint, folder):
-            stored = StoredFiles(manifest)
+            stored = [StoredFiles(each) for each in averaged]
             mine = deal_out(files, group.size)[group.rank]
             in_threads(
                 (
@@ -139,6 +142,8 @@ def _export(
             write_part(scratch, group.rank, mine)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
+                steps = sorted(each.step for each in averaged) if len(averaged) > 1 else ()
+                card = model_card(about, state.step, read_parts(state), state.fingerprint, steps)
                 _write_rest(scratch, base, files, cfg, about.chat_template, card)
                 assert made is not None
                 made.unmark()
@@ -224,7 +229,11 @@ def _num_bytes(tensors: dict[str, Target]) -> int:
 
 
 def _write_and_compare(
-    path: Path, targets: dict[str, Target], stored: StoredFiles, base: HFIndex, frozen: frozenset[str]
+    path: Path,
+    targets: dict[str, Target],
+    stored: Sequence[StoredFiles],
+    base: HFIndex,
+    frozen: frozenset[str],
 ) -> None:
     # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
     origin = {name: base if target.parameter in frozen else None for name, target in targets.items()}
@@ -238,18 +247,20 @@ def _write_and_compare(
                 )
 
 
-def _assemble(name: str, target: Target, stored: StoredFiles, base: HFIndex | None) -> Tensor:
-    """The tensor `name` of the export: of `base` if that is given, else of the checkpoint."""
+def _assemble(name: str, target: Target, stored: Sequence[StoredFiles], base: HFIndex | None) -> Tensor:
+    """The tensor `name` of the export: of `base` if that is given, else the mean of the checkpoints."""
     if base is not None:
         with safe_open(str(base.folder / base.tensors[name].file), framework="pt", device="cpu") as tensors:
             tensor: Tensor = tensors.get_tensor(name).to(target.dtype)
+    elif len(stored) > 1:
+        tensor = mean(stored, target.parameter, target.shape).to(target.dtype)
     else:
         tensor = torch.empty(target.shape, dtype=target.dtype)
-        stored.read(target.parameter, [whole_piece(tensor)], target.shape, None)
+        stored[0].read(target.parameter, [whole_piece(tensor)], target.shape, None)
     if target.dtype == torch.float16 and not tensor.isfinite().all():
         raise UserError(
-            f"{stored.manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it as "
-            "bfloat16 or float32"
+            f"{stored[0].manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it "
+            "as bfloat16 or float32"
         )
     return tensor
 

@@ -36,7 +36,7 @@ from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
-from lptune.config import RunConfig
+from lptune.config import RunConfig, UserError
 from lptune.distributed import World, side_group
 from lptune.linear import LowPrecision, Plan
 
@@ -109,6 +109,7 @@ class Run:
         of the training rows. chat_template: the tokenizer's template, as the run uses it. others: digests of
         what else a recipe trains on, by a name for messages.
         """
+        self._check_average(num_steps)
         self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
         )
@@ -135,6 +136,15 @@ class Run:
             return num_steps
         self._world.print(f"stopped early after step {step} of {num_steps}: {line}")
         return step
+
+    def _check_average(self, num_steps: int) -> None:
+        """Raises UserError if `num_steps` steps leave fewer checkpoints than the export averages."""
+        count, every = self._cfg.export.average_checkpoints, self._cfg.checkpoint.every_steps
+        if self._cfg.export.enabled and count > 1 and -(-num_steps // every) < count:
+            raise UserError(
+                f"export.average_checkpoints: {count} checkpoints are needed, and a run of {num_steps} steps "
+                f"with checkpoint.every_steps={every} saves {-(-num_steps // every)}; lower one of the two"
+            )
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
@@ -219,7 +229,9 @@ class Run:
         with self.folder.together():
             if self._world.is_main:
                 self.folder.write_exported(step_of(checkpoint), self._cfg.export)
-        self._world.print(f"export: {self.folder.export} (read back and compared with {checkpoint})")
+        count = self._cfg.export.average_checkpoints
+        what = checkpoint if count == 1 else f"the mean of the last {count} checkpoints"
+        self._world.print(f"export: {self.folder.export} (read back and compared with {what})")
 
     def _to_export(self) -> Path:
         """The checkpoint that `export` exports. A collective."""

@@ -329,7 +329,11 @@ def _owner(path: Path) -> str:
 
 
 def _form(cfg: ExportConfig) -> dict[str, Any]:
-    return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib)}
+    return {
+        "dtype": cfg.dtype,
+        "max_shard_gib": float(cfg.max_shard_gib),
+        "average_checkpoints": cfg.average_checkpoints,
+    }
 
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
@@ -344,7 +348,7 @@ def _read_exported(path: Path, export: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
     except UserError as error:
         raise UserError(f"{error}; remove that file to export again to {export}") from None
-    return held
+    return {"average_checkpoints": 1} | held  # older versions could not average
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class About:
     lptune: str
     torch: str
     """Versions of lptune and torch."""
+    average_checkpoints: int = 1
+    """`export.average_checkpoints`. A checkpoint of an older version has no value of it."""
 
 
 def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
         max_shard_gib=float(cfg.export.max_shard_gib),
         lptune=lptune.__version__,
         torch=str(torch.__version__),
+        average_checkpoints=cfg.export.average_checkpoints,
     )
     return asdict(about)
 
@@ -136,6 +139,8 @@ class RunState:
     def about(self) -> About:
         """The block `about`, which an export needs."""
         block, types = self.content.get("about"), get_type_hints(About)
+        if isinstance(block, dict):
+            block = {"average_checkpoints": 1} | block
         if not isinstance(block, dict) or block.keys() != types.keys():
             raise UserError(
                 f"{self.path}: does not say what it is a checkpoint of; another version of lptune wrote it: "

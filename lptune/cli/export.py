@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 @click.option(
     "--max-shard-gib", type=float, help="Size of a weight file; 0: as imported.  [default: the run's]"
 )
+@click.option(
+    "--average",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Export the mean of CHECKPOINT and the N - 1 checkpoints before it.  [default: the run's]",
+)
 @click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
 @click.option("--private", is_flag=True, help="Make the repository on the hub private.")
 def export(
@@ -37,6 +43,7 @@ def export(
     base: Path | None,
     dtype: str | None,
     max_shard_gib: float | None,
+    average: int | None,
     repo: str | None,
     private: bool,
 ) -> None:
@@ -63,10 +70,13 @@ def export(
     cfg = ExportConfig(
         dtype=about.dtype if dtype is None else dtype,
         max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
+        average_checkpoints=about.average_checkpoints if average is None else average,
     )
     with interrupts.Undoing():
         export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
-    click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {manifest.folder})")
+    count = cfg.average_checkpoints
+    what = f"{manifest.folder}" if count == 1 else f"the mean of {count} checkpoints up to {manifest.folder}"
+    click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {what})")
     if repo is not None:
         click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")
 

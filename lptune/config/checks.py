@@ -88,3 +88,17 @@ def check_model_folder(folder: Path, key: str = "model.path") -> None:
             f"{key}: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
             "makes one"
         )
+
+
+def check_average(count: int, every_steps: int, keep_last: int) -> None:
+    """Raises UserError if a run does not keep the `count` checkpoints whose mean it is to export."""
+    if count > 1 and not every_steps:
+        raise UserError(
+            f"export.average_checkpoints: {count} checkpoints are needed, and only the last step is "
+            "saved; set checkpoint.every_steps"
+        )
+    if count > max(1, keep_last):
+        raise UserError(
+            f"export.average_checkpoints: {count} checkpoints must be kept, found checkpoint.keep_last="
+            f"{keep_last}; set checkpoint.keep_last={count}"
+        )

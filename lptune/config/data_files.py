@@ -68,7 +68,9 @@ def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
         except UserError as error:
             raise UserError(str(error).replace("data.source", key)) from None
         # Only hub datasets have splits; a file has none.
-        reading = replace(entry, source="", weight=1.0, split=entry.split if files is None else None)
+        reading = replace(
+            entry, source="", name=None, weight=1.0, split=entry.split if files is None else None
+        )
         for name in [entry.source] if files is None else map(str, files):
             place = (name if files is None else _identity(name), reading)
             if place in seen:
@@ -137,3 +139,30 @@ def _missing(source: str, path: Path) -> str:
     names = [entry.name for entry in path.parent.iterdir()]
     hint = closest(path.name, names if path.parent != Path() else [*names, "builtin"])
     return f"{source}: no such file{hint}; set data.source to a file, a folder, a hub id or builtin"
+
+
+def metric_names(sources: Sequence[SourceConfig], written: Any) -> tuple[str, ...]:
+    """A name for each source, for the keys of metrics: unique, of at most 40 letters, digits and ._- (before
+    a number that makes it unique).
+
+    written: the value of the key as the config has it (`as_written`), so that no value of an environment
+    variable gets into a file.
+    """
+    items = [written] if isinstance(written, str) else written
+    texts = [item if isinstance(item, str) else str(item["source"]) for item in items]
+    taken = {entry.name for entry in sources}
+    names = []
+    for entry, text in zip(sources, texts, strict=True):
+        name = entry.name
+        if name is None:
+            parts = [part for part in Path(text).parts if not any(mark in part for mark in "*?[")]
+            last = Path(parts[-1]) if parts else Path("source")
+            stem = last.stem if last.suffix.lower() in SUFFIXES else last.name
+            name = base = re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("_")[:40] or "source"
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{base}-{number}"
+            taken.add(name)
+        names.append(name)
+    return tuple(names)

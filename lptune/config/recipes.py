@@ -7,7 +7,9 @@ no RunConfig: it trains nothing.
 from dataclasses import dataclass, field
 
 from lptune.config.checks import at_least, check_path, one_of, positive
+from lptune.config.data_files import metric_names
 from lptune.config.errors import UserError
+from lptune.config.load import as_written
 from lptune.config.precision import PrecisionConfig
 from lptune.config.schema import ModelConfig, RunConfig
 
@@ -31,6 +33,11 @@ class EvaluatedConfig(RunConfig):
             raise UserError(
                 "early_stop_after: needs evaluations; set data.eval_fraction or data.eval_source, and "
                 "eval_every_steps, or early_stop_after=0"
+            )
+        if self.early_stop_after and self.export.average_checkpoints > 1:
+            raise UserError(
+                "early_stop_after and export.average_checkpoints exclude each other: a run that ends early may "
+                "leave fewer checkpoints; set one of them"
             )
         if self.checkpoint.keep_best and not (self.has_held_out_rows and self.eval_every_steps):
             raise UserError(
@@ -113,6 +120,45 @@ class FinetuneConfig(EvaluatedConfig):
                 "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
                 "num_samples=0"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(EvaluatedConfig):
+    """All keys of the recipe continued_pretrain."""
+
+    num_tokens: int | None = None
+    """Number of tokens to train on, instead of num_steps or num_epochs. Every position of a packed row
+    counts, padding and repeated rows too: a step has global_batch_size * data.seq_len tokens. The run ends
+    with the step that reaches this number; that step is not cut."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_tokens is None:
+            return
+        at_least("num_tokens", self.num_tokens, 1)
+        if self.num_steps is not None:
+            raise UserError(
+                f"num_tokens: {self.num_tokens} tokens and num_steps={self.num_steps} both set the length of "
+                "the run; give one of them"
+            )
+        self.schedule.check_fits(-(-self.num_tokens // self.tokens_per_step))
+
+    @property
+    def given_num_steps(self) -> int | None:
+        """The number of steps, if num_tokens or num_steps decides it; None: num_epochs does."""
+        return self.num_steps if self.num_tokens is None else -(-self.num_tokens // self.tokens_per_step)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """A name for each entry of data.source, for the keys of metrics.jsonl."""
+        return metric_names(self.data.sources, as_written(self)["data"]["source"])
+
+    @property
+    def held_out_names(self) -> tuple[str, ...]:
+        """A name for each source of the held-out rows: data.eval_source if that is set, else data.source."""
+        if self.data.eval_source is None:
+            return self.source_names
+        return metric_names(self.data.eval_sources, as_written(self)["data"]["eval_source"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ the code that opens the file, loads the tensor or runs the kernel.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lptune.config.checks import at_least, check_path, num_micro_batches, one_of, positive
+from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
@@ -182,17 +182,42 @@ class ScheduleConfig:
     """Learning rate over steps: linear warm-up, then the kind's decay to `min_lr_ratio`."""
 
     kind: str = "cosine"
-    """cosine | linear | constant."""
+    """cosine | linear | constant | wsd (warm-up, stable, decay: the rate stays at the peak until the last
+    `decay_steps` steps)."""
     warmup_steps: int = 0
     """Steps in which the rate rises from 0 to the peak."""
+    decay_steps: int = 0
+    """Number of steps at the end of the run in which the rate decays (wsd)."""
+    decay_shape: str = "linear"
+    """linear | cosine | 1-sqrt: how the rate falls in these steps (wsd)."""
     min_lr_ratio: float = 0.0
-    """Rate of the last step, as a share of the peak (cosine, linear)."""
+    """Rate of the last step, as a share of the peak (cosine, linear, wsd)."""
 
     def __post_init__(self) -> None:
-        one_of("schedule.kind", self.kind, ("cosine", "linear", "constant"))
+        one_of("schedule.kind", self.kind, ("cosine", "linear", "constant", "wsd"))
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        at_least("schedule.decay_steps", self.decay_steps, 0)
+        one_of("schedule.decay_shape", self.decay_shape, ("linear", "cosine", "1-sqrt"))
+        if self.kind == "wsd" and not self.decay_steps:
+            raise UserError(
+                "schedule.decay_steps: wsd needs the number of steps of its decay; without a decay, use "
+                "schedule.kind=constant"
+            )
+        if self.kind != "wsd" and (self.decay_steps or self.decay_shape != "linear"):
+            key = "decay_steps" if self.decay_steps else "decay_shape"
+            raise UserError(
+                f"schedule.{key}: belongs to schedule.kind=wsd, found schedule.kind={self.kind}; leave it out"
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             raise UserError(f"schedule.min_lr_ratio: must be within 0 and 1, found {self.min_lr_ratio}")
+
+    def check_fits(self, num_steps: int) -> None:
+        """Raises UserError if warm-up and decay of wsd take more than the `num_steps` steps of the run."""
+        if self.kind == "wsd" and self.warmup_steps + self.decay_steps > num_steps:
+            raise UserError(
+                f"schedule.decay_steps: {self.warmup_steps} steps of warm-up and {self.decay_steps} of decay "
+                f"do not fit into the {num_steps} steps of the run; shorten one of them, or train longer"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +261,11 @@ class ExportConfig:
     max_shard_gib: float = 0.0
     """Largest size of a weight file; a larger tensor gets a file of its own. 0: the same files as in the
     base checkpoint, with the same names."""
+    average_checkpoints: int = 1
+    """Export the mean of this many checkpoints, the last ones of the run, instead of the last one alone."""
 
     def __post_init__(self) -> None:
+        at_least("export.average_checkpoints", self.average_checkpoints, 1)
         at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
 
@@ -305,6 +333,16 @@ class RunConfig:
     """Decides the order of the data and every random bit."""
 
     @property
+    def given_num_steps(self) -> int | None:
+        """The number of steps, if the config alone decides it. None: num_epochs and the rows decide it."""
+        return self.num_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens of an optimizer step over all ranks, with padding."""
+        return self.global_batch_size * self.data.seq_len
+
+    @property
     def tokens_per_forward(self) -> int:
         """Number of tokens of a micro-batch, with padding."""
         return self.micro_batch_size * self.data.seq_len
@@ -330,6 +368,7 @@ class RunConfig:
         at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:
             at_least("num_steps", self.num_steps, 1)
+            self.schedule.check_fits(self.num_steps)
         at_least("max_grad_norm", self.max_grad_norm, 0)
         at_least("diverged_after_steps", self.diverged_after_steps, 1)
         at_least("seed", self.seed, 0)
@@ -339,6 +378,9 @@ class RunConfig:
             raise UserError(
                 "checkpoint.at_end: false leaves nothing to export; set export.enabled=false as well"
             )
+        if self.export.enabled:
+            keep = self.checkpoint
+            check_average(self.export.average_checkpoints, keep.every_steps, keep.keep_last)
         output_dir, model = (
             Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
         )

@@ -1,5 +1,6 @@
 """`data.source` as a list: one entry per data source, with its weight and its own keys."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +9,15 @@ from lptune.config.checks import check_path, one_of, positive
 from lptune.config.errors import UserError
 
 FORMATS = ("auto", "pairs", "chat", "text")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 MAX_WEIGHT = 1000
 """Each copy of a document takes 48 bytes on every rank: a typing error must not take all memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One data source. A key other than `source` and `weight` overrides the key of the same name in `data`
-    for this source; None: as in `data`.
+    """One data source. A key other than `source`, `name` and `weight` overrides the key of the same name in
+    `data` for this source; None: as in `data`.
     """
 
     source: str
@@ -23,6 +25,8 @@ class SourceConfig:
     weight: float = 1.0
     """How often an epoch uses each document of this source. 2: each document twice. 0.5: a random half of the
     documents, the same half in all epochs, chosen by the seed. 2.5: each twice, and a half once more."""
+    name: str | None = None
+    """What metrics call this source: letters, digits and ._-. None: the file, the folder or the hub id."""
     split: str | None = None
     format: str | None = None
     prompt_column: str | None = None
@@ -59,6 +63,14 @@ def check_source(key: str, source: Source) -> None:
             raise UserError(f"{name}.weight: evaluation sees each document once; leave the weight out")
         if entry.format is not None:
             one_of(f"{name}.format", entry.format, FORMATS)
+        if entry.name is not None and not _NAME.fullmatch(entry.name):
+            raise UserError(
+                f"{name}.name: must be at most 40 letters, digits, '.', '_' or '-', found {entry.name!r:.60}"
+            )
+    given = [entry.name for entry in entries(source) if entry.name is not None]
+    for name in given:
+        if given.count(name) > 1:
+            raise UserError(f"{key}: two entries have the name {name!r}; metrics need one for each")
 
 
 def source_names(sources: Sequence[SourceConfig]) -> str:

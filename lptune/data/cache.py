@@ -263,9 +263,10 @@ def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, 
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != expected.get("num_bytes"):
             raise _DamagedError(f"{name}.bin has {num_bytes:,} bytes")
+        # Not of the mapping: that would make the whole file resident in this process.
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected.get("sha256"):
+            raise _DamagedError(f"{name}.bin does not match its digest")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hashlib.sha256(mapped).hexdigest() != expected.get("sha256"):
-        raise _DamagedError(f"{name}.bin does not match its digest")
     return np.frombuffer(mapped, dtype=_DTYPES[name])
 
 

@@ -33,6 +33,16 @@ class Joined:
             found[here] = self._arrays[number][places[here] - first]
         return found
 
+    @property
+    def num_arrays(self) -> int:
+        """Number of arrays that are joined."""
+        return len(self._arrays)
+
+    def array_of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each of `places`, the number of the array that holds it. No array is empty."""
+        numbers: npt.NDArray[np.int64] = np.searchsorted(self._bounds, places, side="right") - 1
+        return numbers
+
     def _index(self, place: int) -> int:
         """Number of the array that holds `place`; for the end, of the last one."""
         return min(bisect_right(self._bounds, place), len(self._arrays)) - 1

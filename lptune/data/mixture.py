@@ -28,6 +28,18 @@ def joined(sources: Sequence[Documents]) -> Documents:
     )
 
 
+def num_sources(documents: Documents) -> int:
+    """Number of sources that `documents` come from: documents of `joined`, or a selection of them."""
+    return documents.tokens_T.num_arrays if isinstance(documents.tokens_T, Joined) else 1
+
+
+def sources_of(documents: Documents, numbers_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each of the documents `numbers_N`, the number of its source in `joined`."""
+    if isinstance(documents.tokens_T, Joined):
+        return documents.tokens_T.array_of(documents.starts_N[numbers_N])
+    return np.zeros(len(numbers_N), dtype=np.int64)
+
+
 def weighted(
     numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int
 ) -> npt.NDArray[np.int64]:

@@ -146,8 +146,8 @@ def _read_all(
     sources = []
     for number, entry in enumerate(entries):
         keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None, "split": split}
-        keys |= {name: value for name, value in asdict(entry).items() if value is not None}
-        del keys["weight"]
+        own = {name: value for name, value in asdict(entry).items() if value is not None}
+        keys |= {name: value for name, value in own.items() if name not in ("name", "weight")}
         try:
             sources.append(
                 _read(replace(cfg, **keys), entry, tokenizer, vocab_size, is_training=key == "data.source")

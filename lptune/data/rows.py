@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lptune.data.documents import Documents
+from lptune.data.mixture import num_sources, sources_of
 from lptune.data.order import permutation
 from lptune.data.packing import Packing
 
@@ -49,11 +50,13 @@ class Batch(NamedTuple):
     """Whether no row of the data has more than one document. Plain causal attention is then enough: the
     padding sees the document, but has no targets.
     """
+    source_BS: torch.Tensor
+    """int64; number of the source of each token's document. Padding has 0."""
 
     def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
-        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
+        moved = [tensor.to(device, non_blocking=True) for tensor in (*self[:5], self.source_BS)]
+        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:7], moved[5])
 
 
 class Rows:
@@ -89,6 +92,20 @@ class Rows:
         in_document = self.documents.num_targets_N[self.packing.documents]
         in_row: npt.NDArray[np.int64] = np.add.reduceat(in_document, self.packing.row_offsets[:-1])
         return in_row
+
+    @property
+    def num_sources(self) -> int:
+        """Number of data sources, also of those without a document here."""
+        return num_sources(self.documents)
+
+    def num_targets_by_source(self, row_numbers: Sequence[int]) -> list[int]:
+        """Number of labels that are not -100 in the rows `row_numbers`, for each source."""
+        first, stop = self.packing.row_offsets[:-1], self.packing.row_offsets[1:]
+        numbers = np.concatenate([self.packing.documents[first[row] : stop[row]] for row in row_numbers])
+        counts = np.zeros(self.num_sources, dtype=np.int64)
+        np.add.at(counts, sources_of(self.documents, numbers), self.documents.num_targets_N[numbers])
+        found: list[int] = counts.tolist()
+        return found
 
     @property
     def fill(self) -> float:
@@ -168,6 +185,7 @@ class Rows:
         labels_BS = np.full(shape, IGNORE, dtype=np.int64)
         positions_BS = np.empty(shape, dtype=np.int64)
         document_BS = np.empty(shape, dtype=np.int64)
+        source_BS = np.zeros(shape, dtype=np.int64)
         num_rows = len(row_numbers)
         offsets = np.full(self.most_documents(num_rows) + 1, num_rows * self.seq_len, dtype=np.int32)
         num_offsets = 0
@@ -176,6 +194,7 @@ class Rows:
             numbers = packing.documents[0:0]
             if row != EMPTY_ROW:
                 numbers = packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]]
+            sources = sources_of(documents, numbers)
             start = 0
             for i, number in enumerate(numbers.tolist()):
                 base, base_stop = documents.place(number)
@@ -186,6 +205,7 @@ class Rows:
                 labels_BS[b, start : stop - 1] = np.where(is_target, tokens[1:], IGNORE)
                 positions_BS[b, start:stop] = np.arange(stop - start)
                 document_BS[b, start:stop] = i
+                source_BS[b, start:stop] = sources[i]
                 offsets[num_offsets] = b * self.seq_len + start
                 num_offsets += 1
                 start = stop
@@ -207,4 +227,5 @@ class Rows:
             tensors[4],
             num_targets,
             self.one_document_per_row,
+            torch.from_numpy(source_BS),
         )

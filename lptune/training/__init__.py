@@ -4,7 +4,7 @@ from lptune.training.generate import greedy
 from lptune.training.listed import ListsMoments
 from lptune.training.metrics import MetricsWriter, check_logging
 from lptune.training.optimizer import AdamW, build_optimizer, clip_grad_norm
-from lptune.training.record import StepMeter
+from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
 from lptune.training.settings import check_settings, describe_run
@@ -30,6 +30,7 @@ __all__ = [
     "greedy",
     "is_due",
     "learning_rate",
+    "losses_by_source",
     "peak_memory_gib",
     "set_learning_rate",
     "show_samples",

@@ -1,13 +1,14 @@
 """The record of a step, which becomes a line of metrics.jsonl."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from lptune.config import RunConfig
 from lptune.distributed import World
@@ -21,7 +22,7 @@ class StepMeter:
     """Measures the time of each step and the utilization of the device."""
 
     def __init__(self, cfg: RunConfig, plan: Plan, model_config: DecoderConfig, world: World) -> None:
-        self._tokens_per_step = cfg.global_batch_size * cfg.data.seq_len
+        self._tokens_per_step = cfg.tokens_per_step
         self._world, self._step_time_s = world, 0.0
         compute_dtype = getattr(torch, cfg.compute_dtype)
         self._utilization = UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
@@ -46,7 +47,8 @@ class StepMeter:
         """The record of the step that was timed last.
 
         step: number of finished steps. num_targets: targets of all ranks. lengths: number of tokens of each
-        document in the rows of the step, over all ranks.
+        document in the rows of the step, over all ranks. `num_tokens` is the number of tokens since the run
+        began, with padding.
         """
         fraction = low.verified.low_precision_flops_fraction
         used = self._utilization(self._step_time_s, lengths, fraction)
@@ -54,6 +56,7 @@ class StepMeter:
             "step": step,
             "loss": updated.loss,
             "num_target_tokens": num_targets,
+            "num_tokens": step * self._tokens_per_step,
             "lr": lr,
             "grad_norm": updated.grad_norm,
             "num_skipped": update.num_skipped,
@@ -64,3 +67,17 @@ class StepMeter:
             "mfu": used.mfu,
             "bf16_mfu": used.bf16_mfu,
         }
+
+
+def losses_by_source(
+    key: str, sums_N: Tensor, num_targets_N: Sequence[int], names: Sequence[str], world: World
+) -> dict[str, float]:
+    """The mean loss of each of N data sources, as `key/NAME` for a record; empty if there is one source.
+
+    sums_N: float32, the loss summed over this rank's targets of each source. num_targets_N: number of targets
+    of each source, over all ranks; a source without targets is left out. A collective if N > 1.
+    """
+    if len(names) == 1:
+        return {}
+    found = zip(names, world.sums(sums_N), num_targets_N, strict=True)
+    return {f"{key}/{name}": loss / num_targets for name, loss, num_targets in found if num_targets}

@@ -30,8 +30,9 @@ def describe_run(
     """Lines to print before training: the steps, their tokens, the mesh and the kernels.
 
     model: parallelized. step: the next one, counted from 0. one_document_per_row: whether each row holds one
-    document, which decides the kernel of attention.
+    document, which decides the kernel of attention. Raises UserError if the schedule does not fit the steps.
     """
+    cfg.schedule.check_fits(num_steps)
     lines, most = [], model.config.max_position_embeddings
     if cfg.data.seq_len > most:
         lines.append(

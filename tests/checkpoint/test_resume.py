@@ -25,6 +25,7 @@ WITHOUT_EFFECT = {
     "logging.trackio_project": "p",
 }
 ONLY_VALUES = {  # of keys whose next value is not any other of their type
+    "schedule.decay_shape": "1-sqrt",
     "precision.kind": "int8_rowcol",
     "precision.output": "high",
     "precision.grad_input": "high",
@@ -96,11 +97,13 @@ DECIDING = [
 
 @pytest.mark.parametrize("key", DECIDING)
 def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: Path, key: str) -> None:
-    cfg = config(tmp_path)
+    wsd = ("schedule.kind=wsd", "schedule.decay_steps=2") if key.startswith("schedule.decay") else ()
+    cfg = config(tmp_path, *wsd)
     before, override = saved(tmp_path, state_now(cfg, tmp_path)), changed(cfg, key)
     num_steps = 5 if key == "num_steps" else 4
+    now = state_now(config(tmp_path, *wsd, override), tmp_path, num_steps)
     with pytest.raises(UserError, match=rf"no step is left to train.*\b{key} .+ \(now ") as caught:
-        checkpoint.check_unchanged(before, state_now(config(tmp_path, override), tmp_path, num_steps), print)
+        checkpoint.check_unchanged(before, now, print)
     assert str(caught.value).count("(now ") == 1
     assert "choose another output_dir" in str(caught.value)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog, plan, recipe
 from lptune.config import FinetuneConfig, GenerateConfig, RunConfig, UserError, load_config
 from lptune.models import PRESETS
 
@@ -137,6 +137,14 @@ def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(
     cfgs = [load_config(_class(name), CONFIGS[name], run[5:]) for run in runs]
     assert [cfg.precision.kind for cfg in cfgs] == ["none", "int8_rowcol", "float8_tensorwise"]
     assert len({cfg.output_dir for cfg in cfgs}) == len(cfgs)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CONFIGS if RECIPES[n] == "continued_pretrain"))
+def test_a_config_for_pretraining_is_planned_for_its_preset_and_fits_its_schedule(name: str) -> None:
+    cfg = load(name)
+    assert cfg.given_num_steps == 1908
+    _, model, _ = plan._model(cfg, CONFIGS[name], None)
+    assert model == f"the preset {name.removesuffix('_pretrain')}"
 
 
 def test_make_quickstart_runs_the_commands_of_its_config() -> None:

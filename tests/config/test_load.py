@@ -352,7 +352,7 @@ FREE = {
     for key, hint in leaves(FinetuneConfig).items()
     if key in ("output_dir", "resume", "seed", "precision.skip", "precision.verify", "optimizer.lr", "optimizer.beta1")
     or key.endswith(("_column", "_template", "path", "data.source", "_steps", "_project", "data.split"))
-    if hint != (int | None)
+    if hint != (int | None) and key != "schedule.decay_steps"  # which belongs to one kind of schedule
 }  # fmt: skip
 
 

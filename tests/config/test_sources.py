@@ -81,7 +81,10 @@ def test_values_of_the_environment_in_a_list_are_written_to_no_file(
     [
         ("[]", "data.source: is an empty list; put a source into it"),
         ("[{source: a, wieght: 2}]", "data.source[0]: unknown key 'wieght' (did you mean 'weight'?)"),
-        ("[a, {path: b}]", "data.source[1]: unknown key 'path'; known: source, weight, split, format, "),
+        (
+            "[a, {path: b}]",
+            "data.source[1]: unknown key 'path'; known: source, weight, name, split, format, ",
+        ),
         ("[{weight: 2}]", "data.source[0]: needs the key 'source', found {'weight': 2}"),
         ("[{source: a, weight: 0}]", "data.source[0].weight: must be greater than 0 and finite, found 0"),
         ("[{source: a, weight: -1}]", "data.source[0].weight: must be greater than 0"),

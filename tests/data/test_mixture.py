@@ -391,3 +391,30 @@ def _documents(lengths: list[int], first: int) -> Documents:
         answers_N2=np.zeros((len(lengths), 2), np.int32),
         prompt_keys_N=np.arange(len(lengths), dtype=np.uint64),
     )  # fmt: skip
+
+
+def test_each_token_of_a_batch_knows_its_source_and_targets_are_counted_by_source(
+    sources: tuple[str, str], tokenizer: Tokenizer
+) -> None:
+    listed = [entry(sources[0], weight=2.5), entry(sources[1])]
+    train, held_out, _ = run(listed, tokenizer, eval_fraction=0.2)
+    assert held_out is not None
+    for rows in (train, held_out):
+        assert rows.num_sources == 2
+        batch = rows.batch(range(rows.num_rows))
+        found = Counter[int]()
+        for b, row in enumerate(rows.packing.row_offsets[:-1].tolist()):
+            stop = rows.packing.row_offsets[b + 1]
+            for i, number in enumerate(rows.packing.documents[row:stop].tolist()):
+                here = batch.document_BS[b] == i
+                of_sums = tokenizer.decode(rows.prompt_and_answer(number)[0]).strip() in QUESTIONS
+                source = 0 if of_sums else 1
+                assert (batch.source_BS[b][here] == source).all()
+                found[source] += int((batch.labels_BS[b][here] != -100).sum())
+        assert rows.num_targets_by_source(range(rows.num_rows)) == [found[0], found[1]]
+        assert sum(found.values()) == batch.num_targets == rows.num_target_tokens
+    loader = Loader(train, seed=3, global_batch_size=4, micro_batch_size=2)
+    assert sum(loader.num_targets_by_source(1)) == loader.num_targets(1)
+    alone, _, _ = run(sources[0], tokenizer)
+    assert alone.num_sources == 1
+    assert alone.num_targets_by_source([0]) == [alone.batch([0]).num_targets]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,48 @@ def test_cosine_and_linear_fall_from_peak_to_floor() -> None:
 
 def test_warm_up_longer_than_the_run_is_no_division_by_zero() -> None:
     assert _rates(3, warmup_steps=5) == pytest.approx([0.4, 0.8, 1.2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "left"),
+    [
+        ("linear", lambda done: 1 - done),
+        ("cosine", lambda done: (1 + math.cos(math.pi * done)) / 2),
+        ("1-sqrt", lambda done: 1 - done**0.5),
+    ],
+)
+def test_wsd_warms_up_stays_at_the_peak_and_decays_to_the_floor(
+    shape: str, left: Callable[[float], float]
+) -> None:
+    rates = _rates(20, kind="wsd", warmup_steps=4, decay_steps=8, decay_shape=shape, min_lr_ratio=0.1)
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4:12] == [2.0] * 8
+    expected = [2.0 * (0.1 + 0.9 * left(i / 8)) for i in range(8)]
+    assert rates[12:] == pytest.approx(expected, rel=1e-12)
+    cfg = ScheduleConfig(kind="wsd", decay_steps=8, decay_shape=shape, min_lr_ratio=0.1)
+    assert training.learning_rate(20, 20, 2.0, cfg) == pytest.approx(0.2)
+
+
+def test_the_stable_phase_does_not_depend_on_the_length_of_the_run() -> None:
+    keys = {"kind": "wsd", "warmup_steps": 3, "decay_steps": 5, "decay_shape": "1-sqrt"}
+    short, long = _rates(20, **keys), _rates(90, **keys)
+    assert short[:15] == long[:15]
+    assert short[15:] != long[15:20]
+    assert short[15:] == long[-5:]
+
+
+def test_a_schedule_that_does_not_fit_its_run_is_refused() -> None:
+    with pytest.raises(UserError, match="10 steps of warm-up and 30 of decay do not fit into the 39 steps"):
+        ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=30).check_fits(39)
+    ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=30).check_fits(40)
+    with pytest.raises(UserError, match=r"schedule\.decay_steps: wsd needs the number of steps"):
+        ScheduleConfig(kind="wsd")
+    with pytest.raises(
+        UserError, match=r"schedule\.decay_steps: belongs to schedule\.kind=wsd, found .*cosine"
+    ):
+        ScheduleConfig(decay_steps=3)
+    with pytest.raises(UserError, match=r"schedule\.decay_shape: belongs to schedule\.kind=wsd"):
+        ScheduleConfig(decay_shape="1-sqrt")
 
 
 def test_weight_decay_is_on_matrices_only() -> None:

@@ -1,0 +1,178 @@
+"""Continued pre-training: tokens as the length, a loss for each source, wsd, exact resume, export."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import write_config
+from tests.recipes.conftest import Run, losses, read_metrics
+
+WORDS = {"animals": ["cat", "dog", "owl", "fox"], "numbers": ["one", "two", "six", "ten", "two"]}
+
+
+def write_texts(path: Path, words: list[str], num_rows: int, seed: int) -> None:
+    """Rows of 20 to 60 words."""
+    draw = random.Random(seed)
+    texts = [" ".join(draw.choices(words, k=draw.randint(20, 60))) for _ in range(num_rows)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+@pytest.fixture
+def pretrain_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """12 steps of 8 rows from two sources, of which one counts three times; each has held-out texts."""
+    for seed, (name, words) in enumerate(WORDS.items()):
+        write_texts(tmp_path / f"{name}.jsonl", words, 80, seed)
+        write_texts(tmp_path / f"{name}_test.jsonl", words, 8, seed + 10)
+    data = {
+        "source": [{"source": str(tmp_path / "animals.jsonl"), "weight": 3}, str(tmp_path / "numbers.jsonl")],
+        "eval_source": [str(tmp_path / f"{name}_test.jsonl") for name in WORDS],
+        "seq_len": 128,
+    }
+    path = write_config(tmp_path / "pretrain.yaml", tiny_checkpoint, tmp_path / "run", data=data)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del values["num_steps"]
+    path.write_text(yaml.safe_dump(values | {"num_tokens": 11 * 8 * 128 + 1}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def pretrain(run_recipe: Run, pretrain_config: Path) -> Run:
+    """`run_recipe` for continued_pretrain on this data."""
+
+    def call(*overrides: str, **options: Any) -> Any:
+        return run_recipe(*overrides, recipe="continued_pretrain", config=pretrain_config, **options)
+
+    return call
+
+
+def by_source(record: dict[str, Any], key: str) -> dict[str, float]:
+    return {name.partition("/")[2]: loss for name, loss in record.items() if name.startswith(f"{key}/")}
+
+
+def test_the_run_ends_with_the_step_that_reaches_num_tokens_and_reports_each_source(
+    pretrain: Run, tmp_path: Path
+) -> None:
+    done = pretrain("precision.kind=int8_rowcol")
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(13))
+    assert [record["num_tokens"] for record in records[1:]] == [step * 8 * 128 for step in range(1, 13)]
+    assert "verified:" in done.stdout
+    first, last = records[0], records[-1]
+    assert last["eval_loss"] < 0.9 * first["eval_loss"]
+    for record in (first, last):
+        losses_of = by_source(record, "eval_loss")
+        assert set(losses_of) == {"animals_test", "numbers_test"}
+        assert min(losses_of.values()) < record["eval_loss"] < max(losses_of.values())
+        shown = f"eval_loss {record['eval_loss']:.4f}  eval_loss/animals_test {losses_of['animals_test']:.4f}"
+        assert shown in done.stdout
+    for record in records[1:]:
+        assert set(by_source(record, "loss")) <= set(WORDS)
+    # Three of four tokens are of the first source.
+    mixed = [by_source(record, "loss") for record in records[1:]]
+    assert all("animals" in found for found in mixed)
+    again = pretrain("precision.kind=int8_rowcol", f"num_tokens={12 * 8 * 128}").stdout
+    assert again.startswith("already finished"), "the same number of steps, given by another number of tokens"
+
+
+def test_the_losses_of_sources_are_those_of_transformers_and_add_up(
+    pretrain: Run, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pretrain("num_tokens=1", "precision.kind=none", "global_batch_size=16", "schedule.warmup_steps=0")
+    before, after = read_metrics(tmp_path / "run")
+    for folder, record in ((tiny_checkpoint, before), (tmp_path / "run" / "export", after)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        all_losses, ours = [], by_source(record, "eval_loss")
+        for name in WORDS:
+            rows = (tmp_path / f"{name}_test.jsonl").read_text(encoding="utf-8").splitlines()
+            found = []
+            for text in (json.loads(row)["text"] for row in rows):
+                tokens = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+                assert tokens.shape[1] <= 128, "longer texts would be cut into chunks"
+                with torch.no_grad():
+                    log_p = model(tokens).logits[0, :-1].double().log_softmax(-1)
+                found += (-log_p.gather(1, tokens[0, 1:, None])[:, 0]).tolist()
+            assert ours[f"{name}_test"] == pytest.approx(sum(found) / len(found), abs=1e-4)
+            all_losses += found
+        assert record["eval_loss"] == pytest.approx(sum(all_losses) / len(all_losses), abs=1e-4)
+
+
+def test_two_ranks_train_as_one_and_one_rank_continues_two(pretrain: Run, tmp_path: Path) -> None:
+    common = ("schedule.kind=constant", "checkpoint.every_steps=4")
+    pretrain(*common, "num_tokens=8192", f"output_dir={tmp_path / 'one'}")
+    pretrain(*common, "num_tokens=4096", ranks=2)
+    done = pretrain(*common, "num_tokens=8192")
+    assert "continuing" in done.stdout
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "run")
+    assert [r["step"] for r in two] == list(range(9))
+    for a, b in zip(one[1:], two[1:], strict=True):
+        assert a["num_target_tokens"] == b["num_target_tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert by_source(a, "loss") == pytest.approx(by_source(b, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8_rowcol", "float8_rowwise"])
+def test_killed_and_resumed_every_number_is_that_of_an_uninterrupted_run(
+    pretrain: Run, pretrain_config: Path, tmp_path: Path, kind: str
+) -> None:
+    common = [f"precision.kind={kind}", f"precision.emulate={str('float8' in kind).lower()}"]
+    common += ["checkpoint.every_steps=3", "schedule.kind=wsd", "schedule.decay_steps=4", "num_tokens=9216"]
+    pretrain(*common, f"output_dir={tmp_path / 'whole'}")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    command = ["run", "continued_pretrain", "--config", str(pretrain_config), *common]
+    process = warm.start(command, tmp_path, {}, tmp_path)
+    while process.is_alive() and (not metrics.exists() or metrics.read_text().count("\n") < 6):
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert "continuing" in pretrain(*common).stdout
+    timing = {"tokens_per_s", "step_time_s", "peak_memory_gib", "mfu", "bf16_mfu"}
+    ours, theirs = (
+        [{key: value for key, value in record.items() if key not in timing} for record in read_metrics(run)]
+        for run in (tmp_path / "run", tmp_path / "whole")
+    )
+    assert ours == theirs
+    file = "checkpoints/step-00000009/model-00000.safetensors"
+    ours, theirs = load_file(tmp_path / "run" / file), load_file(tmp_path / "whole" / file)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_in_its_stable_phase_goes_on_as_the_longer_run(pretrain: Run, tmp_path: Path) -> None:
+    common = ("schedule.kind=wsd", "schedule.decay_steps=3", "checkpoint.every_steps=4")
+    pretrain(*common, "num_tokens=10240", f"output_dir={tmp_path / 'long'}")
+    pretrain(*common, "num_tokens=7168", f"output_dir={tmp_path / 'short'}")
+    stable = tmp_path / "short" / "checkpoints" / "step-00000004"
+    pretrain(*common, "num_tokens=10240", f"resume={stable}")
+    long, on = read_metrics(tmp_path / "long"), read_metrics(tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "long")[4:]
+    assert [r["lr"] for r in on if "lr" in r] == [r["lr"] for r in long[5:]]
+    assert losses(tmp_path / "short")[:4] == losses(tmp_path / "long")[:4]
+
+
+def test_two_keys_for_the_length_are_one_line(pretrain: Run, tmp_path: Path) -> None:
+    for override, message in (
+        ("num_steps=5", "num_tokens: 11265 tokens and num_steps=5 both set the length of the run"),
+        ("num_tokens=0", "num_tokens: must be at least 1"),
+        ("data.eval_source=null", "checkpoint.keep_best: needs evaluations"),
+    ):
+        done = pretrain(override, "checkpoint.keep_best=1", "checkpoint.every_steps=6", code=2)
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+    done = pretrain("schedule.kind=wsd", "schedule.decay_steps=11", code=2)
+    assert "2 steps of warm-up and 11 of decay do not fit into the 12 steps of the run" in done.stderr
+    done = pretrain(
+        "num_tokens=null", "num_epochs=1", "schedule.kind=wsd", "schedule.decay_steps=1100", code=2
+    )
+    assert "1100 of decay do not fit" in done.stderr
+    assert not (tmp_path / "run").exists()
