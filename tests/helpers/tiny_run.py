@@ -69,6 +69,7 @@ def micro_batch(step: int, number: int, seed: int, *, num_rows: int = 2, seq_len
         offsets.int(),
         int((labels_BS != data.rows.IGNORE).sum()),
         one_document_per_row=False,
+        numbers_D=torch.full((len(offsets) - 1,), -1),
     )
 
 
