@@ -37,6 +37,8 @@ from lptune.config.recipes import (
     DistillConfig,
     EvaluatedConfig,
     FinetuneConfig,
+    PreferenceConfig,
+    PreferenceLossConfig,
     TeacherConfig,
 )
 from lptune.config.schema import (
@@ -84,6 +86,8 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "PreferenceConfig",
+    "PreferenceLossConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

@@ -91,12 +91,17 @@ class World:
 
         Tensor-parallel ranks hold the same value, so only the value of the first one counts.
         """
-        total = torch.as_tensor(value, device=self.device).detach().to(torch.float64)
+        return self.sums(torch.as_tensor(value, device=self.device)[None])[0]
+
+    def sums(self, values: torch.Tensor) -> list[float]:
+        """`sum` of each of `values` (N,), in one collective."""
+        totals = values.detach().to(torch.float64)
         if self.rank % self.tensor_size:
-            total = torch.zeros_like(total)
+            totals = torch.zeros_like(totals)
         if self.size > 1:
-            dist.all_reduce(total)
-        return float(total.item())
+            dist.all_reduce(totals)
+        found: list[float] = totals.tolist()
+        return found
 
     def sum_(self, values: torch.Tensor) -> None:
         """Replaces each of `values` by its sum over all ranks; the host does not wait. A collective."""
