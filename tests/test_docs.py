@@ -59,6 +59,8 @@ def test_the_table_of_column_names_is_that_of_the_code() -> None:
         formats.MESSAGES_NAMES,
         formats.TOOLS_NAMES,
         formats.TEXT_NAMES,
+        formats.CHOSEN_NAMES,
+        formats.REJECTED_NAMES,
     ]
 
 

@@ -16,6 +16,7 @@ The recipe decides when each of these happens. A Run does not train: no method o
 a callable.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -31,13 +32,14 @@ from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, load_hf
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
+from lptune.checkpoint.reference import ReferenceFile
 from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, state_of_run
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
-from lptune.config import RunConfig, UserError
-from lptune.distributed import World, side_group
+from lptune.config import RunConfig, UserError, as_written
+from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
 
 
@@ -67,6 +69,7 @@ class Run:
         self._state: RunState | None = None
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = False
+        self._has_base = False
 
     @property
     def path(self) -> Path:
@@ -169,11 +172,35 @@ class Run:
         from `base` in a new run. Returns the number of steps already done. A collective.
         """
         if self._continues is None:
-            load_hf(model, base.index, self._world)
+            if not self._has_base:
+                load_hf(model, base.index, self._world)
         else:
+            reshard(model)  # the base's weights may have been used (load_base)
             load_state(self._continues, model, optimizer, low.state())
             low.loaded()
         return self.step
+
+    def load_base(self, base: Base, model: nn.Module) -> None:
+        """Fills `model` from `base`, also in a run that continues a checkpoint: to compute with the weights
+        before training. `load` comes after it; until then nothing may change the weights. A collective.
+        """
+        load_hf(model, base.index, self._world)
+        self._has_base = True
+
+    def reference(self, held_out: str) -> ReferenceFile:
+        """The file for what a loss needs of the model before training (reference.py).
+
+        held_out: digest of the held-out rows; empty if there are none.
+        """
+        assert self._state is not None, "check_continues comes first: it says what the run depends on"
+        precision = {k: v for k, v in as_written(self._cfg)["precision"].items() if k != "verify"}
+        made_with = {
+            **self._state.fingerprint,
+            "held_out": held_out[:16],
+            "compute_dtype": self._cfg.compute_dtype,
+            "precision": json.dumps(precision),
+        }
+        return ReferenceFile(self.folder, self._world, made_with)
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:
         """Makes the run's folder, or prepares an existing one; writes config.yaml and precision_plan.json;

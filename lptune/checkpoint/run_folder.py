@@ -74,6 +74,11 @@ class RunFolder:
         """metrics.jsonl: one JSON object for each step."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def reference(self) -> Path:
+        """The numbers of the model before training, which a preference loss needs (reference.py)."""
+        return self.path / "reference.safetensors"
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """A block of work in the folder, most of it the main rank's. After it all ranks go on, or all raise

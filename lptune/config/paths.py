@@ -21,7 +21,14 @@ from typing import Any
 
 from lptune.config.errors import UserError
 
-RUN_FILES = (".lock", "config.yaml", "metrics.jsonl", "precision_plan.json", "export.json")
+RUN_FILES = (
+    ".lock",
+    "config.yaml",
+    "metrics.jsonl",
+    "precision_plan.json",
+    "export.json",
+    "reference.safetensors",
+)
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
 """Names that a run writes in OUTPUT_DIR."""
 TEMPORARY = ".tmp-"

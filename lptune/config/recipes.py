@@ -36,8 +36,8 @@ class EvaluatedConfig(RunConfig):
             )
         if self.early_stop_after and self.export.average_checkpoints > 1:
             raise UserError(
-                "early_stop_after and export.average_checkpoints exclude each other: a run that ends early may "
-                "leave fewer checkpoints; set one of them"
+                "early_stop_after and export.average_checkpoints exclude each other: a run that ends early "
+                "may leave fewer checkpoints; set one of them"
             )
         if self.checkpoint.keep_best and not (self.has_held_out_rows and self.eval_every_steps):
             raise UserError(
@@ -261,4 +261,85 @@ class GenerateConfig:
             )
             raise UserError(
                 f"{missing}: is not set, and {given} is; set both for a file of prompts, neither to type them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossConfig:
+    """How the two answers of a preference are compared. lptune/training/preference.py has the formulas."""
+
+    loss: str = "dpo"
+    """dpo (arXiv:2305.18290) | ipo (arXiv:2310.12036) | simpo (arXiv:2405.14734) | orpo (arXiv:2403.07691).
+    simpo and orpo need no reference."""
+    beta: float | None = None
+    """The factor of the rewards: β of dpo and simpo, τ of ipo; the weight λ of orpo's second term. Default:
+    0.1, and 2.0 for simpo."""
+    label_smoothing: float = 0.0
+    """dpo, simpo: the assumed share of preferences whose answers are swapped, ε (cDPO)."""
+    target_margin: float | None = None
+    """simpo: the margin γ by which the reward of the chosen answer is to be larger. Default: 0.5."""
+    average_log_p: bool | None = None
+    """dpo, ipo: divide the log-probability of an answer by its number of tokens, as simpo and orpo do.
+    Default: true for ipo (so in its authors' experiments and in TRL), false for dpo."""
+
+    def __post_init__(self) -> None:
+        one_of("preference.loss", self.loss, ("dpo", "ipo", "simpo", "orpo"))
+        if self.beta is not None:
+            positive("preference.beta", self.beta)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(
+                f"preference.label_smoothing: must be at least 0 and below 0.5, found {self.label_smoothing}"
+            )
+        if self.target_margin is not None:
+            at_least("preference.target_margin", self.target_margin, 0)
+        for key, is_given, losses in (
+            ("label_smoothing", self.label_smoothing > 0, ("dpo", "simpo")),
+            ("target_margin", self.target_margin is not None, ("simpo",)),
+            ("average_log_p", self.average_log_p is not None, ("dpo", "ipo")),
+        ):
+            if is_given and self.loss not in losses:
+                raise UserError(
+                    f"preference.{key}: belongs to {' and '.join(losses)}, and preference.loss is "
+                    f"{self.loss}; leave it out"
+                )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the model before training."""
+        return self.loss in ("dpo", "ipo")
+
+    @property
+    def beta_or_default(self) -> float:
+        """`beta`, or the default of the loss."""
+        return self.beta if self.beta is not None else 2.0 if self.loss == "simpo" else 0.1
+
+    @property
+    def averages_log_p(self) -> bool:
+        """`average_log_p`, or the default of the loss."""
+        return self.loss != "dpo" if self.average_log_p is None else self.average_log_p
+
+    @property
+    def margin_or_default(self) -> float:
+        """`target_margin`, or the default of simpo."""
+        return 0.5 if self.target_margin is None else self.target_margin
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(EvaluatedConfig):
+    """All keys of the recipe full_dpo."""
+
+    PREPARE = "prepare_preferences"
+    preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+
+    @property
+    def objective(self) -> str:
+        """The loss is a function of log-probabilities."""
+        return "log_probabilities"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.train_on_prompt:
+            raise UserError(
+                "data.train_on_prompt: a preference compares two answers, and both have the same prompt; set "
+                "it to false"
             )

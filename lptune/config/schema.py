@@ -51,6 +51,10 @@ class DataConfig:
     """Column of the chat messages."""
     text_column: str | None = None
     """Column of raw text."""
+    chosen_column: str | None = None
+    """Preferences (full_dpo): column of the better answer, found like the others."""
+    rejected_column: str | None = None
+    """Preferences: column of the worse answer."""
     system_column: str | None = None
     """Column of the system message of a row, found like the others. `none`: do not look."""
     prompt_template: str | None = None
@@ -341,6 +345,11 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Number of tokens of an optimizer step over all ranks, with padding."""
         return self.global_batch_size * self.data.seq_len
+
+    @property
+    def objective(self) -> str:
+        """Name in `lptune.models` of the objective that the recipe computes, for the dry run."""
+        return "summed_cross_entropy"
 
     @property
     def tokens_per_forward(self) -> int:

@@ -34,6 +34,8 @@ class SourceConfig:
     response_column: str | None = None
     messages_column: str | None = None
     text_column: str | None = None
+    chosen_column: str | None = None
+    rejected_column: str | None = None
     system_column: str | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None

@@ -13,7 +13,7 @@ process, on any number of ranks.
 from lptune.config import check_batches
 from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
-from lptune.data.prepare import Prepared, prepare
+from lptune.data.prepare import Prepared, prepare, prepare_preferences
 from lptune.data.prompts import Prompt, PromptWriter, end_ids, read_prompts
 from lptune.data.rows import Batch, Rows
 from lptune.data.same_tokens import check_same_tokens
@@ -37,5 +37,6 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "prepare",
+    "prepare_preferences",
     "read_prompts",
 ]

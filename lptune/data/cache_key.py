@@ -96,8 +96,13 @@ def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-def cache_key(content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool) -> str:
-    """The key, 32 hexadecimal digits. cfg: the config of this source alone."""
+def cache_key(
+    content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool, preferences: bool
+) -> str:
+    """The key, 32 hexadecimal digits. cfg: the config of this source alone.
+
+    preferences: whether its rows are read as preferences.
+    """
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
     parts = {
         "format": FORMAT,
@@ -105,6 +110,7 @@ def cache_key(content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_tra
         "versions": [tokenizers.__version__, jinja2.__version__],
         "content": content.digest,
         "settings": settings,  # with the name of the source, which report and errors show
+        "preferences": preferences,
         "is_training": is_training,  # an evaluation source may lack a few things
         "tokenizer": _tokenizer(tokenizer),
     }

@@ -13,10 +13,12 @@ from typing import Any
 from lptune.config import DataConfig, UserError, closest
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
 from lptune.data.formats import (
+    CHOSEN_NAMES,
     INPUT_NAMES,
     MESSAGES_NAMES,
     NO_COLUMN,
     PROMPT_NAMES,
+    REJECTED_NAMES,
     RESPONSE_NAMES,
     TEXT_NAMES,
     TOOLS_NAMES,
@@ -24,7 +26,7 @@ from lptune.data.formats import (
     listed,
     placeholders,
 )
-from lptune.data.messages import is_messages, is_missing
+from lptune.data.messages import ANSWER_ROLES, is_messages, is_missing
 from lptune.data.sources import Row
 
 
@@ -32,12 +34,13 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
     """The format of a source, by its first `rows` and the overrides of the config. Raises UserError if it is
     ambiguous.
     """
-    columns = list(dict.fromkeys(name for row in rows for name in row.values))
-    first = {
-        name: next((row.values[name] for row in rows if not is_missing(row.values.get(name))), None)
-        for name in columns
-    }
-    source = _with_files(source, rows)
+    for key in ("chosen_column", "rejected_column"):
+        if getattr(cfg, key) is not None:
+            raise UserError(
+                f"data.{key}: is a column of preferences, from which full_dpo learns; use that recipe, or "
+                "set data.response_column to learn from one answer"
+            )
+    columns, first, source = _seen(rows, source)
     _check_overrides(cfg, columns, source)
     kind = cfg.format
     if kind == "auto":
@@ -52,6 +55,59 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
         return Format(kind="text", text=name)
     find = _chat_format if kind == "chat" else _pairs_format
     return _with_sides(find(cfg, columns, first, source), cfg, columns, source)
+
+
+def detect_preferences(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
+    """The format of a source of preferences: a prompt, a chosen and a rejected answer, as text or as
+    messages; or the two as whole conversations. Raises UserError if it is ambiguous.
+    """
+    columns, first, named = _seen(rows, source)
+    for key in ("response_column", "text_column"):
+        if getattr(cfg, key) is not None:
+            raise UserError(
+                f"data.{key}: full_dpo reads two answers per prompt; set data.chosen_column and "
+                "data.rejected_column instead"
+            )
+    if cfg.format == "text":
+        raise UserError("data.format: full_dpo reads pairs or chat with two answers per prompt, found text")
+    _check_overrides(cfg, columns, named)
+    if not (cfg.chosen_column or _present(columns, CHOSEN_NAMES)):
+        raise UserError(
+            f"{named}: holds no preferences, and full_dpo learns from a chosen and a rejected answer; set "
+            f"data.chosen_column and data.rejected_column, or use full_finetune; its columns: "
+            f"{listed(columns)}"
+        )
+    chosen, rejected = (
+        getattr(cfg, key) or _pick(columns, names, f"the {what} answer", f"data.{key}", named)
+        for key, names, what in (
+            ("chosen_column", CHOSEN_NAMES, "chosen"),
+            ("rejected_column", REJECTED_NAMES, "rejected"),
+        )
+    )
+    cfg = dataclasses.replace(cfg, chosen_column=None, rejected_column=None)
+    if _is_conversation(first[chosen]):
+        cfg = dataclasses.replace(cfg, format="chat", messages_column=chosen)
+    else:
+        cfg = dataclasses.replace(cfg, response_column=chosen)
+    return dataclasses.replace(detect_format(cfg, rows, source), rejected=rejected)
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether `value` holds messages that begin with those of a prompt, not with an answer."""
+    if not is_messages(value):
+        return False
+    role = value[0].get("role", value[0].get("from"))
+    return str(role).lower() not in ANSWER_ROLES
+
+
+def _seen(rows: Sequence[Row], source: str) -> tuple[list[str], dict[str, Any], str]:
+    """The columns of `rows`, the first value of each that is not missing, and the source for messages."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    first = {
+        name: next((row.values[name] for row in rows if not is_missing(row.values.get(name))), None)
+        for name in columns
+    }
+    return columns, first, _with_files(source, rows)
 
 
 def _with_files(source: str, rows: Sequence[Row]) -> str:
@@ -83,7 +139,8 @@ def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: st
 
 def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> None:
     keys = (
-        "prompt_column", "input_column", "response_column", "messages_column", "text_column", "system_column",
+        "prompt_column", "input_column", "response_column", "messages_column", "text_column", "chosen_column",
+        "rejected_column", "system_column",
     )  # fmt: skip
     for key in keys:
         name = getattr(cfg, key)
@@ -143,7 +200,7 @@ def _refuse_preferences(columns: Sequence[str], source: str) -> None:
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
             f"{source}: holds preferences (columns chosen, rejected), and full_finetune learns from one "
-            "response per prompt; "
+            "response per prompt; use full_dpo, or "
             f"set data.response_column=chosen or another of {listed(columns)}"
         )
 

@@ -20,6 +20,8 @@ from lptune.data.sources import Row
 
 PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_input", "source")
 INPUT_NAMES = ("input", "context")
+CHOSEN_NAMES = ("chosen", "chosen_response", "preferred")
+REJECTED_NAMES = ("rejected", "rejected_response", "dispreferred")
 RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "target", "reply")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
@@ -77,6 +79,9 @@ class Format:
     prompt: str | None = None
     input: str | None = None
     response: str | None = None
+    rejected: str | None = None
+    """Of preferences: the column of the rejected answer. The chosen one is in `response`, or, as a whole
+    conversation, in `messages`."""
     messages: str | None = None
     tools: str | None = None
     text: str | None = None
@@ -91,7 +96,9 @@ class Format:
 
     def _parts(self) -> dict[str, str]:
         """Part -> the column that is used for it."""
-        names = ("prompt", "input", "response", "messages", "tools", "text", "system", "history")
+        names = (
+            "prompt", "input", "response", "rejected", "messages", "tools", "text", "system", "history",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def describe(self) -> str:
@@ -106,7 +113,8 @@ class Format:
     @property
     def message_columns(self) -> tuple[str, ...]:
         """The columns that hold chat messages."""
-        return tuple(name for name in (self.messages, self.response) if name) if self.messages else ()
+        columns = (self.messages, self.response, self.rejected) if self.messages else ()
+        return tuple(name for name in columns if name)
 
     def _part_of(self, column: str) -> str | None:
         """The part of `absent` that `column` is by its name; None if it is none."""
@@ -136,6 +144,20 @@ class Format:
             assert self.text
             return Text(required_text(values, self.text))
         return self.in_row(values)._answered(values)
+
+    def preference(self, row: Row) -> tuple[Document, Document]:
+        """The documents of `row` with the chosen and with the rejected answer. Raises RowError as `document`,
+        and if the answers belong to different prompts.
+        """
+        assert self.rejected
+        if self.response:
+            other = dataclasses.replace(self, response=self.rejected)
+        else:
+            other = dataclasses.replace(self, messages=self.rejected)
+        chosen, rejected = self.document(row), other.document(row)
+        if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
+            return with_common_prompt(chosen, rejected)
+        return chosen, rejected
 
     def _answered(self, values: dict[str, Any]) -> Conversation | Pair:
         refuse_unlearnable(values, self._parts().values())
@@ -192,6 +214,29 @@ class Format:
                 f"column {self.messages!r} holds no assistant message, so there is nothing to learn"
             )
         return Conversation(messages, read_tools(values.get(self.tools), self.tools) if self.tools else None)
+
+
+def with_common_prompt(chosen: Conversation, rejected: Conversation) -> tuple[Conversation, Conversation]:
+    """The two conversations, in which nothing is learned (weight 0) of the answers that both begin with.
+
+    Raises RowError if the first message that differs is not the assistant's in both.
+    """
+    pairs = list(zip(chosen.messages, rejected.messages, strict=False))
+    # The last message is an answer to compare, also if it is the same one.
+    num_common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
+    if any(message["role"] != "assistant" for message in pairs[num_common]):
+        raise RowError(
+            f"the chosen and the rejected conversation differ in message {num_common + 1}, which is not an "
+            "answer; give both the same prompt"
+        )
+    both = []
+    for conversation in (chosen, rejected):
+        common = [
+            {**message, "weight": 0} if message["role"] == "assistant" else message
+            for message in conversation.messages[:num_common]
+        ]
+        both.append(dataclasses.replace(conversation, messages=common + conversation.messages[num_common:]))
+    return both[0], both[1]
 
 
 def placeholders(template: str, key: str = "data.prompt_template") -> list[str]:

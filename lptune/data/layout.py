@@ -35,6 +35,8 @@ class Written(NamedTuple):
     """Character spans of a chat that the assistant writes."""
     response: str | None = None
     """The response of a pair in the plain layout; `text` is then the prompt."""
+    rejected: "Written | None" = None
+    """Of a preference: the document with the rejected answer. This one has the chosen answer."""
 
 
 class Layout:

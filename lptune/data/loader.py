@@ -66,6 +66,10 @@ class Loader:
         """`num_targets` for each data source."""
         return self.rows.num_targets_by_source(self._rows_of(step))
 
+    def num_preferences(self, step: int) -> int:
+        """Preferences of step `step` over all ranks, like `num_targets`."""
+        return int(self.rows.num_preferences_per_row[self._rows_of(step)].sum())
+
     def document_lengths(self, step: int) -> npt.NDArray[np.int64]:
         """`Rows.document_lengths` of step `step`, over all ranks."""
         return self.rows.document_lengths(self._rows_of(step))

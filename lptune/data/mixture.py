@@ -41,13 +41,17 @@ def sources_of(documents: Documents, numbers_N: npt.NDArray[np.int64]) -> npt.ND
 
 
 def weighted(
-    numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int
+    numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int, size: int = 1
 ) -> npt.NDArray[np.int64]:
     """Repeats the documents `numbers_N` as often as `weight` says. For 2.3: all of them twice, then a random
     three tenths of them once more.
 
     The choice is a function of (number of documents, weight, seed, source). source: number of the source.
+    size: groups of so many consecutive documents are chosen and repeated as one.
     """
+    if size > 1:
+        first_G = weighted(numbers_N[::size], weight, seed, source)
+        return (first_G[:, None] + np.arange(size)).reshape(-1)
     whole, share = divmod(weight, 1)
     order_N = np.argsort(random_keys(seed, "weight", len(numbers_N), source), kind="stable")
     chosen = np.sort(order_N[: round(share * len(numbers_N))])

@@ -73,6 +73,25 @@ def pack(lengths: npt.ArrayLike, capacity: int, seed: int) -> Packing:
     return Packing(order_N[by_row_N], np.r_[0, np.cumsum(counts)].astype(np.int64))
 
 
+def pack_groups(lengths: npt.ArrayLike, size: int, capacity: int, seed: int) -> Packing:
+    """`pack` for documents that stay together in groups of `size`: each group is in one row, in its order.
+
+    lengths: (N,), document i belongs to group i // size. The sum of a group is in 1..capacity.
+    """
+    lengths_G = np.asarray(lengths, dtype=np.int64).reshape(-1, size).sum(1)
+    return _of_groups(pack(lengths_G, capacity, seed), size)
+
+
+def one_group_per_row(num_groups: int, size: int) -> Packing:
+    """No packing: row i holds the `size` documents of group i."""
+    return _of_groups(one_document_per_row(num_groups), size)
+
+
+def _of_groups(packing: Packing, size: int) -> Packing:
+    documents = packing.documents[:, None] * size + np.arange(size)
+    return Packing(documents.reshape(-1), packing.row_offsets * size)
+
+
 def one_document_per_row(num_documents: int) -> Packing:
     """No packing: row i holds document i."""
     return Packing(np.arange(num_documents, dtype=np.int64), np.arange(num_documents + 1, dtype=np.int64))

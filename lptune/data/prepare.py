@@ -16,20 +16,21 @@ from lptune.config import DataConfig, SourceConfig, UserError, check_sources, da
 from lptune.data.cache import Facts, cached, in_memory
 from lptune.data.cache_key import Content, cache_key, content_of, files_stat
 from lptune.data.columns import Unused
-from lptune.data.detect import detect_format
-from lptune.data.documents import Counts, Documents, tokenize
+from lptune.data.detect import detect_format, detect_preferences
+from lptune.data.documents import Documents
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.mixture import joined, weighted
 from lptune.data.order import shuffled
-from lptune.data.packing import one_document_per_row, pack
+from lptune.data.packing import one_group_per_row, pack_groups
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
+from lptune.data.tokenization import Counts, tokenize
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
 _OF_AN_ENTRY = re.compile(
-    r"data\.(format|(?:prompt|input|response|messages|text|system)_column|prompt_template|system_prompt)\b"
+    r"data\.(format|(?:prompt|input|response|messages|text|chosen|rejected|system)_column|prompt_template|system_prompt)\b"
 )
 """Keys of `data` that an entry of a list of sources may override."""
 
@@ -49,14 +50,18 @@ class _Source(NamedTuple):
     report: list[str]
 
 
-def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
+def prepare(
+    cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int, preferences: bool = False
+) -> Prepared:
     """Packed rows for training and, if the config asks for it, for evaluation. A function of its arguments
     and the files. Tokenized documents are stored in the folder that `cfg.cache` names, and read from there.
 
     Documents are held out before weights apply: evaluation sees each once, and training sees none of its
     copies. vocab_size: of the model; a larger token id is a UserError. tokenizer: loaded with
-    `cfg.chat_template`; ValueError otherwise.
+    `cfg.chat_template`; ValueError otherwise. preferences: read each row as a prompt with a chosen and a
+    rejected answer; documents 2i and 2i + 1 are its two documents, which stay together in all that follows.
     """
+    size = 2 if preferences else 1
     if cfg.chat_template is not None and cfg.chat_template != tokenizer.given_template:
         raise ValueError(
             "prepare: the tokenizer has another chat template than data.chat_template; make it by "
@@ -64,7 +69,7 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
         )
     check_sources("data.source", cfg.sources)
     check_sources("data.eval_source", cfg.eval_sources)
-    read = partial(_read_all, cfg, tokenizer, vocab_size)
+    read = partial(_read_all, cfg, tokenizer, vocab_size, preferences)
     sources = read("data.source", cfg.sources, cfg.split)
     report = [line for source in sources for line in source.report]
     documents, evaluation = joined([source.documents for source in sources]), None
@@ -83,15 +88,20 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
                 f"note: {shared:,} of {evaluation.num_documents:,} documents of {_names(cfg.eval_sources)} "
                 f"have a prompt of {_names(cfg.sources)}"
             )
-    train, shares = _weigh(cfg, documents, numbers, seed)
+    train, shares = _weigh(cfg, documents, numbers, seed, size)
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
-    train_rows = _pack(cfg, train, seed, pad_id)
-    report += [*shares, _describe("training", train_rows)]
+    train_rows = _pack(cfg, train, seed, pad_id, size)
+    report += [*shares, _describe("training", train_rows, preferences)]
     if evaluation is None:
         return Prepared(train_rows, None, report)
-    evaluation_rows = _pack(cfg, evaluation, seed, pad_id)
-    report.append(_describe("evaluation", evaluation_rows))
+    evaluation_rows = _pack(cfg, evaluation, seed, pad_id, size)
+    report.append(_describe("evaluation", evaluation_rows, preferences))
     return Prepared(train_rows, evaluation_rows, report)
+
+
+def prepare_preferences(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
+    """`prepare` for rows of a prompt with a chosen and a rejected answer."""
+    return prepare(cfg, tokenizer, seed=seed, vocab_size=vocab_size, preferences=True)
 
 
 def _names(sources: Sequence[SourceConfig]) -> str:
@@ -105,14 +115,14 @@ def _numbers(sources: Sequence[_Source]) -> list[npt.NDArray[np.int64]]:
 
 
 def _weigh(
-    cfg: DataConfig, documents: Documents, numbers: list[npt.NDArray[np.int64]], seed: int
+    cfg: DataConfig, documents: Documents, numbers: list[npt.NDArray[np.int64]], seed: int, size: int
 ) -> tuple[Documents, list[str]]:
     """The training documents: those of `numbers`, for each source as often as its weight says. Also lines for
-    the report on the share of each source.
+    the report on the share of each source. size: number of documents that stay together.
     """
     entries = cfg.sources
     chosen = [
-        numbers_N if entry.weight == 1 else weighted(numbers_N, entry.weight, seed, i)
+        numbers_N if entry.weight == 1 else weighted(numbers_N, entry.weight, seed, i, size)
         for i, (entry, numbers_N) in enumerate(zip(entries, numbers, strict=True))
     ]
     for i, (entry, before_N, after_N) in enumerate(zip(entries, numbers, chosen, strict=True)):
@@ -138,6 +148,7 @@ def _read_all(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     vocab_size: int,
+    preferences: bool,
     key: str,
     entries: Sequence[SourceConfig],
     split: str,
@@ -150,7 +161,14 @@ def _read_all(
         keys |= {name: value for name, value in own.items() if name not in ("name", "weight")}
         try:
             sources.append(
-                _read(replace(cfg, **keys), entry, tokenizer, vocab_size, is_training=key == "data.source")
+                _read(
+                    replace(cfg, **keys),
+                    entry,
+                    tokenizer,
+                    vocab_size,
+                    is_training=key == "data.source",
+                    preferences=preferences,
+                )
             )
         except UserError as error:
             message = str(error).replace("data.source", key)  # the reader always writes data.source
@@ -175,15 +193,21 @@ def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_al
 
 
 def _read(
-    cfg: DataConfig, entry: SourceConfig, tokenizer: Tokenizer, vocab_size: int, *, is_training: bool
+    cfg: DataConfig,
+    entry: SourceConfig,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    is_training: bool,
+    preferences: bool,
 ) -> _Source:
     """Reads one source. cfg: the config of this source."""
-    make = partial(_make, entry.source, cfg, tokenizer, is_training)
+    make = partial(_make, entry.source, cfg, tokenizer, is_training, preferences)
     content = None if cfg.cache == "none" else content_of(entry.source, cfg)
     if content is None:
         found = in_memory(partial(make, None))
     else:
-        key = cache_key(content, cfg, tokenizer, is_training=is_training)
+        key = cache_key(content, cfg, tokenizer, is_training=is_training, preferences=preferences)
         found = cached(cfg.cache, key, partial(make, content))
     _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
     notes = found.notes
@@ -198,6 +222,7 @@ def _make(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     is_training: bool,
+    preferences: bool,
     content: Content | None,
     add: Callable[[Documents], None],
 ) -> Facts:
@@ -205,7 +230,7 @@ def _make(
     bad = BadRows(cfg.on_bad_row)
     rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
-    fmt = detect_format(cfg, first, source)
+    fmt = (detect_preferences if preferences else detect_format)(cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
     counts, num_documents, largest_token = Counts(), 0, 0
@@ -223,6 +248,8 @@ def _make(
     if not num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
+        if counts.num_long_preferences or counts.num_equal_preferences:
+            raise UserError(f"{source}: no usable preference: {'; '.join(_preference_losses(cfg, counts))}")
         raise UserError(
             f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "
@@ -255,12 +282,29 @@ def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
             f"dropped {counts.num_dropped_documents:,} documents without a target in their first "
             f"{cfg.seq_len} tokens"
         )
+    lines += _preference_losses(cfg, counts)
     if counts.num_unknown_tokens:
         lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
     if counts.num_placeholder_rows:
         lines.append(
             f"{counts.num_placeholder_rows:,} rows hold placeholders such as {{{{name}}}}, learned as they "
             "stand"
+        )
+    return lines
+
+
+def _preference_losses(cfg: DataConfig, counts: Counts) -> list[str]:
+    lines = []
+    if counts.num_long_preferences:
+        lines.append(
+            f"dropped {counts.num_long_preferences:,} preferences whose two documents have more than "
+            f"data.seq_len={cfg.seq_len} tokens together: a part of an answer has another probability; raise "
+            "data.seq_len to use them"
+        )
+    if counts.num_equal_preferences:
+        lines.append(
+            f"dropped {counts.num_equal_preferences:,} preferences whose two answers are equal: there is "
+            "nothing to prefer"
         )
     return lines
 
@@ -326,17 +370,18 @@ def split_by_prompt(
     return held_out_N
 
 
-def _pack(cfg: DataConfig, documents: Documents, seed: int, pad_id: int) -> Rows:
+def _pack(cfg: DataConfig, documents: Documents, seed: int, pad_id: int, size: int) -> Rows:
     if cfg.packing:
-        packing = pack(documents.lengths, cfg.seq_len, seed)
+        packing = pack_groups(documents.lengths, size, cfg.seq_len, seed)
     else:
-        packing = one_document_per_row(documents.num_documents)
+        packing = one_group_per_row(documents.num_documents // size, size)
     return Rows(documents, packing, seq_len=cfg.seq_len, pad_id=pad_id)
 
 
-def _describe(name: str, rows: Rows) -> str:
+def _describe(name: str, rows: Rows, preferences: bool) -> str:
+    of_preferences = f"{rows.num_preferences:,} preferences, " if preferences else ""
     return (
-        f"{name}: {rows.num_documents:,} documents, {rows.num_tokens:,} tokens ({rows.num_target_tokens:,} "
-        f"targets) in {rows.num_rows:,} rows "
+        f"{name}: {of_preferences}{rows.num_documents:,} documents, {rows.num_tokens:,} tokens "
+        f"({rows.num_target_tokens:,} targets) in {rows.num_rows:,} rows "
         f"of {rows.seq_len}, {rows.fill:.1%} full"
     )

@@ -1,11 +1,12 @@
 """Packed rows of fixed length, and batches of them.
 
 A row holds whole documents one after the other. The padding at its end is a document of its own without
-targets, so every token of a row belongs to exactly one document. Labels are shifted here, once: `labels[s]`
-is the token to predict at s, which is tokens[s + 1] if that belongs to the same document and is a target, and
--100 otherwise.
+targets, so every token of a row belongs to exactly one document. The two documents of a preference, with the
+numbers 2i (chosen) and 2i + 1 among all documents, stand next to each other in one row. Labels are shifted
+here, once: `labels[s]` is the token to predict at s, which is tokens[s + 1] if that belongs to the same
+document and is a target, and -100 otherwise.
 
-Legend: B rows of a batch, S tokens of a row.
+Legend: B rows of a batch, S tokens of a row, D documents of a batch.
 """
 
 import hashlib
@@ -52,11 +53,15 @@ class Batch(NamedTuple):
     """
     source_BS: torch.Tensor
     """int64; number of the source of each token's document. Padding has 0."""
+    numbers_D: torch.Tensor
+    """int64 (len(offsets) - 1,), always on the CPU: the number of each document of `offsets` among all
+    documents of the data. -1 for padding and for the unused end.
+    """
 
     def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
         moved = [tensor.to(device, non_blocking=True) for tensor in (*self[:5], self.source_BS)]
-        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:7], moved[5])
+        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:7], moved[5], self.numbers_D)
 
 
 class Rows:
@@ -92,6 +97,17 @@ class Rows:
         in_document = self.documents.num_targets_N[self.packing.documents]
         in_row: npt.NDArray[np.int64] = np.add.reduceat(in_document, self.packing.row_offsets[:-1])
         return in_row
+
+    @cached_property
+    def num_preferences_per_row(self) -> npt.NDArray[np.int64]:
+        """Number of preferences of each row, which has two documents for each."""
+        counts: npt.NDArray[np.int64] = np.diff(self.packing.row_offsets) // 2
+        return counts
+
+    @property
+    def num_preferences(self) -> int:
+        """Number of preferences of all rows. For rows of preferences only."""
+        return self.num_documents // 2
 
     @property
     def num_sources(self) -> int:
@@ -188,6 +204,7 @@ class Rows:
         source_BS = np.zeros(shape, dtype=np.int64)
         num_rows = len(row_numbers)
         offsets = np.full(self.most_documents(num_rows) + 1, num_rows * self.seq_len, dtype=np.int32)
+        numbers_D = np.full(len(offsets) - 1, -1, dtype=np.int64)
         num_offsets = 0
         documents, packing = self.documents, self.packing
         for b, row in enumerate(row_numbers):
@@ -207,6 +224,7 @@ class Rows:
                 document_BS[b, start:stop] = i
                 source_BS[b, start:stop] = sources[i]
                 offsets[num_offsets] = b * self.seq_len + start
+                numbers_D[num_offsets] = number
                 num_offsets += 1
                 start = stop
             if start < self.seq_len:
@@ -228,4 +246,5 @@ class Rows:
             num_targets,
             self.one_document_per_row,
             torch.from_numpy(source_BS),
+            torch.from_numpy(numbers_D),
         )

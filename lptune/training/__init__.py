@@ -4,6 +4,7 @@ from lptune.training.generate import greedy
 from lptune.training.listed import ListsMoments
 from lptune.training.metrics import MetricsWriter, check_logging
 from lptune.training.optimizer import AdamW, build_optimizer, clip_grad_norm
+from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss, reference_log_p
 from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
@@ -13,6 +14,7 @@ from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 __all__ = [
+    "METRICS",
     "AdamW",
     "ListsMoments",
     "MetricsWriter",
@@ -20,6 +22,7 @@ __all__ = [
     "Update",
     "Updated",
     "UtilizationMeter",
+    "answers_of",
     "build_optimizer",
     "build_teacher",
     "check_logging",
@@ -31,7 +34,10 @@ __all__ = [
     "is_due",
     "learning_rate",
     "losses_by_source",
+    "mean_metrics",
     "peak_memory_gib",
+    "preference_loss",
+    "reference_log_p",
     "set_learning_rate",
     "show_samples",
 ]

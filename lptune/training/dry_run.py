@@ -256,6 +256,7 @@ def _run_steps(
     update = Update(model, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
+    objective: models.Objective = getattr(models, cfg.objective)
 
     totals, num_run = list[Collectives](), min(3, num_micro_batches)
     for step in range(2 if low.first_step_agrees else 1):
@@ -266,7 +267,7 @@ def _run_steps(
                 log.collectives.clear()
                 log.phase("forward")
                 if teacher is None:
-                    loss = model(tokens_BS, documents, tokens_BS)
+                    loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 else:
                     assert isinstance(cfg, DistillConfig)
                     with torch.no_grad():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lptune.config import DataConfig, UserError
-from lptune.data import Prepared, Tokenizer, documents, load_tokenizer, prepare
+from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
 from lptune.data.prepare import split_by_prompt
 from lptune.data.sources import Row
 from tests.helpers.chat_templates import (
@@ -191,11 +191,11 @@ def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Callable, token
 def test_encoding_a_long_text_in_pieces_changes_no_token(
     assets: Path, asset_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 2000)
+    monkeypatch.setattr(tokenization, "PIECE_CHARACTERS", 2000)
     tokenizer = asset_tokenizer(f"tokenizers/{name}")
     for file in ("tinyshakespeare.txt", "multilingual.txt", "wiki_demo.txt"):
         text = (assets / "data" / file).read_text()[:60_000]
-        pieces = documents._pieces(documents.Written(text), tokenizer)
+        pieces = tokenization._pieces(tokenization.Written(text), tokenizer)
         assert "".join(pieces) == text
         assert (len(pieces) > 10) == (name in ("qwen2", "gpt2") and not file.startswith("wiki"))
         joined = [token for piece in pieces for token in tokenizer.encode(piece, add_special=False)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lptune.data import ChatTemplate, load_tokenizer
-from lptune.data.documents import _token_span
 from lptune.data.errors import RowError
+from lptune.data.tokenization import _token_span
 from lptune.data.turns import TurnFinder
 from tests.helpers.chat_templates import (
     CHATML,

@@ -1,6 +1,6 @@
 """A copy of a recipe that says what it reads and holds, and that asks itself to stop.
 
-`write_recipe` puts three calls in recipes/full_finetune.py; nothing else of it changes. What they write lies
+`write_recipe` puts three calls in the recipe; nothing else of it changes. What they write lies
 in the run's folder: a digest of every row of every micro-batch, every tensor as it was just after loading.
 """
 
@@ -41,9 +41,9 @@ _INSERTED = (
 )
 
 
-def write_recipe(path: Path) -> Path:
-    """The copy, at `path`."""
-    text = (ROOT / "recipes" / "full_finetune.py").read_text(encoding="utf-8")
+def write_recipe(path: Path, recipe: str) -> Path:
+    """The copy of recipes/RECIPE.py, at `path`."""
+    text = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
     for line, is_after, ours in _INSERTED:
         pattern = rf"^( *)({line})\n"
         text, count = re.subn(

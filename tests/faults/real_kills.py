@@ -26,6 +26,7 @@ from lptune.checkpoint.manifest import list_checkpoints, step_of
 from tests.faults.runs import (
     NUM_STEPS,
     PRECISIONS,
+    RECIPES,
     Inputs,
     command,
     descendants,
@@ -189,10 +190,11 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     args = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lptune-real-kills-") as within:
-        result = real_kills(prepare(Path(within)), args.kills, args.seed)
+        result = real_kills(prepare(Path(within), recipe=args.recipe), args.kills, args.seed)
     print(result.report())
     print(f"2 ranks, seed {args.seed}, {time.monotonic() - started:.0f} s")
     sys.exit(bool(result.wrong))

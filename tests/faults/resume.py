@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from tests.faults.runs import (
     NUM_STEPS,
     PRECISIONS,
+    RECIPES,
     STEPS_PER_EPOCH,
     Inputs,
     outcome,
@@ -148,12 +149,13 @@ def main() -> None:
     parser.add_argument("which", nargs="*", default=[], help="exact, elastic, precisions; all of them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     args = parser.parse_args()
     which = args.which or ["exact", "elastic", "precisions"]
     started = time.monotonic()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="lptune-resume-") as within:
-        inputs = prepare(Path(within))
+        inputs = prepare(Path(within), recipe=args.recipe)
         if "exact" in which:
             cells = [exact(inputs, precision, ranks) for precision in args.precisions for ranks in args.ranks]
             wrong += [line for _, lines in cells for line in lines]

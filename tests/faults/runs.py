@@ -14,7 +14,7 @@ from tests.faults import observe
 from tests.faults.state import digests, stored_tensors
 from tests.helpers import cold
 from tests.helpers.cold import Finished
-from tests.helpers.tiny_recipe import make_checkpoint, write_config
+from tests.helpers.tiny_recipe import make_checkpoint, write_config, write_preferences
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4
@@ -49,10 +49,16 @@ class Inputs(NamedTuple):
     launch: Launch
 
 
-def prepare(folder: Path, launch: Launch = launch) -> Inputs:
-    """A tiny checkpoint, a config of three epochs and a recipe that observes itself, in `folder`."""
+RECIPES = ("full_finetune", "full_dpo")
+
+
+def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune") -> Inputs:
+    """A tiny checkpoint, a config of three epochs and a `recipe` that observes itself, in `folder`."""
+    source = "builtin"
+    if recipe == "full_dpo":
+        source = str(write_preferences(folder / "preferences.jsonl", 8 * STEPS_PER_EPOCH))
     data = {
-        "source": "builtin",
+        "source": source,
         "seq_len": 128,
         "packing": False,
         "max_rows": 8 * STEPS_PER_EPOCH,
@@ -67,7 +73,7 @@ def prepare(folder: Path, launch: Launch = launch) -> Inputs:
         eval_every_steps=0,
         checkpoint={"every_steps": 3, "keep_last": 9},
     )
-    return Inputs(config, observe.write_recipe(folder / "observed.py"), folder, launch)
+    return Inputs(config, observe.write_recipe(folder / "observed.py", recipe), folder, launch)
 
 
 def arguments(inputs: Inputs, output_dir: Path, *overrides: str) -> list[str]:

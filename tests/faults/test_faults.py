@@ -9,7 +9,7 @@ from tests.faults.io_errors import compile_shim, io_errors
 from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
 from tests.faults.run_folder_errors import run_folder_errors
-from tests.faults.runs import Inputs, prepare
+from tests.faults.runs import RECIPES, Inputs, prepare
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
 
@@ -51,21 +51,27 @@ def _warm(arguments: list[str], ranks: int, folder: Path, extra: dict[str, str])
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return prepare(tmp_path_factory.mktemp("faults"), _warm)
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inputs]:
+    """By recipe."""
+    return {name: prepare(tmp_path_factory.mktemp(name), _warm, name) for name in RECIPES}
 
 
 @pytest.mark.parametrize(
-    ("precision", "ranks"), [("int8_rowcol, rounded stochastically", 1), ("float8_delayed", 2)]
+    ("recipe", "precision", "ranks"),
+    [
+        ("full_finetune", "int8_rowcol, rounded stochastically", 1),
+        ("full_finetune", "float8_delayed", 2),
+        ("full_dpo", "int8_rowcol, rounded stochastically", 2),
+    ],
 )
 def test_a_run_resumed_thrice_is_bitwise_the_one_that_was_not(
-    inputs: Inputs, precision: str, ranks: int
+    inputs: dict[str, Inputs], recipe: str, precision: str, ranks: int
 ) -> None:
-    _, wrong = exact(inputs, precision, ranks, stops=(4, 5, 7))
+    _, wrong = exact(inputs[recipe], precision, ranks, stops=(4, 5, 7))
     assert wrong == []
 
 
-def test_real_runs_that_were_killed_end_as_if_nobody_had_touched_them(inputs: Inputs) -> None:
-    result = real_kills(inputs, 2, 1)
+def test_real_runs_that_were_killed_end_as_if_nobody_had_touched_them(inputs: dict[str, Inputs]) -> None:
+    result = real_kills(inputs["full_finetune"], 2, 1)
     assert result.wrong == []
     assert result.num_kills == 2

@@ -70,6 +70,7 @@ def micro_batch(step: int, number: int, seed: int, *, num_rows: int = 2, seq_len
         int((labels_BS != data.rows.IGNORE).sum()),
         one_document_per_row=False,
         source_BS=torch.zeros_like(tokens_BS),
+        numbers_D=torch.full((len(offsets) - 1,), -1),
     )
 
 

@@ -1,0 +1,332 @@
+"""From source rows to documents: writes each row as text, tokenizes it, and marks its targets.
+
+The Rust tokenizer encodes texts in batches, on all cores and without the GIL, while Python renders the next
+batch. Each batch becomes arrays (documents.py) at once, so that only a few batches are in memory as objects.
+
+A preference becomes two documents, first the chosen answer, then the rejected one. They share the prompt's
+key and a packed row, and neither is ever cut: a part of an answer has another probability.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lptune.data.documents import Documents, offsets_of
+from lptune.data.errors import BadRows, RowError
+from lptune.data.formats import Format
+from lptune.data.layout import Layout, Written
+from lptune.data.sources import Row
+from lptune.data.tokenizer import Tokenizer
+
+BATCH_DOCUMENTS = 2048
+BATCH_CHARACTERS = 4 * 1024 * 1024
+PIECE_CHARACTERS = 64 * 1024
+TEXT_SAMPLE_TOKENS = 32
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Counts:
+    """Counts of truncated, dropped and odd rows, for the report."""
+
+    num_truncated_documents: int = 0
+    num_truncated_tokens: int = 0
+    num_dropped_documents: int = 0
+    """Documents that were dropped because they have no target."""
+    num_placeholder_rows: int = 0
+    """Rows that hold {{name}}."""
+    num_unknown_tokens: int = 0
+    """Tokens for characters that the tokenizer does not know (<unk>)."""
+    num_long_preferences: int = 0
+    """Preferences that were dropped because their two documents do not fit into one row together."""
+    num_equal_preferences: int = 0
+    """Preferences that were dropped because their two documents are equal."""
+
+
+def tokenize(
+    rows: Iterable[Row],
+    fmt: Format,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    bad: BadRows,
+    counts: Counts,
+    *,
+    seq_len: int,
+    train_on_prompt: bool = False,
+) -> Iterator[Documents]:
+    """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
+    seq_len lose their end; raw text is cut into chunks without loss. A preference gives two documents, or
+    none if these are longer than seq_len together. Adds to `counts`.
+    """
+    builder = _Builder(tokenizer, counts, seq_len, train_on_prompt)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = None
+        for batch in _batches(_write(rows, fmt, layout, bad, counts)):
+            pieces = [_pieces(written, tokenizer) for written in batch]
+            texts = [piece for document in pieces for piece in document]
+            is_chat = any(written.spans is not None for written in batch)
+            future = pool.submit(_encode, texts, tokenizer, is_chat)
+            if pending is not None:
+                yield builder.build(pending[0], pending[1], pending[2].result())
+            pending = (batch, [len(document) for document in pieces], future)
+            del batch, pieces, texts
+        if pending is not None:
+            yield builder.build(pending[0], pending[1], pending[2].result())
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
+    """Encodings for chats, which need the offsets; otherwise int32 arrays of ids, since an encoding takes
+    over a hundred bytes per token, and a long text has many pieces.
+    """
+    if is_chat:
+        return [*tokenizer.encode_batch(texts, offsets=True)]
+    found: list[Any] = []
+    first, size = 0, 0
+    for stop, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= BATCH_CHARACTERS or stop == len(texts):
+            encodings = tokenizer.encode_batch(texts[first:stop], offsets=False)
+            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            first, size = stop, 0
+    return found
+
+
+def _write(
+    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, counts: Counts
+) -> Iterator[Written]:
+    for row in rows:
+        try:
+            if fmt.rejected:
+                chosen, rejected = (layout.write(document) for document in fmt.preference(row))
+                written = chosen._replace(rejected=rejected)
+            else:
+                written = layout.write(fmt.document(row))
+        except RowError as problem:
+            bad.add(row.place, problem)
+            continue
+        counts.num_placeholder_rows += not layout.is_text and _has_placeholder(
+            written.text + (written.response or "")
+        )
+        yield written
+
+
+def _has_placeholder(text: str) -> bool:
+    return re.search(r"\{\{\s*\w+\s*\}\}", text) is not None
+
+
+def _batches(documents: Iterable[Written]) -> Iterator[list[Written]]:
+    batch: list[Written] = []
+    size = 0
+    for written in documents:
+        batch.append(written)
+        size += len(written.text) + len(written.response or "")
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(written: Written, tokenizer: Tokenizer) -> list[str]:
+    """The texts to encode: a whole chat; prompt and response; or raw text, cut for parallel encoding where a
+    cut changes no token.
+    """
+    if written.rejected is not None:
+        both = (written._replace(rejected=None), written.rejected)
+        return [piece for each in both for piece in _pieces(each, tokenizer)]
+    if written.spans is not None:
+        return [written.text]
+    if written.response is not None:
+        return [written.text, tokenizer.continuation + written.response]
+    text, pieces, start = written.text, [], 0
+    while len(text) - start > 2 * PIECE_CHARACTERS:
+        cut = _safe_cut(text, start + PIECE_CHARACTERS, tokenizer)
+        if cut is None:
+            break
+        pieces.append(text[start:cut])
+        start = cut
+    pieces.append(text[start:])
+    return pieces
+
+
+def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
+    """The first end of a line after `near` that no token crosses; None if there is no such place within one
+    piece.
+    """
+    for _ in range(16):
+        near = text.find("\n", near, near + PIECE_CHARACTERS) + 1
+        if near == 0:
+            return None
+        left, right = text[near - 128 : near], text[near : near + 128]
+        if right and not right[0].isspace():
+            joint = tokenizer.encode(left + right, add_special=False)
+            if joint == tokenizer.encode(left, add_special=False) + tokenizer.encode(
+                right, add_special=False
+            ):
+                return near
+    return None
+
+
+class _Builder:
+    """Makes documents of encodings, batch by batch."""
+
+    def __init__(self, tokenizer: Tokenizer, counts: Counts, seq_len: int, train_on_prompt: bool) -> None:
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.train_on_prompt = train_on_prompt
+        self.counts = counts
+        names = tokenizer.special_tokens
+        unknown = names.get("unk_token")
+        if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
+            unknown = None  # byte-level classes use the name for <|endoftext|>; they know every character
+        self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens: list[npt.NDArray[np.int32]] = []
+        self._targets: list[npt.NDArray[np.bool_]] = []
+        self._answers: list[tuple[int, int]] = []
+        self._keys: list[int] = []
+
+    def build(self, batch: list[Written], num_pieces: list[int], encoded: list[Any]) -> Documents:
+        """The documents of one batch; document i takes the next `num_pieces[i]` items of `encoded`."""
+        place = 0
+        for written, count in zip(batch, num_pieces, strict=True):
+            own = encoded[place : place + count]
+            place += count
+            if written.rejected is not None:
+                half = count // 2
+                self._add_preference(
+                    self._answered(written, own[:half]), self._answered(written.rejected, own[half:])
+                )
+            elif written.spans is None and written.response is None:
+                self._add_text(own)
+            else:
+                self._add_answered(*self._answered(written, own))
+        documents = Documents(
+            tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
+            is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
+            offsets_N1=offsets_of(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
+            answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
+            prompt_keys_N=np.array(self._keys, dtype=np.uint64),
+        )
+        self._clear()
+        return documents
+
+    def _closing(self) -> tuple[int, ...]:
+        eos, suffix = self.tokenizer.eos_id, self.tokenizer.suffix_ids
+        return suffix if eos is None or eos in suffix else (*suffix, eos)
+
+    def _around(self, *ids: Ids) -> Ids:
+        """`ids` with the tokens that the tokenizer puts before and after a text."""
+        before, after = self.tokenizer.prefix_ids, self._closing()
+        return np.concatenate([np.array(before, np.int32), *ids, np.array(after, np.int32)])
+
+    def _add_text(self, ids: list[Ids]) -> None:
+        tokens = self._around(*ids)
+        key = _key(tokens)
+        if len(tokens) < 2:
+            self.counts.num_dropped_documents += 1
+        # A chunk starts with the last token of the chunk before, which is no target there again: each token
+        # is a target once.
+        for start in range(0, len(tokens) - 1, self.seq_len - 1):
+            chunk = tokens[start : start + self.seq_len]
+            is_target = np.ones(len(chunk), dtype=np.bool_)
+            prompt = max(1, min(TEXT_SAMPLE_TOKENS, len(chunk) // 2))
+            self._append(chunk, is_target, (prompt, len(chunk)), key)
+
+    def _answered(self, written: Written, own: list[Any]) -> tuple[Ids, Mask]:
+        """The tokens of a chat or a pair, and which of them the assistant writes."""
+        if written.spans is None:
+            prompt, response = own
+            first = len(self.tokenizer.prefix_ids) + len(prompt)
+            tokens = self._around(prompt, response[1:] if self.tokenizer.continuation else response)
+            return tokens, np.arange(len(tokens)) >= first
+        (encoding,) = own
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        is_target = np.zeros(len(tokens), dtype=np.bool_)
+        for start, stop in written.spans:
+            first, end = _token_span(encoding, start, stop)
+            is_target[first:end] = True
+        return tokens, is_target
+
+    def _add_preference(self, chosen: tuple[Ids, Mask], rejected: tuple[Ids, Mask]) -> None:
+        both = (chosen, rejected)
+        if not all(is_target[1:].any() for _, is_target in both):
+            self.counts.num_dropped_documents += 2
+        elif np.array_equal(chosen[0], rejected[0]):
+            self.counts.num_equal_preferences += 1
+        elif sum(len(tokens) for tokens, _ in both) > self.seq_len:
+            self.counts.num_long_preferences += 1
+        else:
+            first, _ = _first_answer(chosen[1])
+            key = _key(chosen[0][:first])
+            for tokens, is_target in both:
+                self._append(tokens, is_target, _first_answer(is_target), key)
+
+    def _add_answered(self, tokens: Ids, is_target: Mask) -> None:
+        if not is_target.any():
+            self.counts.num_dropped_documents += 1
+            return
+        first, end = _first_answer(is_target)
+        key = _key(tokens[:first])
+        if len(tokens) > self.seq_len:
+            self.counts.num_truncated_documents += 1
+            self.counts.num_truncated_tokens += len(tokens) - self.seq_len
+            tokens, is_target = tokens[: self.seq_len], is_target[: self.seq_len]
+        if self.train_on_prompt:
+            is_target[:] = True
+        if not is_target[1:].any():
+            self.counts.num_dropped_documents += 1
+            return
+        self._append(tokens, is_target, (min(first, len(tokens)), min(end, len(tokens))), key)
+
+    def _append(
+        self,
+        tokens: Ids,
+        is_target: Mask,
+        answer: tuple[int, int],
+        key: int,
+    ) -> None:
+        is_target[0] = False
+        if self._unknown_id is not None:
+            self.counts.num_unknown_tokens += int((tokens == self._unknown_id).sum())
+        self._tokens.append(tokens)
+        self._targets.append(is_target)
+        self._answers.append(answer)
+        self._keys.append(key)
+
+
+def _first_answer(is_target: Mask) -> tuple[int, int]:
+    """Start and end of the first run of targets. There is at least one."""
+    targets = np.flatnonzero(is_target)
+    gaps = np.flatnonzero(np.diff(targets) > 1)
+    return int(targets[0]), int(targets[gaps[0] if len(gaps) else -1]) + 1
+
+
+def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:
+    """The range of tokens that hold a character of text[start:stop]; may be empty."""
+    first, last = None, None
+    while start < stop and (first := encoding.char_to_token(start)) is None:
+        start += 1  # the tokenizer's normalizer drops this character
+    while start < stop and (last := encoding.char_to_token(stop - 1)) is None:
+        stop -= 1
+    if first is None or last is None:
+        return 0, 0
+    end = int(last) + 1
+    num_tokens = len(encoding)
+    while end < num_tokens and (chars := encoding.token_to_chars(end)) is not None and chars[0] < stop:
+        end += 1  # more tokens of the same character (bytes of an emoji)
+    return int(first), end
+
+
+def _key(tokens: npt.NDArray[np.int32]) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
