@@ -70,9 +70,8 @@ def main(cfg: PreferenceConfig) -> None:
             # Before the first step, or if a signal stopped the run before the evaluation of this step.
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
-                metrics.write(
-                    {"step": step, **evaluate(model, held_out, reference.get("held_out"), cfg, world)}
-                )
+                found = evaluate(model, held_out, reference.get("held_out"), cfg, world)
+                metrics.write({"step": step} | found)
                 num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
             if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
                 raise run.stopped(stopped)
@@ -82,17 +81,15 @@ def main(cfg: PreferenceConfig) -> None:
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_preferences = loader.micro_batches(step), loader.num_preferences(step)
                     with low.step(step, num_passes=len(batches)):
-                        loss_sum = torch.zeros((), device=world.device)
                         sums_M = torch.zeros(len(training.METRICS), device=world.device)
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
                             loss, metrics_M = batch_loss(model, batch, reference.get("train"), cfg, world)
                             (loss * (world.data_size / num_preferences)).backward()  # FSDP averages
-                            loss_sum += loss.detach()
                             sums_M += metrics_M
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                     training.set_learning_rate(optimizer, lr)
                     # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
-                    updated = update(loss_sum, num_preferences)
+                    updated = update(sums_M[0], num_preferences)  # METRICS[0] is the loss
                 lengths, num_targets = loader.document_lengths(step), loader.num_targets(step)
                 step += 1
                 record = meter.record(step, updated, num_targets, lr, lengths, update, low)

@@ -51,9 +51,9 @@ class Batch(NamedTuple):
     """Whether no row of the data has more than one document. Plain causal attention is then enough: the
     padding sees the document, but has no targets.
     """
-    source_BS: torch.Tensor
+    source_BS: "torch.Tensor"
     """int64; number of the source of each token's document. Padding has 0."""
-    numbers_D: torch.Tensor
+    numbers_D: "torch.Tensor"
     """int64 (len(offsets) - 1,), always on the CPU: the number of each document of `offsets` among all
     documents of the data. -1 for padding and for the unused end.
     """
