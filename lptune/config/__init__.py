@@ -33,9 +33,12 @@ from lptune.config.paths import (
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.recipes import (
+    AnswersConfig,
     DistillationConfig,
     DistillConfig,
+    EvaluateConfig,
     EvaluatedConfig,
+    EvaluationDataConfig,
     FinetuneConfig,
     GenerateConfig,
     PromptsConfig,
@@ -72,12 +75,15 @@ __all__ = [
     "RUN_FOLDERS",
     "SUFFIXES",
     "TEMPORARY",
+    "AnswersConfig",
     "CheckpointConfig",
     "DataConfig",
     "DistillConfig",
     "DistillationConfig",
     "DivergedError",
+    "EvaluateConfig",
     "EvaluatedConfig",
+    "EvaluationDataConfig",
     "ExportConfig",
     "FinetuneConfig",
     "GenerateConfig",

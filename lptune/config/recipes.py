@@ -1,7 +1,7 @@
 """The config of each shipped recipe: the keys of every run (schema.py) and those of the recipe.
 
-`EvaluatedConfig` has the keys of recipes that evaluate on held-out rows while they train. `GenerateConfig` is
-no RunConfig: it trains nothing.
+`EvaluatedConfig` has the keys of recipes that evaluate on held-out rows while they train. `GenerateConfig`
+and `EvaluateConfig` are no RunConfigs: they train nothing.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
-from lptune.config.schema import ModelConfig, RunConfig
+from lptune.config.schema import DataConfig, ModelConfig, RunConfig
+from lptune.config.sources import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,4 +207,88 @@ class GenerateConfig:
             )
             raise UserError(
                 f"{missing}: is not set, and {given} is; set both for a file of prompts, neither to type them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDataConfig(DataConfig):
+    """Rows whose loss is measured. Each key means what it means in training."""
+
+    source: str | tuple[str | SourceConfig, ...] = ()
+    """As in training. With eval_fraction or eval_source, the rows are those that a run with these keys and
+    this seed holds out; otherwise all rows of `source`. Not given: no loss is measured."""
+
+    def __post_init__(self) -> None:
+        if self.source != ():
+            super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    """How answers to `prompts` are generated (greedily) and compared with the reference answers."""
+
+    reference_column: str | None = None
+    """Column of the reference answer. Not given: one of the usual names; for chats, the messages of the
+    assistant at the end."""
+    extract: str = "exact"
+    """What is compared: exact (the whole text, without white space around it) | gsm8k (the number after the
+    last ####, without $ and commas)."""
+    max_new_tokens: int = 256
+    """Largest number of tokens of an answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
+    output: str | None = None
+    """New file for all rows with their answers, one JSON object per row."""
+
+    def __post_init__(self) -> None:
+        one_of("answers.extract", self.extract, ("exact", "gsm8k"))
+        at_least("answers.max_new_tokens", self.max_new_tokens, 1)
+        if "" in self.stop:
+            raise UserError("answers.stop: has an empty text, which would end every answer; remove it")
+        if self.output is not None:
+            check_path("answers.output", self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """All keys of the recipe evaluate."""
+
+    model: ModelConfig
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    output: str = "evaluation.json"
+    """New file for the result."""
+    batch_size: int = 8
+    """Packed rows of a forward, and prompts that are answered at once, per rank."""
+    device: str = "auto"
+    """auto (cuda where there is one) | cpu | cuda."""
+    compute_dtype: str = "bfloat16"
+    """bfloat16 | float32: dtype of weights, activations and the key-value cache."""
+    seed: int = 0
+    """Decides which documents data.eval_fraction holds out, and how rows are packed."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of both parts; None: that of the model."""
+        return self.data.chat_template if self.data.chat_template is not None else self.prompts.chat_template
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Number of tokens of the largest forwards but for prompts, for `precision.skip_small`."""
+        return self.batch_size * (self.data.seq_len if self.data.source else 1)
+
+    def __post_init__(self) -> None:
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
+        at_least("batch_size", self.batch_size, 1)
+        at_least("seed", self.seed, 0)
+        check_path("output", self.output)
+        if self.output == self.answers.output:
+            raise UserError("answers.output: is the same file as output; choose another")
+        templates = {self.data.chat_template, self.prompts.chat_template} - {None}
+        if len(templates) > 1:
+            raise UserError(
+                "data.chat_template and prompts.chat_template differ, and a model has one; set one of them"
             )

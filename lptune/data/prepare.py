@@ -43,6 +43,15 @@ class Prepared(NamedTuple):
     """Lines to print: what was read, dropped and truncated, and how full the rows are."""
 
 
+class EvaluationRows(NamedTuple):
+    """The rows that a model is evaluated on, packed source by source."""
+
+    of_source: dict[str, Rows]
+    """By the name of the source; a source of which nothing is held out is missing."""
+    report: list[str]
+    """As in `Prepared`."""
+
+
 class _Source(NamedTuple):
     documents: Documents
     is_text: bool
@@ -92,6 +101,34 @@ def prepare(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
     evaluation_rows = _pack(cfg, evaluation, seed, pad_id)
     report.append(_describe("evaluation", evaluation_rows))
     return Prepared(train_rows, evaluation_rows, report)
+
+
+def prepare_evaluation(
+    cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
+) -> EvaluationRows:
+    """The rows that `prepare` with the same arguments holds out; all rows of data.source if `cfg` holds out
+    none. Each document is there once, whatever the weights are. Arguments and errors as in `prepare`.
+    """
+    key = "data.eval_source" if cfg.eval_sources else "data.source"
+    entries = cfg.eval_sources or cfg.sources
+    check_sources(key, entries)
+    split = (cfg.eval_split or cfg.split) if cfg.eval_sources else cfg.split
+    sources = _read_all(cfg, tokenizer, vocab_size, key, entries, split)
+    report = [line for source in sources for line in source.report]
+    documents, numbers = joined([source.documents for source in sources]), _numbers(sources)
+    if cfg.eval_fraction:
+        held_out_N = _hold_out(cfg, sources, seed)
+        numbers = [numbers_N[held_out_N[numbers_N]] for numbers_N in numbers]
+    pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
+    found: dict[str, Rows] = {}
+    for i, (entry, numbers_N) in enumerate(zip(entries, numbers, strict=True)):
+        name = f"{entry.source} ({key}[{i}])" if entry.source in found else entry.source
+        if len(numbers_N):
+            found[name] = _pack(cfg, documents.select(numbers_N), seed, pad_id)
+            report.append(_describe(f"evaluation on {name}", found[name]))
+        else:
+            report.append(f"note: {name} has no document in the held-out share")
+    return EvaluationRows(found, report)
 
 
 def _names(sources: Sequence[SourceConfig]) -> str:
