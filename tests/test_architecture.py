@@ -184,7 +184,7 @@ def test_config_imports_no_torch_and_the_cli_launch_and_hardware_none_at_the_top
 
 def test_every_config_field_is_documented_under_it() -> None:
     num_fields = 0
-    files = ("lptune/config/schema.py", "lptune/config/recipes.py")
+    files = ("lptune/config/schema.py", "lptune/config/recipes.py", "lptune/config/inference.py")
     for node in [each for file in files for each in tree(file).body]:
         if not isinstance(node, ast.ClassDef):
             continue

@@ -13,6 +13,14 @@ from lptune.config.errors import (
     too_many_ranks_error,
 )
 from lptune.config.extras import command_to_install, how_to_install
+from lptune.config.inference import (
+    AnswersConfig,
+    EvaluateConfig,
+    EvaluationDataConfig,
+    GenerateConfig,
+    PromptsConfig,
+    SamplingConfig,
+)
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.paths import (
     RUN_FILES,
@@ -37,12 +45,9 @@ from lptune.config.recipes import (
     DistillConfig,
     EvaluatedConfig,
     FinetuneConfig,
-    GenerateConfig,
     PreferenceConfig,
     PreferenceLossConfig,
     PretrainConfig,
-    PromptsConfig,
-    SamplingConfig,
     TeacherConfig,
 )
 from lptune.config.schema import (
@@ -75,12 +80,15 @@ __all__ = [
     "RUN_FOLDERS",
     "SUFFIXES",
     "TEMPORARY",
+    "AnswersConfig",
     "CheckpointConfig",
     "DataConfig",
     "DistillConfig",
     "DistillationConfig",
     "DivergedError",
+    "EvaluateConfig",
     "EvaluatedConfig",
+    "EvaluationDataConfig",
     "ExportConfig",
     "FinetuneConfig",
     "GenerateConfig",

@@ -1,7 +1,7 @@
-"""The config of each shipped recipe: the keys of every run (schema.py) and those of the recipe.
+"""The config of each recipe that trains: the keys of every run (schema.py) and those of the recipe.
 
-`EvaluatedConfig` has the keys of recipes that evaluate on held-out rows while they train. `GenerateConfig` is
-no RunConfig: it trains nothing.
+`EvaluatedConfig` has the keys of recipes that evaluate on held-out rows while they train. The configs of
+recipes that train nothing are in inference.py.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,7 @@ from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.data_files import metric_names
 from lptune.config.errors import UserError
 from lptune.config.load import as_written
-from lptune.config.precision import PrecisionConfig
-from lptune.config.schema import ModelConfig, RunConfig
+from lptune.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,109 +158,6 @@ class PretrainConfig(EvaluatedConfig):
         if self.data.eval_source is None:
             return self.source_names
         return metric_names(self.data.eval_sources, as_written(self)["data"]["eval_source"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptsConfig:
-    """Prompts: where they are, and how they are written. Keys mean what they mean in `data`."""
-
-    source: str | None = None
-    """A .jsonl, .json, .csv, .txt or .parquet file, a folder of such files, a glob, or a hub dataset id. Not
-    given: prompts are typed, and answers are printed while they are generated."""
-    split: str = "train"
-    """Split of a hub dataset."""
-    max_rows: int | None = None
-    """Largest number of rows that are read."""
-    messages_column: str | None = None
-    """Column of chat messages, up to the answer. If no column is given, the usual names are looked for."""
-    prompt_column: str | None = None
-    """Column of the prompt."""
-    input_column: str | None = None
-    """Column of the optional second part of the prompt."""
-    text_column: str | None = None
-    """Column of raw text, which the model continues."""
-    prompt_template: str | None = None
-    """Without a chat template: the prompt with {column} placeholders; a typed prompt is {prompt}."""
-    system_prompt: str | None = None
-    """System message of conversations that have none."""
-    chat_template: str | None = None
-    """A jinja template or the path of one. Not given: that of the model. `none`: prompts are written without
-    one, as in training without one."""
-
-    def __post_init__(self) -> None:
-        if self.source is not None:
-            check_path("prompts.source", self.source)
-        if self.max_rows is not None:
-            at_least("prompts.max_rows", self.max_rows, 1)
-        kinds = [name for name in ("messages_column", "prompt_column", "text_column") if getattr(self, name)]
-        if len(kinds) > 1:
-            raise UserError(f"prompts.{kinds[0]} and prompts.{kinds[1]} exclude each other; set one of them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """How the next token is chosen from its probabilities, and where an answer ends."""
-
-    max_new_tokens: int = 256
-    """Largest number of tokens of an answer."""
-    temperature: float = 0.0
-    """Logits are divided by this before they become probabilities. 0: always the most probable token; top_k
-    and top_p then have no effect."""
-    top_k: int = 0
-    """Draw from this number of most probable tokens; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the fewest most probable tokens whose probabilities sum to at least this."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
-
-    def __post_init__(self) -> None:
-        at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
-        at_least("sampling.temperature", self.temperature, 0)
-        at_least("sampling.top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"sampling.top_p: must be above 0 and at most 1, found {self.top_p}")
-        if "" in self.stop:
-            raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """All keys of the recipe generate."""
-
-    model: ModelConfig
-    prompts: PromptsConfig = field(default_factory=PromptsConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    output: str | None = None
-    """File for the answers to prompts.source, one JSON object per row. If it has answers already, the job
-    continues after them."""
-    answer_column: str = "generated"
-    """Key of the answer in each object of `output`, beside the columns of the row."""
-    batch_size: int = 8
-    """Number of prompts that are answered at once."""
-    device: str = "auto"
-    """auto (cuda where there is one) | cpu | cuda."""
-    compute_dtype: str = "bfloat16"
-    """bfloat16 | float32: dtype of weights, activations and the key-value cache."""
-    seed: int = 0
-    """Decides, with the number of a row, every random choice in its answer."""
-
-    def __post_init__(self) -> None:
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
-        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
-        at_least("batch_size", self.batch_size, 1)
-        at_least("seed", self.seed, 0)
-        if not self.answer_column:
-            raise UserError("answer_column: is empty; give the answer a key")
-        if self.output is not None:
-            check_path("output", self.output)
-        if (self.output is None) != (self.prompts.source is None):
-            given, missing = (
-                ("prompts.source", "output") if self.output is None else ("output", "prompts.source")
-            )
-            raise UserError(
-                f"{missing}: is not set, and {given} is; set both for a file of prompts, neither to type them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

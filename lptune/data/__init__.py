@@ -13,7 +13,7 @@ process, on any number of ranks.
 from lptune.config import check_batches
 from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
-from lptune.data.prepare import Prepared, prepare, prepare_preferences
+from lptune.data.prepare import EvaluationRows, Prepared, prepare, prepare_evaluation, prepare_preferences
 from lptune.data.prompts import Prompt, PromptWriter, end_ids, read_prompts
 from lptune.data.rows import Batch, Rows
 from lptune.data.same_tokens import check_same_tokens
@@ -23,6 +23,7 @@ from lptune.data.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "Batch",
     "ChatTemplate",
+    "EvaluationRows",
     "Loader",
     "Packing",
     "Prepared",
@@ -37,6 +38,7 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "prepare",
+    "prepare_evaluation",
     "prepare_preferences",
     "read_prompts",
 ]

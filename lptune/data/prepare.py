@@ -21,10 +21,10 @@ from lptune.data.documents import Documents
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.mixture import joined, weighted
-from lptune.data.order import shuffled
 from lptune.data.packing import one_group_per_row, pack_groups
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
+from lptune.data.split import split_by_prompt
 from lptune.data.tokenization import Counts, tokenize
 from lptune.data.tokenizer import Tokenizer
 
@@ -42,6 +42,15 @@ class Prepared(NamedTuple):
     evaluation: Rows | None
     report: list[str]
     """Lines to print: what was read, dropped and truncated, and how full the rows are."""
+
+
+class EvaluationRows(NamedTuple):
+    """The rows that a model is evaluated on, packed source by source."""
+
+    of_source: dict[str, Rows]
+    """By the name of the source; a source of which nothing is held out is missing."""
+    report: list[str]
+    """As in `Prepared`."""
 
 
 class _Source(NamedTuple):
@@ -102,6 +111,34 @@ def prepare(
 def prepare_preferences(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
     """`prepare` for rows of a prompt with a chosen and a rejected answer."""
     return prepare(cfg, tokenizer, seed=seed, vocab_size=vocab_size, preferences=True)
+
+
+def prepare_evaluation(
+    cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int
+) -> EvaluationRows:
+    """The rows that `prepare` with the same arguments holds out; all rows of data.source if `cfg` holds out
+    none. Each document is there once, whatever the weights are. Arguments and errors as in `prepare`.
+    """
+    key = "data.eval_source" if cfg.eval_sources else "data.source"
+    entries = cfg.eval_sources or cfg.sources
+    check_sources(key, entries)
+    split = (cfg.eval_split or cfg.split) if cfg.eval_sources else cfg.split
+    sources = _read_all(cfg, tokenizer, vocab_size, False, key, entries, split)
+    report = [line for source in sources for line in source.report]
+    documents, numbers = joined([source.documents for source in sources]), _numbers(sources)
+    if cfg.eval_fraction:
+        held_out_N = _hold_out(cfg, sources, seed)
+        numbers = [numbers_N[held_out_N[numbers_N]] for numbers_N in numbers]
+    pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
+    found: dict[str, Rows] = {}
+    for i, (entry, numbers_N) in enumerate(zip(entries, numbers, strict=True)):
+        name = f"{entry.source} ({key}[{i}])" if entry.source in found else entry.source
+        if len(numbers_N):
+            found[name] = _pack(cfg, documents.select(numbers_N), seed, pad_id, 1)
+            report.append(_describe(f"evaluation on {name}", found[name], False))
+        else:
+            report.append(f"note: {name} has no document in the held-out share")
+    return EvaluationRows(found, report)
 
 
 def _names(sources: Sequence[SourceConfig]) -> str:
@@ -342,31 +379,6 @@ def _hold_out(cfg: DataConfig, sources: Sequence[_Source], seed: int) -> npt.NDA
             f"data.eval_fraction: {_names(cfg.sources)} {verb} {what}, and each side needs one; set "
             "data.eval_source or 0"
         )
-    return held_out_N
-
-
-def split_by_prompt(
-    keys_N: npt.NDArray[np.uint64], fraction: float, seed: int
-) -> npt.NDArray[np.bool_] | None:
-    """True for each document to hold out: about `fraction` of them, and all or none of those with one key.
-    None if one side would be empty.
-    """
-    unique_P, inverse_N, counts_P = np.unique(keys_N, return_inverse=True, return_counts=True)
-    if len(unique_P) < 2:
-        return None
-    wanted = min(max(1, round(fraction * len(keys_N))), len(keys_N) - 1)
-    ranks_P = shuffled(unique_P, seed)
-    held_out_P = np.zeros(len(unique_P), dtype=np.bool_)
-    taken = 0
-    for p in np.argsort(ranks_P, kind="stable").tolist():
-        if taken >= wanted:
-            break
-        if taken + counts_P[p] <= wanted:  # a prompt with too many documents stays in training
-            held_out_P[p] = True
-            taken += counts_P[p]
-    if not taken:
-        held_out_P[np.argmin(counts_P)] = True
-    held_out_N: npt.NDArray[np.bool_] = held_out_P[inverse_N]
     return held_out_N
 
 

@@ -1,4 +1,4 @@
-"""Uses a trained model: loads it from anywhere, and generates text.
+"""Uses a trained model: loads it from anywhere, generates text, and compares answers.
 
     loaded = load_model("runs/finetune", cfg.precision, "bfloat16", world, num_tokens=8)
     answers = [Answer(loaded.tokenizer, stop_ids, cfg.stop, cfg.max_new_tokens) for _ in prompts]
@@ -12,16 +12,26 @@ from lptune.inference.answer import Answer
 from lptune.inference.answer_file import AnswerFile
 from lptune.inference.chat import Chat
 from lptune.inference.decode import decode
+from lptune.inference.exact_match import ExactMatch, Question, extracted, read_questions
 from lptune.inference.model import LoadedModel, load_model
+from lptune.inference.result import check_evaluation, loss_result, result_table, write_result
 from lptune.inference.sampling import Sampler, probabilities
 
 __all__ = [
     "Answer",
     "AnswerFile",
     "Chat",
+    "ExactMatch",
     "LoadedModel",
+    "Question",
     "Sampler",
+    "check_evaluation",
     "decode",
+    "extracted",
     "load_model",
+    "loss_result",
     "probabilities",
+    "read_questions",
+    "result_table",
+    "write_result",
 ]

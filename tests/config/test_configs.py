@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lptune.cli import catalog, plan, recipe
-from lptune.config import FinetuneConfig, GenerateConfig, RunConfig, UserError, load_config
+from lptune.config import EvaluateConfig, FinetuneConfig, GenerateConfig, RunConfig, UserError, load_config
 from lptune.models import PRESETS
 
 CONFIGS = catalog.configs()
@@ -56,7 +56,7 @@ def load(name: str, *overrides: str) -> typing.Any:
     """As its recipe loads it. A model's config says nothing of data."""
     of_data = ["data.source=x"] if name in SIZES | OF_RECIPES else []
     cfg = load_config(_class(name), CONFIGS[name], [*of_data, *overrides])
-    assert isinstance(cfg, RunConfig | GenerateConfig)
+    assert isinstance(cfg, RunConfig | GenerateConfig | EvaluateConfig)
     return cfg
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
-from lptune.data.prepare import split_by_prompt
 from lptune.data.sources import Row
+from lptune.data.split import split_by_prompt
 from tests.helpers.chat_templates import (
     CHATML,
     CHATML_MARKED,

@@ -1,0 +1,196 @@
+"""The configs of `generate` and `evaluate`: recipes that use a model and train nothing, so no RunConfigs."""
+
+from dataclasses import dataclass, field
+
+from lptune.config.checks import at_least, check_path, one_of
+from lptune.config.errors import UserError
+from lptune.config.precision import PrecisionConfig
+from lptune.config.schema import DataConfig, ModelConfig
+from lptune.config.sources import SourceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig:
+    """Prompts: where they are, and how they are written. Keys mean what they mean in `data`."""
+
+    source: str | None = None
+    """A .jsonl, .json, .csv, .txt or .parquet file, a folder of such files, a glob, or a hub dataset id. Not
+    given: prompts are typed, and answers are printed while they are generated."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    max_rows: int | None = None
+    """Largest number of rows that are read."""
+    messages_column: str | None = None
+    """Column of chat messages, up to the answer. If no column is given, the usual names are looked for."""
+    prompt_column: str | None = None
+    """Column of the prompt."""
+    input_column: str | None = None
+    """Column of the optional second part of the prompt."""
+    text_column: str | None = None
+    """Column of raw text, which the model continues."""
+    prompt_template: str | None = None
+    """Without a chat template: the prompt with {column} placeholders; a typed prompt is {prompt}."""
+    system_prompt: str | None = None
+    """System message of conversations that have none."""
+    chat_template: str | None = None
+    """A jinja template or the path of one. Not given: that of the model. `none`: prompts are written without
+    one, as in training without one."""
+
+    def __post_init__(self) -> None:
+        if self.source is not None:
+            check_path("prompts.source", self.source)
+        if self.max_rows is not None:
+            at_least("prompts.max_rows", self.max_rows, 1)
+        kinds = [name for name in ("messages_column", "prompt_column", "text_column") if getattr(self, name)]
+        if len(kinds) > 1:
+            raise UserError(f"prompts.{kinds[0]} and prompts.{kinds[1]} exclude each other; set one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen from its probabilities, and where an answer ends."""
+
+    max_new_tokens: int = 256
+    """Largest number of tokens of an answer."""
+    temperature: float = 0.0
+    """Logits are divided by this before they become probabilities. 0: always the most probable token; top_k
+    and top_p then have no effect."""
+    top_k: int = 0
+    """Draw from this number of most probable tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most probable tokens whose probabilities sum to at least this."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
+
+    def __post_init__(self) -> None:
+        at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        at_least("sampling.temperature", self.temperature, 0)
+        at_least("sampling.top_k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling.top_p: must be above 0 and at most 1, found {self.top_p}")
+        if "" in self.stop:
+            raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """All keys of the recipe generate."""
+
+    model: ModelConfig
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    output: str | None = None
+    """File for the answers to prompts.source, one JSON object per row. If it has answers already, the job
+    continues after them."""
+    answer_column: str = "generated"
+    """Key of the answer in each object of `output`, beside the columns of the row."""
+    batch_size: int = 8
+    """Number of prompts that are answered at once."""
+    device: str = "auto"
+    """auto (cuda where there is one) | cpu | cuda."""
+    compute_dtype: str = "bfloat16"
+    """bfloat16 | float32: dtype of weights, activations and the key-value cache."""
+    seed: int = 0
+    """Decides, with the number of a row, every random choice in its answer."""
+
+    def __post_init__(self) -> None:
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
+        at_least("batch_size", self.batch_size, 1)
+        at_least("seed", self.seed, 0)
+        if not self.answer_column:
+            raise UserError("answer_column: is empty; give the answer a key")
+        if self.output is not None:
+            check_path("output", self.output)
+        if (self.output is None) != (self.prompts.source is None):
+            given, missing = (
+                ("prompts.source", "output") if self.output is None else ("output", "prompts.source")
+            )
+            raise UserError(
+                f"{missing}: is not set, and {given} is; set both for a file of prompts, neither to type them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDataConfig(DataConfig):
+    """Rows whose loss is measured. Each key means what it means in training."""
+
+    source: str | tuple[str | SourceConfig, ...] = ()
+    """As in training. With eval_fraction or eval_source, the rows are those that a run with these keys and
+    this seed holds out; otherwise all rows of `source`. Not given: no loss is measured."""
+
+    def __post_init__(self) -> None:
+        if self.source != ():
+            super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig:
+    """How answers to `prompts` are generated (greedily) and compared with the reference answers."""
+
+    reference_column: str | None = None
+    """Column of the reference answer. Not given: one of the usual names; for chats, the messages of the
+    assistant at the end."""
+    extract: str = "exact"
+    """What is compared: exact (the whole text, without white space around it) | gsm8k (the number after the
+    last ####, without $ and commas)."""
+    max_new_tokens: int = 256
+    """Largest number of tokens of an answer."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
+    output: str | None = None
+    """New file for all rows with their answers, one JSON object per row."""
+
+    def __post_init__(self) -> None:
+        one_of("answers.extract", self.extract, ("exact", "gsm8k"))
+        at_least("answers.max_new_tokens", self.max_new_tokens, 1)
+        if "" in self.stop:
+            raise UserError("answers.stop: has an empty text, which would end every answer; remove it")
+        if self.output is not None:
+            check_path("answers.output", self.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """All keys of the recipe evaluate."""
+
+    model: ModelConfig
+    data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    output: str = "evaluation.json"
+    """New file for the result."""
+    batch_size: int = 8
+    """Packed rows of a forward, and prompts that are answered at once, per rank."""
+    device: str = "auto"
+    """auto (cuda where there is one) | cpu | cuda."""
+    compute_dtype: str = "bfloat16"
+    """bfloat16 | float32: dtype of weights, activations and the key-value cache."""
+    seed: int = 0
+    """Decides which documents data.eval_fraction holds out, and how rows are packed."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of both parts; None: that of the model."""
+        return self.data.chat_template if self.data.chat_template is not None else self.prompts.chat_template
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Number of tokens of the largest forwards but for prompts, for `precision.skip_small`."""
+        return self.batch_size * (self.data.seq_len if self.data.source else 1)
+
+    def __post_init__(self) -> None:
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
+        at_least("batch_size", self.batch_size, 1)
+        at_least("seed", self.seed, 0)
+        check_path("output", self.output)
+        if self.output == self.answers.output:
+            raise UserError("answers.output: is the same file as output; choose another")
+        templates = {self.data.chat_template, self.prompts.chat_template} - {None}
+        if len(templates) > 1:
+            raise UserError(
+                "data.chat_template and prompts.chat_template differ, and a model has one; set one of them"
+            )
