@@ -100,11 +100,10 @@ class MetricsWriter:
 
 
 def _shown(record: dict[str, Any]) -> dict[str, str]:
-    formats = {
-        "loss": ".4f", "accuracy": ".3f", "eval_loss": ".4f", "eval_accuracy": ".3f", "lr": ".2e",
-        "grad_norm": ".3f", "tokens_per_s": ",.0f",
-    }  # fmt: skip
-    formats |= {key: ".4f" for key in record if key.startswith("eval_loss/")}  # of each source
+    by_source = [key for key in record if key.startswith("eval_loss/")]
+    losses = ["loss", "eval_loss", *by_source]
+    formats = dict.fromkeys(losses, ".4f") | {"accuracy": ".3f", "eval_accuracy": ".3f"}
+    formats |= {"lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f"}
     shown = {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
     # Shown only if there are any.
     return shown | ({"num_skipped": str(record["num_skipped"])} if record.get("num_skipped") else {})

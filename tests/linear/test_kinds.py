@@ -24,6 +24,7 @@ FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))
 NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
+    "config/recipes.py",  # the two ways to store a teacher
 }
 T, K, N, NUM_RANKS = 96, 160, 176, 3
 """Blocks of 128 end inside the shards of 59, 59 and 58 rows; 32 tokens to a rank."""
