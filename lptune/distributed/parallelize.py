@@ -265,9 +265,12 @@ def _attention_contexts() -> Any:
 
 # AOTAutograd keeps what it has compiled on disk, and does not see in a graph which outputs a context function
 # keeps. It takes a graph from there only if the function names itself. A change of this file is another name.
-_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-for _contexts in (_selective_contexts, _attention_contexts):
-    vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_DIGEST}"
+# Not by default: low-precision layers are autograd functions, for which torch bypasses the cache in any case
+# unless this variable allows them, and a lookup warns of each tensor subclass among the weights.
+if os.environ.get("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD") == "1":
+    _digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    for _contexts in (_selective_contexts, _attention_contexts):
+        vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_digest}"
 
 
 @functools.cache
