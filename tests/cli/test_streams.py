@@ -163,6 +163,8 @@ def test_commands_write_nothing_to_stderr_but_the_line_of_an_error(tmp_path: Pat
     if installed := os.environ.get("LPTUNE_TEST_INSTALLED"):
         python = str(Path(installed).absolute())
         del environment["PYTHONPATH"]  # the wheel, not the source beside it
+    # Set for the suite alone (tests/conftest.py): torch then warns of tensor subclasses.
+    environment.pop("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", None)
     job = ["--config", "llama3_2/1b", "model.path=model", "data.source=builtin", "data.seq_len=64"]
     job += ["data.max_rows=100", "data.eval_fraction=0.1", "global_batch_size=16", "num_steps=2"]
     job += ["precision.kind=int8_rowcol", "checkpoint.every_steps=1", "device=cpu", "num_samples=1"]
