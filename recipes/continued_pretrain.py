@@ -119,7 +119,8 @@ def batch_losses(
     batch = batch.to(world.device)
     documents = models.DocumentBounds.of(batch)
     log_p_BS = model(batch.tokens_BS, documents, batch.labels_BS, loss=models.log_probabilities)
-    return torch.stack([-log_p_BS.where(batch.source_BS == i, 0.0).sum() for i in range(num_sources)])
+    source_BS = batch.source_BS.to(world.device)
+    return torch.stack([-log_p_BS.where(source_BS == i, 0.0).sum() for i in range(num_sources)])
 
 
 @torch.no_grad()

@@ -46,7 +46,8 @@ def main(cfg: DistillConfig) -> None:
         # --- Models. Each is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
-        teacher = training.build_teacher(of_teacher.build_on_meta(), cfg, world)
+        teacher = of_teacher.build_on_meta()
+        plan_of_teacher = training.build_teacher(teacher, cfg, world)
         distributed.materialize(teacher, world, cfg)
         checkpoint.load_hf(teacher, of_teacher.index, world)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
@@ -56,6 +57,7 @@ def main(cfg: DistillConfig) -> None:
         low = linear.LowPrecision(
             model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
         )
+        low_of_teacher = linear.LowPrecision(teacher, plan_of_teacher, world=world, verify=verify)
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         step = run.load(base, model, optimizer, low)
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
@@ -79,7 +81,8 @@ def main(cfg: DistillConfig) -> None:
                 with meter.timed():
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
-                    with low.step(step, num_passes=len(batches)):
+                    num_passes = len(batches)
+                    with low.step(step, num_passes), low_of_teacher.step(step, num_passes):
                         loss_sum = torch.zeros((), device=world.device)
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
                             loss = batch_loss(model, teacher, batch, cfg, world)

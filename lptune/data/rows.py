@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     padding sees the document, but has no targets.
     """
     source_BS: "torch.Tensor"
-    """int64; number of the source of each token's document. Padding has 0."""
+    """int64, always on the CPU: the number of the source of each token's document. Padding has 0."""
     numbers_D: "torch.Tensor"
     """int64 (len(offsets) - 1,), always on the CPU: the number of each document of `offsets` among all
     documents of the data. -1 for padding and for the unused end.
@@ -60,8 +60,8 @@ class Batch(NamedTuple):
 
     def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
-        moved = [tensor.to(device, non_blocking=True) for tensor in (*self[:5], self.source_BS)]
-        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:7], moved[5], self.numbers_D)
+        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
+        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
 
 
 class Rows:

@@ -185,7 +185,8 @@ def dry_run(
                     f"teacher.path: the teacher has vocab_size {teacher_config.vocab_size}, the student "
                     f"{model_config.vocab_size}; choose a teacher with as many words"
                 )
-            teacher = build_teacher(models.build_on_meta(teacher_config), eager, world)
+            teacher = models.build_on_meta(teacher_config)
+            build_teacher(teacher, eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
             # Layer handles are real tensors: their values identify a layer.

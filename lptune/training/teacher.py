@@ -1,6 +1,6 @@
 """The teacher of a distillation: a frozen model that runs on the same ranks as the student.
 
-    teacher = build_teacher(base.build_on_meta(), cfg, world)               then materialize, and load_hf
+    plan = build_teacher(teacher := base.build_on_meta(), cfg, world)       then materialize, and load_hf
     hidden_BSH = teacher.hidden_states(tokens_BS, documents)                without a gradient
     loss_BS = student(tokens_BS, documents, labels_BS, distillation(hidden_BSH, teacher, cfg.distillation))
 
@@ -21,16 +21,17 @@ from lptune.config import DistillationConfig, DistillConfig, PrecisionConfig
 from lptune.distributed import World
 
 
-def build_teacher(teacher: models.Decoder, cfg: DistillConfig, world: World) -> models.Decoder:
-    """`teacher`, which is on meta, frozen, cut and sharded like the student.
+def build_teacher(teacher: models.Decoder, cfg: DistillConfig, world: World) -> linear.Plan:
+    """Freezes, cuts and shards `teacher`, which is on meta, like the student. Returns its precision plan.
 
     With teacher.precision=int8_weight_only, weights of linear layers are stored and gathered in INT8, the
     others in the compute dtype. Raises UserError if the mesh does not divide the model.
     """
     teacher.to(getattr(torch, cfg.compute_dtype)).requires_grad_(False)
-    linear.convert(teacher, PrecisionConfig(kind=cfg.teacher.precision), device=world.device)
+    precision = PrecisionConfig(kind=cfg.teacher.precision, verify=cfg.precision.verify)
+    plan = linear.convert(teacher, precision, device=world.device)
     distributed.parallelize(teacher, world, replace(cfg, activation_checkpointing="none"))
-    return teacher
+    return plan
 
 
 def distillation(hidden_BSH: Tensor, teacher: models.Decoder, cfg: DistillationConfig) -> models.Objective:

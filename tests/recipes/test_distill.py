@@ -109,7 +109,8 @@ def test_loss_and_gradients_are_those_of_two_models_of_transformers(
     with distributed.session("cpu", ParallelConfig()) as world:
         base, of_teacher = (checkpoint.read_base(str(each), print) for each in (tiny_checkpoint, teacher))
         model = base.build_on_meta()
-        frozen = training.build_teacher(of_teacher.build_on_meta(), cfg, world)
+        frozen = of_teacher.build_on_meta()
+        training.build_teacher(frozen, cfg, world)
         distributed.parallelize(model, world, cfg)
         for each, folder in ((model, base), (frozen, of_teacher)):
             distributed.materialize(each, world, cfg)
@@ -135,6 +136,9 @@ def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformer
         cut = ("parallel.tensor=2",) if name == "tensor" else ()
         done = run_recipe(*keys, *cut, f"output_dir={tmp_path / name}", ranks=ranks, recipe="distill")
         assert name == "one" or "8-bit GEMMs ran in the first step" in done.stdout
+        # The teacher: 3 blocks of 7 layers, in each micro-batch, of which a rank has 4 in a step.
+        num_gemms = 3 * 7 * 4 // (2 if ranks > 1 else 1)
+        assert f"verified: {num_gemms} GEMMs" in done.stdout, done.stdout
     expected = losses(tmp_path / "one")
     assert expected[-1] < expected[0]
     for name in ("two", "tensor", "float8"):

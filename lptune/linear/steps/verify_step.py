@@ -253,8 +253,8 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
     The input needs a gradient if a trained layer of the plan ran before, or if another trained module is
     registered before. For layers of the plan, the order of execution counts, because a model may register its
-    head first. Where parameters are frozen, a layer beside the first trained one may have the same input,
-    which needs no gradient: k_proj beside q_proj, if all before them is frozen.
+    head first. Where parameters are frozen, a layer beside the first trained one may have the same input. If
+    that input needs no gradient, grad_input ran in neither: k_proj beside q_proj, if all before is frozen.
     """
     layers = {layer.name: layer for layer in plan.layers}
     ran: dict[int, int] = {}
@@ -278,8 +278,14 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
     has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     for name, order in running.items():
         if first is not None and order > running[first]:
-            is_beside = has_frozen and name.rpartition(".")[0] == first.rpartition(".")[0]
-            input_needed[name] = input_needed[name] or not is_beside
+            start, layer = layers[first], layers[name]
+            may_share_input = (
+                has_frozen
+                and executed[start.number or 0, GEMMS.index("grad_input")] == 0
+                and layer.in_features == start.in_features
+                and name.rpartition(".")[0] == first.rpartition(".")[0]
+            )
+            input_needed[name] = input_needed[name] or not may_share_input
     return {name: (input_needed[name], trained[name]) for name in layers}
 
 
