@@ -111,6 +111,9 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.corruption
 	$(BIN)/python -m tests.faults.resume
 	$(BIN)/python -m tests.faults.real_kills --kills 50
+	for recipe in continued_pretrain distill full_dpo; do \
+	  $(BIN)/python -m tests.faults.resume exact --recipe $$recipe && \
+	  $(BIN)/python -m tests.faults.real_kills --kills 10 --recipe $$recipe || exit 1; done
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
 	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
 	$(BIN)/python -m tests.faults.adversary

@@ -23,7 +23,7 @@ from lptune.launch import preemption
 from lptune.linear import dequantized
 
 ROOT = Path(__file__).parents[2]
-STOP_AFTER, STOP_ON_RANK = "STOP_AFTER_STEP", "STOP_ON_RANK"
+STOP_AFTER, STOP_ON_RANK, STOP_BY = "STOP_AFTER_STEP", "STOP_ON_RANK", "STOP_BY"
 # (line, whether ours comes after it, ours)
 _INSERTED = (
     (r"from lptune import checkpoint, .*", True, "from tests.faults import observe"),
@@ -91,11 +91,13 @@ def read_batches(folder: Path) -> dict[int, list[str]]:
 
 
 def stop(step: int, world: distributed.World) -> None:
-    """Sends this process a SIGTERM after the step and on the rank that the environment names."""
+    """Sends this process a signal, SIGTERM if no other is named, after the step and on the rank that the
+    environment names.
+    """
     here = int(os.environ.get(STOP_ON_RANK, "0"))
     if step != int(os.environ.get(STOP_AFTER, "-1")) or world.rank != here:
         return
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.Signals[os.environ.get(STOP_BY, "SIGTERM")])
     while preemption.requested() is None:  # a thread takes it
         time.sleep(0.001)
 

@@ -14,11 +14,18 @@ from tests.faults import observe
 from tests.faults.state import digests, stored_tensors
 from tests.helpers import cold
 from tests.helpers.cold import Finished
-from tests.helpers.tiny_recipe import make_checkpoint, write_config, write_preferences
+from tests.helpers.tiny_recipe import (
+    make_checkpoint,
+    make_teacher,
+    write_config,
+    write_preferences,
+    write_rows,
+    write_texts,
+)
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4
-_EXACT = ("loss", "grad_norm", "lr", "num_target_tokens")
+_TIMING = {"tokens_per_s", "step_time_s", "peak_memory_gib", "mfu", "bf16_mfu"}
 
 PRECISIONS = {
     "none": ("precision.kind=none",),
@@ -49,29 +56,40 @@ class Inputs(NamedTuple):
     launch: Launch
 
 
-RECIPES = ("full_finetune", "full_dpo")
+_NUM_ROWS = 8 * STEPS_PER_EPOCH
+# Recipe -> (writes rows for it, further keys of its config from the folder and the checkpoint).
+_OF_RECIPE: dict[str, tuple[Callable[[Path, int], Path], Callable[[Path, Path], dict[str, Any]]]] = {
+    "full_finetune": (write_rows, lambda folder, checkpoint: {}),
+    "full_dpo": (write_preferences, lambda folder, checkpoint: {}),
+    "continued_pretrain": (write_texts, lambda folder, checkpoint: {}),
+    "distill": (
+        write_rows,
+        lambda folder, checkpoint: {"teacher": {"path": str(make_teacher(checkpoint, folder / "teacher"))}},
+    ),
+}
+RECIPES = tuple(_OF_RECIPE)
 
 
 def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune") -> Inputs:
     """A tiny checkpoint, a config of three epochs and a `recipe` that observes itself, in `folder`."""
-    source = "builtin"
-    if recipe == "full_dpo":
-        source = str(write_preferences(folder / "preferences.jsonl", 8 * STEPS_PER_EPOCH))
+    checkpoint = make_checkpoint(folder / "tiny")
+    write, keys = _OF_RECIPE[recipe]
     data = {
-        "source": source,
+        "source": str(write(folder / "rows.jsonl", _NUM_ROWS)),
+        "eval_source": str(write(folder / "held_out.jsonl", 8)),
         "seq_len": 128,
         "packing": False,
-        "max_rows": 8 * STEPS_PER_EPOCH,
     }
     config = write_config(
         folder / "tiny.yaml",
-        make_checkpoint(folder / "tiny"),
+        checkpoint,
         folder / "unused",
         data=data,
         optimizer={"lr": 1.0e-3},
         num_steps=NUM_STEPS,
-        eval_every_steps=0,
+        eval_every_steps=4,
         checkpoint={"every_steps": 3, "keep_last": 9},
+        **keys(folder, checkpoint),
     )
     return Inputs(config, observe.write_recipe(folder / "observed.py", recipe), folder, launch)
 
@@ -87,17 +105,23 @@ def command(inputs: Inputs, output_dir: Path, ranks: int, *overrides: str) -> li
 
 
 def run_part(
-    inputs: Inputs, output_dir: Path, ranks: int, *overrides: str, stop_after: int | None = None
+    inputs: Inputs,
+    output_dir: Path,
+    ranks: int,
+    *overrides: str,
+    stop_after: int | None = None,
+    by: signal.Signals = signal.SIGTERM,
 ) -> str | None:
-    """The run, from where it stands to its end or to a SIGTERM on its last rank; what went wrong, or None."""
-    extra = {} if stop_after is None else {observe.STOP_AFTER: str(stop_after)}
+    """The run, from where it stands to its end or to a signal on its last rank; what went wrong, or None."""
+    extra = {} if stop_after is None else {observe.STOP_AFTER: str(stop_after), observe.STOP_BY: by.name}
     extra[observe.STOP_ON_RANK] = str(ranks - 1)
     done = inputs.launch(arguments(inputs, output_dir, *overrides), ranks, inputs.folder, extra)
-    wanted = 0 if stop_after is None else 143
+    wanted = 0 if stop_after is None else 143 if by is signal.SIGTERM else -by
     if done.returncode != wanted:
         return f"exit code {done.returncode} instead of {wanted}: {done.stdout[-500:]} {done.stderr[-1500:]}"
     if (
         stop_after is not None
+        and by is signal.SIGTERM
         and (newest := step_of(list_checkpoints(output_dir / "checkpoints")[0])) != stop_after
     ):
         return f"stopped after step {newest} instead of {stop_after}"
@@ -107,8 +131,9 @@ def run_part(
 class Outcome(NamedTuple):
     """What a finished run leaves."""
 
-    steps: dict[int, list[Any]]
-    """Step -> loss, gradient norm, learning rate, number of target tokens."""
+    steps: dict[int, dict[str, Any]]
+    """Step -> what metrics.jsonl has of it, but for times and memory: loss, gradient norm, learning rate,
+    held-out loss, and what the recipe adds to them."""
     batches: dict[int, list[str]]
     state: dict[str, str]
     """sha256 of each tensor of the last checkpoint."""
@@ -116,20 +141,20 @@ class Outcome(NamedTuple):
     @property
     def losses(self) -> list[float]:
         """By step."""
-        return [self.steps[step][0] for step in sorted(self.steps)]
+        return [self.steps[step]["loss"] for step in range(1, NUM_STEPS + 1)]
 
     def differences(self, other: "Outcome") -> list[str]:
         """What is not the same to the bit."""
         wrong = []
         for step in sorted(self.steps.keys() | other.steps.keys()):
-            for what, ours, theirs in zip(
-                (*_EXACT, "batches"),
-                [*self.steps.get(step, [None] * len(_EXACT)), self.batches.get(step)],
-                [*other.steps.get(step, [None] * len(_EXACT)), other.batches.get(step)],
-                strict=True,
-            ):
-                if ours != theirs:
-                    wrong.append(f"step {step}: {what} {ours!r} instead of {theirs!r}")
+            ours, theirs = (
+                {**each.steps.get(step, {}), "batches": each.batches.get(step)} for each in (self, other)
+            )
+            wrong += [
+                f"step {step}: {key} {ours.get(key)!r} instead of {theirs.get(key)!r}"
+                for key in sorted(ours.keys() | theirs.keys())
+                if ours.get(key) != theirs.get(key)
+            ]
         names = self.state.keys() | other.state.keys()
         changed = sorted(name for name in names if self.state.get(name) != other.state.get(name))
         if changed:
@@ -138,11 +163,19 @@ class Outcome(NamedTuple):
 
 
 def outcome(output_dir: Path) -> Outcome:
-    """Reads it; the metrics hold every step once."""
+    """Reads it; the metrics hold every step once. A step whose run was asked to stop before it evaluated has
+    a second line, of its evaluation.
+    """
     lines = (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    numbers = [record["step"] for record in records]
+    numbers = [record["step"] for record in records if "loss" in record]
     assert numbers == list(range(1, NUM_STEPS + 1)), f"{output_dir}: metrics of steps {numbers}"
+    steps: dict[int, dict[str, Any]] = {}
+    for record in records:
+        known = steps.setdefault(record["step"], {})
+        again = known.keys() & record.keys() - {"step"} - _TIMING
+        assert not again, f"{output_dir}: step {record['step']} has {again} twice"
+        known |= {key: record[key] for key in record.keys() - _TIMING}
     newest = list_checkpoints(output_dir / "checkpoints")[0]
     assert step_of(newest) == NUM_STEPS, newest
     batches = observe.read_batches(output_dir)
@@ -150,7 +183,7 @@ def outcome(output_dir: Path) -> Outcome:
         epoch = [row for step in range(first, first + STEPS_PER_EPOCH) for row in batches[step]]
         assert len(epoch) == len(set(epoch)), f"a row twice in the epoch that begins with step {first}"
     return Outcome(
-        {record["step"]: [record[key] for key in _EXACT] for record in records},
+        steps,
         batches,
         digests(stored_tensors(newest)),
     )

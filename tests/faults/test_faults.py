@@ -1,5 +1,6 @@
 """Short forms of the scripts in this folder; `make faults` runs the long ones."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.faults.io_errors import compile_shim, io_errors
 from tests.faults.real_kills import real_kills
 from tests.faults.resume import exact
 from tests.faults.run_folder_errors import run_folder_errors
-from tests.faults.runs import RECIPES, Inputs, prepare
+from tests.faults.runs import PRECISIONS, RECIPES, Inputs, outcome, prepare, run_part, uninterrupted
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
 
@@ -69,6 +70,18 @@ def test_a_run_resumed_thrice_is_bitwise_the_one_that_was_not(
 ) -> None:
     _, wrong = exact(inputs[recipe], precision, ranks, stops=(4, 5, 7))
     assert wrong == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_killed_twice_is_bitwise_the_one_that_was_not(inputs: dict[str, Inputs], recipe: str) -> None:
+    precision = PRECISIONS["int8_rowcol, rounded stochastically"]
+    expected = outcome(uninterrupted(inputs[recipe], "whole", 1, *precision))
+    killed = inputs[recipe].folder / "killed"
+    for step in (5, 10):
+        wrong = run_part(inputs[recipe], killed, 1, *precision, stop_after=step, by=signal.SIGKILL)
+        assert wrong is None
+    assert run_part(inputs[recipe], killed, 1, *precision) is None
+    assert outcome(killed).differences(expected) == []
 
 
 def test_real_runs_that_were_killed_end_as_if_nobody_had_touched_them(inputs: dict[str, Inputs]) -> None:

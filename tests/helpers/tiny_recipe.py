@@ -1,6 +1,9 @@
 """A checkpoint and a config with which a recipe runs in seconds, for fixtures and for scripts."""
 
 import json
+import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,11 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def write_rows(path: Path, count: int) -> Path:
+    """The built-in rows of prompts and answers."""
+    return _write(path, builtin_rows(count))
+
+
 def write_preferences(path: Path, count: int) -> Path:
     """Rows for full_dpo: an answer is chosen over a refusal, and each prompt is another one."""
     rows = [
@@ -26,6 +34,36 @@ def write_preferences(path: Path, count: int) -> Path:
         }
         for i, row in enumerate(builtin_rows(count))
     ]
+    return _write(path, rows)
+
+
+def make_teacher(student: Path, folder: Path, **changed: Any) -> Path:
+    """A model with the student's tokenizer and other sizes, made by transformers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content |= {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 160} | changed
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for parameter in model.parameters():
+        # Larger than a new model's weights, for probabilities that differ from word to word.
+        parameter.data.mul_(4.0) if parameter.dim() > 1 else None
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_texts(path: Path, count: int) -> Path:
+    """Rows for continued_pretrain, each another one, of 20 to 60 words that the tiny tokenizer knows."""
+    draw = random.Random(count)
+    words = ["cat", "dog", "owl", "fox", "one", "two", "six", "ten"]
+    texts = [" ".join(draw.choices(words, k=draw.randint(20, 60))) for _ in range(count)]
+    return _write(path, [{"text": text} for text in texts])
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

@@ -3,17 +3,14 @@
 import json
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from lptune import checkpoint, data, distributed, training
 from lptune.cli import catalog
@@ -28,24 +25,9 @@ from lptune.config import (
 )
 from tests.helpers import warm
 from tests.helpers.cold import Finished
-from tests.helpers.tiny_recipe import write_config
+from tests.helpers.tiny_recipe import make_teacher, write_config
 from tests.helpers.tiny_run import micro_batch
-from tests.recipes.conftest import Run, losses, read_metrics
-
-
-def make_teacher(student: Path, folder: Path, **changed: Any) -> Path:
-    """A model with the student's tokenizer and other sizes, made by transformers."""
-    shutil.copytree(student, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    content |= {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 160} | changed
-    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    for parameter in model.parameters():
-        # Larger than a new model's weights, for probabilities that differ from word to word.
-        parameter.data.mul_(4.0) if parameter.dim() > 1 else None
-    model.save_pretrained(folder)
-    return folder
+from tests.recipes.conftest import Run, losses
 
 
 @pytest.fixture(scope="module")
@@ -149,28 +131,6 @@ def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformer
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "export")
     weights = load_file(tmp_path / "two" / "export" / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
-
-
-def test_killed_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path
-) -> None:
-    common = ("precision.kind=int8_rowcol", "checkpoint.every_steps=2", "num_steps=8", "eval_every_steps=4")
-    run_recipe(*common, f"output_dir={tmp_path / 'whole'}", recipe="distill")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    process = warm.start(["run", "distill", "--config", str(tiny_config), *common], tmp_path, {}, tmp_path)
-    while process.is_alive() and (not metrics.exists() or metrics.read_text().count("\n") < 5):
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert "continuing" in run_recipe(*common, recipe="distill").stdout
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    evaluations = [
-        [record.get("eval_loss") for record in read_metrics(tmp_path / name)] for name in ("run", "whole")
-    ]
-    assert evaluations[0] == evaluations[1]
-    ours, theirs = (load_file(tmp_path / name / "export/model.safetensors") for name in ("run", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_teacher_that_does_not_fit_is_refused_in_one_line(

@@ -186,7 +186,7 @@ def test_compiled_runs_verify_and_train_alike(
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_tensorwise", "float8_delayed", "int8_weight_only"])
+@pytest.mark.parametrize("kind", ["int8_tensorwise", "float8_delayed", "int8_weight_only"])
 def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
     run_recipe: Run, tmp_path: Path, tiny_config: Path, kind: str
 ) -> None:
