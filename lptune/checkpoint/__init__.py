@@ -1,6 +1,6 @@
 """Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
-from lptune.checkpoint.export import export_hf
+from lptune.checkpoint.export import EMA, export_hf
 from lptune.checkpoint.hf import (
     Base,
     HFIndex,
@@ -21,6 +21,7 @@ from lptune.checkpoint.state import About, RunState, read_state
 from lptune.checkpoint.trained import Trained, read_trained
 
 __all__ = [
+    "EMA",
     "About",
     "Base",
     "CheckpointWriter",

@@ -102,10 +102,10 @@ def model_card(
     step: int,
     parts: Sequence[Part],
     fingerprint: Mapping[str, Any],
-    averaged: Sequence[int] = (),
+    weights: str | None = None,
 ) -> str:
     """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests.
-    averaged: the steps of the checkpoints whose mean is exported; empty: the weights are those of `step`.
+    weights: which average of weights is exported; None: the weights are those of `step`.
     """
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
@@ -126,7 +126,7 @@ def model_card(
             for part, span in zip(parts, spans, strict=True)
         ),
         "steps": step,
-        "weights": f"mean of the checkpoints of steps {', '.join(map(str, averaged))}" if averaged else None,
+        "weights": weights,
         "lptune": ", ".join(dict.fromkeys(part.lptune for part in parts)),
         "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),
     }

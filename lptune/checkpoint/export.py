@@ -46,7 +46,7 @@ from lptune.checkpoint.hf import (
     read_config,
 )
 from lptune.checkpoint.load import StoredFiles, in_threads
-from lptune.checkpoint.manifest import read_manifest
+from lptune.checkpoint.manifest import Manifest, read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
@@ -54,6 +54,8 @@ from lptune.distributed import SideGroup, World, side_group, whole_piece
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+EMA = "ema"
+"""Of the tensors `ema/NAME` of a checkpoint: the moving average of the weight NAME (training/adamw.py)."""
 _FILES_AT_ONCE = 2  # per rank: one file is assembled while the other is flushed to disk
 _HEADERS_BYTES = 512  # upper estimate per tensor, in its file's header and in the index
 
@@ -90,6 +92,7 @@ def export_hf(
     base: the index of the base checkpoint. Tensor names and files stay the same; config.json and tokenizer
     files are copied.
     cfg.average_checkpoints: the mean of this and earlier checkpoints in its folder is exported (average.py).
+    cfg.ema: the moving averages of the weights are exported, where the checkpoint has them.
     world: all of its ranks call this. None: this process alone exports.
     replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
     or an empty folder, is deleted. Anything else is renamed, and a line is printed. If False: only an empty
@@ -131,6 +134,8 @@ def _export(
         scratch = (made or Scratch(folder, number)).path
         with _together(group, checkpoint, folder):
             stored = [StoredFiles(each) for each in averaged]
+            if cfg.ema and cfg.average_checkpoints == 1:
+                files = of_averages(files, manifest)
             mine = deal_out(files, group.size)[group.rank]
             in_threads(
                 (
@@ -142,8 +147,8 @@ def _export(
             write_part(scratch, group.rank, mine)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
-                steps = sorted(each.step for each in averaged) if len(averaged) > 1 else ()
-                card = model_card(about, state.step, read_parts(state), state.fingerprint, steps)
+                weights = _which(files, averaged)
+                card = model_card(about, state.step, read_parts(state), state.fingerprint, weights)
                 _write_rest(scratch, base, files, cfg, about.chat_template, card)
                 assert made is not None
                 made.unmark()
@@ -183,6 +188,27 @@ def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
         for number, shard in enumerate(shards, start=1)
     }
+
+
+def of_averages(files: Files, checkpoint: Manifest) -> Files:
+    """The same files, of the moving averages of the weights that the checkpoint has."""
+    return {
+        file: {
+            name: target._replace(parameter=average) if average in checkpoint.shards else target
+            for name, target in targets.items()
+            for average in [f"{EMA}/{target.parameter}"]
+        }
+        for file, targets in files.items()
+    }
+
+
+def _which(files: Files, averaged: Sequence[Manifest]) -> str | None:
+    """Which weights are exported, for the model card, if not those of the last step."""
+    if len(averaged) > 1:
+        return f"mean of the checkpoints of steps {', '.join(map(str, sorted(e.step for e in averaged)))}"
+    parameters = [target.parameter for targets in files.values() for target in targets.values()]
+    has_averages = any(parameter.startswith(f"{EMA}/") for parameter in parameters)
+    return "moving averages of the weights (optimizer.ema_decay)" if has_averages else None
 
 
 def deal_out(files: Files, num_ranks: int) -> list[list[str]]:

@@ -338,6 +338,7 @@ def _form(cfg: ExportConfig) -> dict[str, Any]:
         "dtype": cfg.dtype,
         "max_shard_gib": float(cfg.max_shard_gib),
         "average_checkpoints": cfg.average_checkpoints,
+        "ema": cfg.ema,
     }
 
 
@@ -353,7 +354,7 @@ def _read_exported(path: Path, export: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
     except UserError as error:
         raise UserError(f"{error}; remove that file to export again to {export}") from None
-    return {"average_checkpoints": 1} | held  # older versions could not average
+    return {"average_checkpoints": 1, "ema": True} | held  # older versions had no averages
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class About:
     """Versions of lptune and torch."""
     average_checkpoints: int = 1
     """`export.average_checkpoints`. A checkpoint of an older version has no value of it."""
+    ema: bool = True
+    """`export.ema`; the same holds of it."""
 
 
 def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
         lptune=lptune.__version__,
         torch=str(torch.__version__),
         average_checkpoints=cfg.export.average_checkpoints,
+        ema=cfg.export.ema,
     )
     return asdict(about)
 
@@ -140,7 +143,7 @@ class RunState:
         """The block `about`, which an export needs."""
         block, types = self.content.get("about"), get_type_hints(About)
         if isinstance(block, dict):
-            block = {"average_checkpoints": 1} | block
+            block = {"average_checkpoints": 1, "ema": True} | block
         if not isinstance(block, dict) or block.keys() != types.keys():
             raise UserError(
                 f"{self.path}: does not say what it is a checkpoint of; another version of lptune wrote it: "

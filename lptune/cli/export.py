@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     metavar="N",
     help="Export the mean of CHECKPOINT and the N - 1 checkpoints before it.  [default: the run's]",
 )
+@click.option(
+    "--ema/--no-ema",
+    default=None,
+    help="Export the moving averages of the weights, or the weights of the last step.  [default: the run's]",
+)
 @click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
 @click.option("--private", is_flag=True, help="Make the repository on the hub private.")
 def export(
@@ -44,6 +49,7 @@ def export(
     dtype: str | None,
     max_shard_gib: float | None,
     average: int | None,
+    ema: bool | None,
     repo: str | None,
     private: bool,
 ) -> None:
@@ -55,9 +61,11 @@ def export(
     if private and repo is None:
         raise click.UsageError("--private belongs to --push-to-hub, which is not given")
     check_new_folder(dest)
+    if ema and (average or 1) > 1:
+        raise click.UsageError("--ema and --average are two averages of the weights; give one of them")
     if repo is not None:
         _check_hub(repo)
-    from lptune.checkpoint import export_hf, read_index, read_state
+    from lptune.checkpoint import EMA, export_hf, read_index, read_state
 
     manifest = _verified(checkpoint)
     about = read_state(manifest).about
@@ -67,15 +75,23 @@ def export(
             f"{folder}: the model that {manifest.folder} was trained from is not there; name its folder with "
             "--base"
         )
+    has_averages = any(name.startswith(f"{EMA}/") for name in manifest.shards)
+    if ema and not has_averages:
+        raise UserError(f"{manifest.folder}: has no moving averages of the weights (optimizer.ema_decay)")
+    if ema and average is None:
+        average = 1
     cfg = ExportConfig(
         dtype=about.dtype if dtype is None else dtype,
         max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
         average_checkpoints=about.average_checkpoints if average is None else average,
+        ema=about.ema if ema is None else ema,
     )
     with interrupts.Undoing():
         export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
     count = cfg.average_checkpoints
-    what = f"{manifest.folder}" if count == 1 else f"the mean of {count} checkpoints up to {manifest.folder}"
+    what = f"the mean of {count} checkpoints up to {manifest.folder}"
+    if count == 1:
+        what = f"{'the moving averages in ' * (cfg.ema and has_averages)}{manifest.folder}"
     click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {what})")
     if repo is not None:
         click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")

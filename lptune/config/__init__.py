@@ -22,6 +22,7 @@ from lptune.config.inference import (
     SamplingConfig,
 )
 from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
+from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.paths import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -56,10 +57,8 @@ from lptune.config.schema import (
     ExportConfig,
     LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    ScheduleConfig,
 )
 from lptune.config.sources import SourceConfig, entries, source_names
 from lptune.config.text import (

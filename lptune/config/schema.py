@@ -12,9 +12,10 @@ the code that opens the file, loads the tensor or runs the kernel.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of, positive
+from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of
 from lptune.config.errors import UserError
-from lptune.config.precision import PrecisionConfig
+from lptune.config.optimization import OptimizerConfig, ScheduleConfig
+from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 
@@ -155,76 +156,6 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
-
-    kind: str = "adamw"
-    """adamw, the only optimizer so far."""
-    lr: float = 2.0e-5
-    """Peak learning rate."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only (not on norms and biases)."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    eps: float = 1.0e-8
-    """Added to the square root of the second moment."""
-
-    def __post_init__(self) -> None:
-        one_of("optimizer.kind", self.kind, ("adamw",))
-        positive("optimizer.lr", self.lr)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-        positive("optimizer.eps", self.eps)
-        for key, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= beta < 1:
-                raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {beta}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate over steps: linear warm-up, then the kind's decay to `min_lr_ratio`."""
-
-    kind: str = "cosine"
-    """cosine | linear | constant | wsd (warm-up, stable, decay: the rate stays at the peak until the last
-    `decay_steps` steps)."""
-    warmup_steps: int = 0
-    """Steps in which the rate rises from 0 to the peak."""
-    decay_steps: int = 0
-    """Number of steps at the end of the run in which the rate decays (wsd)."""
-    decay_shape: str = "linear"
-    """linear | cosine | 1-sqrt: how the rate falls in these steps (wsd)."""
-    min_lr_ratio: float = 0.0
-    """Rate of the last step, as a share of the peak (cosine, linear, wsd)."""
-
-    def __post_init__(self) -> None:
-        one_of("schedule.kind", self.kind, ("cosine", "linear", "constant", "wsd"))
-        at_least("schedule.warmup_steps", self.warmup_steps, 0)
-        at_least("schedule.decay_steps", self.decay_steps, 0)
-        one_of("schedule.decay_shape", self.decay_shape, ("linear", "cosine", "1-sqrt"))
-        if self.kind == "wsd" and not self.decay_steps:
-            raise UserError(
-                "schedule.decay_steps: wsd needs the number of steps of its decay; without a decay, use "
-                "schedule.kind=constant"
-            )
-        if self.kind != "wsd" and (self.decay_steps or self.decay_shape != "linear"):
-            key = "decay_steps" if self.decay_steps else "decay_shape"
-            raise UserError(
-                f"schedule.{key}: belongs to schedule.kind=wsd, found schedule.kind={self.kind}; leave it out"
-            )
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise UserError(f"schedule.min_lr_ratio: must be within 0 and 1, found {self.min_lr_ratio}")
-
-    def check_fits(self, num_steps: int) -> None:
-        """Raises UserError if warm-up and decay of wsd take more than the `num_steps` steps of the run."""
-        if self.kind == "wsd" and self.warmup_steps + self.decay_steps > num_steps:
-            raise UserError(
-                f"schedule.decay_steps: {self.warmup_steps} steps of warm-up and {self.decay_steps} of decay "
-                f"do not fit into the {num_steps} steps of the run; shorten one of them, or train longer"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written, and which of them are kept."""
 
@@ -267,6 +198,8 @@ class ExportConfig:
     base checkpoint, with the same names."""
     average_checkpoints: int = 1
     """Export the mean of this many checkpoints, the last ones of the run, instead of the last one alone."""
+    ema: bool = True
+    """Export the moving averages of the weights where the run keeps them (optimizer.ema_decay)."""
 
     def __post_init__(self) -> None:
         at_least("export.average_checkpoints", self.average_checkpoints, 1)
@@ -390,6 +323,16 @@ class RunConfig:
         if self.export.enabled:
             keep = self.checkpoint
             check_average(self.export.average_checkpoints, keep.every_steps, keep.keep_last)
+        if self.optimizer.ema_decay and self.export.ema and self.export.average_checkpoints > 1:
+            raise UserError(
+                "optimizer.ema_decay and export.average_checkpoints are two averages of the weights, and an "
+                "export has one; leave out one of them, or set export.ema=false"
+            )
+        if self.optimizer.ema_decay and PRECISION_KINDS[self.precision.kind].stores_low:
+            raise UserError(
+                f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
+                "average; use export.average_checkpoints, or another precision.kind"
+            )
         output_dir, model = (
             Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
         )

@@ -1,9 +1,10 @@
 """Parts of a training loop besides the model: optimizer, schedule, update, metrics, dry run."""
 
+from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.generate import greedy
 from lptune.training.listed import ListsMoments
 from lptune.training.metrics import MetricsWriter, check_logging
-from lptune.training.optimizer import AdamW, build_optimizer, clip_grad_norm
+from lptune.training.optimizer import build_optimizer, clip_grad_norm
 from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss, reference_log_p
 from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
@@ -16,6 +17,7 @@ from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 __all__ = [
     "METRICS",
     "AdamW",
+    "AveragingAdamW",
     "ListsMoments",
     "MetricsWriter",
     "StepMeter",

@@ -15,25 +15,13 @@ from torch.distributed.tensor import DTensor
 from lptune.config import OptimizerConfig
 from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
+from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.int8_adamw import Int8AdamW
-from lptune.training.listed import ListsMoments
-
-
-class AdamW(ListsMoments, torch.optim.AdamW):
-    """torch's AdamW, which lists its two moments for checkpoints. Raises ValueError for amsgrad=True, which
-    keeps a third.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments of torch.optim.AdamW."""
-        super().__init__(*args, **options)
-        if any(group["amsgrad"] for group in self.param_groups):
-            raise ValueError("amsgrad=True keeps a third moment, which AdamW does not list; leave it out")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW over all trained parameters; weight decay on matrices only. Raises ValueError where there are
-    none.
+    none, and for averages of weights that are stored in INT8.
 
     seed: of the stochastic rounding of weights that are stored in INT8.
     """
@@ -48,8 +36,12 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     if any(int8_rows(parameter) is not None for parameter in trained):
+        if cfg.ema_decay:
+            raise ValueError("ema_decay: weights that are stored in INT8 cannot be averaged; leave it at 0")
         return Int8AdamW(groups, names, seed, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
+    if cfg.ema_decay:
+        return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)
     return AdamW(groups, **options, fused=True)
 
 

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from lptune.config import DivergedError
 from lptune.distributed import World, on_this_rank
 from lptune.linear import LowPrecision
+from lptune.training.adamw import AdamW
 from lptune.training.int8_adamw import Int8AdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
 
@@ -142,6 +143,8 @@ class Update:
         found_inf = skipped.to(torch.float32).to(parameters_on)
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         new = [p for p in model.parameters() if p.grad is not None and not optimizer.state.get(p)]
+        if isinstance(optimizer, AdamW):
+            new = []  # it makes its moments of zeros, and averages of weights that a skipped step keeps
         optimizer.step()
         if new:
             _zero_moments(optimizer, new, found_inf.bool())

@@ -41,6 +41,7 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "data.eval_source": "x.jsonl",
     "optimizer.beta1": 0.5,
     "optimizer.beta2": 0.5,
+    "optimizer.ema_decay": 0.5,
     "schedule.min_lr_ratio": 0.5,
     "global_batch_size": 64,
     "micro_batch_size": 2,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import data, distributed, linear, models, training
-from lptune.config import LoggingConfig, ParallelConfig
+from lptune.config import LoggingConfig, OptimizerConfig, ParallelConfig
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun
@@ -377,3 +377,29 @@ def test_the_record_of_a_skipped_step_is_strict_json_and_is_always_shown(
         "mfu": None,
     }
     assert capsys.readouterr().out == "step 12/99  loss nan  grad_norm inf  num_skipped 1\n"
+
+
+def test_averages_of_the_weights_keep_every_bit_in_a_skipped_step() -> None:
+    model = nn.Linear(3, 2)
+    initial = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = training.build_optimizer(model, OptimizerConfig(lr=0.1, ema_decay=0.99))
+    with distributed.session("cpu") as world:
+        update = training.Update(model, optimizer, world, 0.0)
+        expected = [parameter.double() for parameter in initial]
+        num_updates = 0
+        for value in (math.nan, 1.0, math.inf, 2.0):  # the first step is skipped: averages begin there
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, value)
+            before = [dict(optimizer.state.get(parameter, {})) for parameter in model.parameters()]
+            before = [state["ema"].clone() for state in before if state] or initial
+            update(torch.tensor(1.0), 1)
+            found = [optimizer.state[parameter]["ema"] for parameter in model.parameters()]
+            if not math.isfinite(value):
+                assert all(map(torch.equal, found, before))
+                continue
+            num_updates += 1
+            decay = (1 + num_updates) / (10 + num_updates)
+            weights = [parameter.detach().double() for parameter in model.parameters()]
+            expected = [decay * e + (1 - decay) * w for e, w in zip(expected, weights, strict=True)]
+            for average, mean in zip(found, expected, strict=True):
+                assert (average.double() - mean).abs().amax() <= 8 * 2**-24 * mean.abs().amax()

@@ -1,0 +1,80 @@
+"""The keys that decide what an update does: the optimizer, and the learning rate of each step."""
+
+from dataclasses import dataclass
+
+from lptune.config.checks import at_least, one_of, positive
+from lptune.config.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
+
+    kind: str = "adamw"
+    """adamw, the only optimizer so far."""
+    lr: float = 2.0e-5
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1.0e-8
+    """Added to the square root of the second moment."""
+    ema_decay: float = 0.0
+    """Keep an exponential moving average of the weights: ema = ema_decay * ema + (1 - ema_decay) * weight
+    after each update, with a smaller decay in the first ones; 0: none. 4 bytes per trained parameter. The
+    export has the averages (export.ema); training and held-out losses are those of the weights."""
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.kind", self.kind, ("adamw",))
+        positive("optimizer.lr", self.lr)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        positive("optimizer.eps", self.eps)
+        for key in ("beta1", "beta2", "ema_decay"):
+            if not 0 <= (decay := getattr(self, key)) < 1:
+                raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up, then the kind's decay to `min_lr_ratio`."""
+
+    kind: str = "cosine"
+    """cosine | linear | constant | wsd (warm-up, stable, decay: the rate stays at the peak until the last
+    `decay_steps` steps)."""
+    warmup_steps: int = 0
+    """Steps in which the rate rises from 0 to the peak."""
+    decay_steps: int = 0
+    """Number of steps at the end of the run in which the rate decays (wsd)."""
+    decay_shape: str = "linear"
+    """linear | cosine | 1-sqrt: how the rate falls in these steps (wsd)."""
+    min_lr_ratio: float = 0.0
+    """Rate of the last step, as a share of the peak (cosine, linear, wsd)."""
+
+    def __post_init__(self) -> None:
+        one_of("schedule.kind", self.kind, ("cosine", "linear", "constant", "wsd"))
+        at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        at_least("schedule.decay_steps", self.decay_steps, 0)
+        one_of("schedule.decay_shape", self.decay_shape, ("linear", "cosine", "1-sqrt"))
+        if self.kind == "wsd" and not self.decay_steps:
+            raise UserError(
+                "schedule.decay_steps: wsd needs the number of steps of its decay; without a decay, use "
+                "schedule.kind=constant"
+            )
+        if self.kind != "wsd" and (self.decay_steps or self.decay_shape != "linear"):
+            key = "decay_steps" if self.decay_steps else "decay_shape"
+            raise UserError(
+                f"schedule.{key}: belongs to schedule.kind=wsd, found schedule.kind={self.kind}; leave it out"
+            )
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UserError(f"schedule.min_lr_ratio: must be within 0 and 1, found {self.min_lr_ratio}")
+
+    def check_fits(self, num_steps: int) -> None:
+        """Raises UserError if warm-up and decay of wsd take more than the `num_steps` steps of the run."""
+        if self.kind == "wsd" and self.warmup_steps + self.decay_steps > num_steps:
+            raise UserError(
+                f"schedule.decay_steps: {self.warmup_steps} steps of warm-up and {self.decay_steps} of decay "
+                f"do not fit into the {num_steps} steps of the run; shorten one of them, or train longer"
+            )
