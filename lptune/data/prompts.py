@@ -10,7 +10,7 @@ with the tokens that the tokenizer puts before a text.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lptune.config import MEBI, PromptsConfig, UserError, check_sources, closest, entries, read_text
@@ -46,16 +46,21 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(cfg: PromptsConfig, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Prompt]:
-    """The prompts of `cfg.source`, in order. Rows are read as the prompts are needed.
+    """The prompts of `cfg.source`, in order. The columns are checked now; most rows are read when their
+    prompts are needed.
 
-    vocab_size: of the model. Raises UserError, with the place of the row, for a row that cannot be used.
+    vocab_size: of the model. Raises UserError as `PromptWriter` does, and, with the place of the row, for a
+    row that cannot be used.
     """
     assert cfg.source is not None
     check_sources("prompts.source", entries(cfg.source))
     rows = read_rows(cfg.source, BadRows("error"), split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, _DETECTION_ROWS))
-    writer = PromptWriter(cfg, tokenizer, vocab_size, first)
-    for row in itertools.chain(first, rows):
+    return _written(PromptWriter(cfg, tokenizer, vocab_size, first), itertools.chain(first, rows))
+
+
+def _written(writer: "PromptWriter", rows: Iterable[Row]) -> Iterator[Prompt]:
+    for row in rows:
         try:
             yield writer.of_row(row)
         except RowError as problem:

@@ -13,8 +13,9 @@ from lptune.inference.answer_file import AnswerFile
 from lptune.inference.chat import Chat
 from lptune.inference.decode import decode
 from lptune.inference.exact_match import ExactMatch, Question, extracted, read_questions
-from lptune.inference.model import LoadedModel, load_model
+from lptune.inference.model import LoadedModel, OpenedModel, load_model, open_model
 from lptune.inference.result import check_evaluation, loss_result, result_table, write_result
+from lptune.inference.rounds import Finished, gather_answers, in_batches, rounds
 from lptune.inference.sampling import Sampler, probabilities
 
 __all__ = [
@@ -22,16 +23,22 @@ __all__ = [
     "AnswerFile",
     "Chat",
     "ExactMatch",
+    "Finished",
     "LoadedModel",
+    "OpenedModel",
     "Question",
     "Sampler",
     "check_evaluation",
     "decode",
     "extracted",
+    "gather_answers",
+    "in_batches",
     "load_model",
     "loss_result",
+    "open_model",
     "probabilities",
     "read_questions",
     "result_table",
+    "rounds",
     "write_result",
 ]

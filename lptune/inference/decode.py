@@ -20,13 +20,14 @@ def decode(
 ) -> Iterator[None]:
     """Adds tokens to `answers` until all of them are done; yields after each token.
 
-    model: not sharded. prompts: token ids, at least one in each row, of any lengths. answers: new, one for
-    each prompt. In float32, an answer does not depend on the other rows, up to the rounding of logits that
-    tie. Kinds with one scale for all tokens (`int8_tensorwise`) quantize a row by the largest value of all.
+    model: not sharded. prompts: token ids, at least one in each row, of any lengths; without prompts, nothing
+    is done. answers: new, one for each prompt. In float32, an answer does not depend on the other rows,
+    up to the rounding of logits that tie. Kinds with one scale for all tokens (`int8_tensorwise`) quantize a
+    row by the largest value of all.
     """
     rows = [list(prompt) for prompt in prompts]
     parameter = next(model.parameters())
-    longest = max(map(len, rows)) + max(answer.max_tokens for answer in answers)
+    longest = max(map(len, rows), default=0) + max((answer.max_tokens for answer in answers), default=0)
     cache = None
     while not all(answer.is_done for answer in answers):
         if cache is None or is_outgrown(model.config, list(map(len, rows))):

@@ -18,7 +18,7 @@ from lptune.distributed import World
 from lptune.inference.model import LoadedModel
 
 
-def check_evaluation(cfg: EvaluateConfig, world: World) -> None:
+def check_evaluation(cfg: EvaluateConfig) -> None:
     """Raises UserError, before weights are read, for an evaluation that has no part, would overwrite a file,
     or reads what is not there.
     """
@@ -29,11 +29,6 @@ def check_evaluation(cfg: EvaluateConfig, world: World) -> None:
         )
     if cfg.prompts.source is not None:
         check_sources("prompts.source", entries(cfg.prompts.source))
-        if world.size > 1:
-            raise UserError(
-                f"prompts.source: needs one rank, found {world.size}; start evaluate on one rank, or leave "
-                "prompts.source out"
-            )
     outputs = {"output": cfg.output}
     if cfg.answers.output is not None:
         outputs["answers.output"] = cfg.answers.output
