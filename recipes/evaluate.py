@@ -1,11 +1,13 @@
-"""Evaluates any model folder or checkpoint in any precision: loss and perplexity, and exact match of answers.
+"""Evaluates any model folder or checkpoint in any precision: loss, exact match of answers, tasks of lm_eval.
 
     lptune run evaluate --config evaluation model.path=runs/finetune data.source=rows.jsonl
     lptune run evaluate --config evaluation prompts.source=questions.jsonl answers.extract=gsm8k
+    lptune run evaluate --config evaluation harness.tasks=[hellaswag,arc_easy]
 
 The first command measures the loss of rows. The second command answers questions greedily and compares the
-answers with those of the rows. One command can do both, on 1..N ranks. The result is a table and one JSON
-file. Two commands that differ in precision.kind alone measure what a precision costs.
+answers with those of the rows. The third command runs tasks of EleutherAI's evaluation harness. One command
+can do all of it, on 1..N ranks. The result is a table and one JSON file. Two commands that differ in
+precision.kind alone measure what a precision costs.
 """
 
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ def main(cfg: EvaluateConfig) -> None:
         questions = []
         if cfg.prompts.source is not None:
             questions = inference.read_questions(cfg.prompts, cfg.answers, tokenizer, vocab_size)
+        tasks = inference.read_tasks(cfg.harness, tokenizer, world)
         if cfg.data.source:
             with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
                 held_out = data.prepare_evaluation(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
@@ -63,6 +66,10 @@ def main(cfg: EvaluateConfig) -> None:
             parts["questions"] = match.result()
             if cfg.answers.output is not None and world.is_main:
                 match.write(Path(cfg.answers.output).expanduser())
+
+        # --- Tasks of EleutherAI's harness.
+        if tasks is not None:
+            parts["harness"] = tasks.run(loaded, cfg, world)
 
         # --- Result.
         world.print(inference.result_table(parts))

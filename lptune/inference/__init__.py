@@ -17,6 +17,8 @@ from lptune.inference.model import LoadedModel, OpenedModel, load_model, open_mo
 from lptune.inference.result import check_evaluation, loss_result, result_table, write_result
 from lptune.inference.rounds import Finished, gather_answers, in_batches, rounds
 from lptune.inference.sampling import Sampler, probabilities
+from lptune.inference.score import Pair, Scored, score
+from lptune.inference.tasks import read_tasks
 
 __all__ = [
     "Answer",
@@ -26,8 +28,10 @@ __all__ = [
     "Finished",
     "LoadedModel",
     "OpenedModel",
+    "Pair",
     "Question",
     "Sampler",
+    "Scored",
     "check_evaluation",
     "decode",
     "extracted",
@@ -38,7 +42,9 @@ __all__ = [
     "open_model",
     "probabilities",
     "read_questions",
+    "read_tasks",
     "result_table",
     "rounds",
+    "score",
     "write_result",
 ]

@@ -32,9 +32,9 @@ def decode(
     while not all(answer.is_done for answer in answers):
         if cache is None or is_outgrown(model.config, list(map(len, rows))):
             cache = KVCache(model.config, len(rows), longest, parameter.device, parameter.dtype)
-            tokens_BS, lengths_B = _padded(rows, parameter.device)
+            tokens_BS, lengths_B = padded(rows, parameter.device)
         else:
-            tokens_BS, lengths_B = _padded([row[-1:] for row in rows], parameter.device)
+            tokens_BS, lengths_B = padded([row[-1:] for row in rows], parameter.device)
         next_B = sample(model.next_logits(tokens_BS, lengths_B, cache))
         for row, answer, token in zip(rows, answers, next_B.tolist(), strict=True):
             row.append(token)
@@ -44,7 +44,7 @@ def decode(
         yield
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows, padded on the right with zeros, int64 (B, S), and their lengths, int64 (B,)."""
     lengths_B = torch.tensor([len(row) for row in rows])
     tokens_BS = torch.zeros(len(rows), int(lengths_B.max()), dtype=torch.int64)

@@ -240,6 +240,15 @@ def test_an_answer_without_a_number_is_wrong(tmp_path: Path) -> None:
         (["prompts.source=no.jsonl"], "no column is the reference answer"),
         (["data.source=qa.jsonl", "output=qa.jsonl"], "output: qa.jsonl exists"),
         (["data.source=qa.jsonl", "output=x/y.json"], "output: x is not a folder"),
+        (
+            ["harness.tasks=[no_task]"],
+            "harness.tasks: lm_eval ",
+        ),  # is not installed, or has no task of this name
+        (["data.source=qa.jsonl", "harness.output=a"], "harness.output: needs harness.tasks"),
+        (
+            ["harness.tasks=[x]", "harness.output=evaluation.json"],
+            "harness.output: is the same file as output",
+        ),
         (["data.source=qa.jsonl", "answers.output=a"], "answers.output: needs prompts.source"),
         (["data.source=qa.jsonl", "precision.kind=float8_rowwise"], "float8_rowwise"),
         (["data.source=qa.jsonl", "data.chat_template=none", "prompts.chat_template=x"], "differ"),
