@@ -27,7 +27,7 @@ def main(cfg: EvaluateConfig) -> None:
     with distributed.session(cfg.device) as world:
         # --- Input: all of it is read and checked before weights are read.
         inference.check_evaluation(cfg)
-        opened = inference.open_model(cfg.model.path, world.print, cfg.chat_template)
+        opened = inference.open_model(cfg.model.path, world.print, cfg.chat_template, cfg.chat_template_key)
         tokenizer, vocab_size = opened.tokenizer, opened.config.vocab_size
         held_out: data.EvaluationRows | None = None
         questions = []

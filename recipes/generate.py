@@ -33,7 +33,7 @@ def main(cfg: GenerateConfig) -> None:
                 print(printable(line), file=sys.stderr, flush=True)
 
         # --- Input: all of it is checked before weights are read.
-        opened = inference.open_model(cfg.model.path, say, cfg.prompts.chat_template)
+        opened = inference.open_model(cfg.model.path, say, cfg.prompts.chat_template, "prompts.chat_template")
         config, tokenizer = opened.config, opened.tokenizer
         if cfg.prompts.source is not None:
             prompts = data.read_prompts(cfg.prompts, tokenizer, config.vocab_size)

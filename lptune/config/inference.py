@@ -228,6 +228,14 @@ class EvaluateConfig:
         return self.data.chat_template if self.data.chat_template is not None else self.prompts.chat_template
 
     @property
+    def chat_template_key(self) -> str:
+        """The key that has `chat_template`, or could have it."""
+        if self.data.chat_template is not None:
+            return "data.chat_template"
+        is_of_data = self.prompts.chat_template is None and self.data.source
+        return "data.chat_template" if is_of_data else "prompts.chat_template"
+
+    @property
     def tokens_per_forward(self) -> int:
         """Number of tokens of the largest forwards but for prompts, for `precision.skip_small`."""
         return self.batch_size * (self.data.seq_len if self.data.source else 1)

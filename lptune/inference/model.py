@@ -16,7 +16,7 @@ import torch
 
 from lptune import linear
 from lptune.checkpoint import Trained, read_trained
-from lptune.config import PrecisionConfig
+from lptune.config import PrecisionConfig, UserError
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
 from lptune.models import Decoder, DecoderConfig, activate_attention
@@ -66,15 +66,22 @@ class OpenedModel:
         return LoadedModel(model, self.tokenizer, self.trained, plan, low)
 
 
-def open_model(path: str, say: Callable[[str], None], chat_template: str | None = None) -> OpenedModel:
+def open_model(
+    path: str, say: Callable[[str], None], chat_template: str | None = None, key: str = "data.chat_template"
+) -> OpenedModel:
     """Finds the model of `path`: a Hugging Face folder, an export, a checkpoint or the folder of a run.
 
     say: gets notes on the input. chat_template: as in `data.load_tokenizer`; None: the template that the
-    model was trained with. Raises UserError as `checkpoint.read_trained` and `data.load_tokenizer` do.
+    model was trained with. key: the config's key of `chat_template`, for messages. Raises UserError as
+    `checkpoint.read_trained` and `data.load_tokenizer` do.
     """
     trained = read_trained(path, say)
     template = chat_template if chat_template is not None else trained.chat_template
-    return OpenedModel(trained, load_tokenizer(trained.base.folder, template, date=trained.started_on))
+    try:
+        tokenizer = load_tokenizer(trained.base.folder, template, date=trained.started_on)
+    except UserError as error:
+        raise UserError(str(error).replace("data.chat_template", key)) from None
+    return OpenedModel(trained, tokenizer)
 
 
 def load_model(

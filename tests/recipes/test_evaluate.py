@@ -251,6 +251,8 @@ def test_an_answer_without_a_number_is_wrong(tmp_path: Path) -> None:
         ),
         (["data.source=qa.jsonl", "answers.output=a"], "answers.output: needs prompts.source"),
         (["data.source=qa.jsonl", "precision.kind=float8_rowwise"], "float8_rowwise"),
+        (["prompts.source=qa.jsonl", "prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja'"),
+        (["data.source=qa.jsonl", "data.chat_template=no.jinja"], "data.chat_template: 'no.jinja'"),
         (["data.source=qa.jsonl", "data.chat_template=none", "prompts.chat_template=x"], "differ"),
     ],
 )

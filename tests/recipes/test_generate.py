@@ -135,6 +135,7 @@ def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
         (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
         (["sampling.temperature=-1"], "sampling.temperature"),
         (["precision.kind=float8_rowwise"], "float8_rowwise"),
+        (["prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja' is neither"),
         (["prompts.system_prompt=x", "prompts.chat_template=none"], "prompts.system_prompt"),
     ],
 )
