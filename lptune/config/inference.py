@@ -165,8 +165,8 @@ class HarnessConfig:
     task_folder: str | None = None
     """Folder of further tasks: YAML files, also in its folders. They may not name code, see run_task_code."""
     run_task_code: bool = False
-    """Lets the files of task_folder run code: functions, classes, metrics of the hub, unrestricted templates.
-    Trust such a folder like a program."""
+    """Lets tasks run code that is not part of lm_eval: metrics of the hub, and what the files of task_folder
+    name (functions, classes, unrestricted templates). Trust such a folder like a program."""
     num_fewshot: int | None = None
     """Number of examples before each question. Not given: that of the task, else 0. A task that sets 0 keeps
     it."""
@@ -197,8 +197,6 @@ class HarnessConfig:
                 check_path(f"harness.{name}", getattr(self, name))
                 if not self.tasks:
                     raise UserError(f"harness.{name}: needs harness.tasks, which is not set")
-        if self.run_task_code and self.task_folder is None:
-            raise UserError("harness.run_task_code: needs harness.task_folder, which is not set")
 
 
 @dataclass(frozen=True, kw_only=True)

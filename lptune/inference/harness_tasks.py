@@ -1,9 +1,12 @@
 """Tasks of EleutherAI's evaluation harness (lm_eval): what may run, and a run on a model of lptune.
 
-lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. Tasks of
-the package are trusted as the package is. Files of `harness.task_folder` run code only with
-`harness.run_task_code`: task_files.py checks them before lm_eval reads them, and their templates are rendered
-in jinja's sandbox.
+lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. Functions
+of the tasks in the package are trusted as the package is. Other code runs only with `harness.run_task_code`:
+
+    files of `harness.task_folder`   task_files.py checks them before lm_eval reads them; their templates are
+                                     rendered in jinja's sandbox
+    metrics of the hub               the package `evaluate` downloads a script and runs it, or runs one with
+                                     this name in the current directory; a stand-in refuses to
 """
 
 import importlib.metadata
@@ -11,6 +14,8 @@ import json
 import math
 import os
 import random
+import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +57,7 @@ class Tasks:
         if folder is not None and not cfg.run_task_code:
             check_has_no_code(folder, set(lm_eval.api.registry.metric_registry))
             _restrict_templates()
+        metrics = None if cfg.run_task_code else _NoMetrics()
         manager = _manager(cfg, folder)
         for name in cfg.tasks:
             if name not in manager.task_index:
@@ -60,6 +66,8 @@ class Tasks:
                 )
         _seed()
         self._loaded = _of_task("cannot be read", lambda: _load(manager, cfg.tasks))
+        if metrics is not None and metrics.refused:  # lm_eval goes on without them
+            raise metrics.refused[0]
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
                 raise UserError(f"harness.tasks: {name} runs code that the model writes; leave it out")
@@ -103,6 +111,25 @@ class Tasks:
             "max_length": model.max_length,
             "versions": {"lm_eval": importlib.metadata.version("lm_eval")},
         }
+
+
+class _NoMetrics(types.ModuleType):
+    """Stands for the package `evaluate`, and raises UserError for each metric that a task asks it for."""
+
+    def __init__(self) -> None:
+        super().__init__("evaluate")
+        self.refused: list[UserError] = []
+        sys.modules["evaluate"] = self
+
+    def load(self, name: str, *_: Any, **__: Any) -> None:
+        """Raises UserError, and keeps it for callers that catch it."""
+        self.refused.append(
+            UserError(
+                f"harness.tasks: a task runs the metric {name!r:.60}, which is code of the hub; leave the "
+                "task out, or set harness.run_task_code=true if you trust it"
+            )
+        )
+        raise self.refused[-1]
 
 
 def _manager(cfg: HarnessConfig, folder: Path | None) -> Any:

@@ -268,6 +268,40 @@ def test_wrong_input_gets_one_line_and_runs_no_code(
     assert not (tmp_path / "evaluation.json").exists()
 
 
+def test_a_metric_of_the_hub_is_refused_before_its_code_runs(folder: Path, tmp_path: Path) -> None:
+    # `evaluate` would run this file, and this task of lm_eval would then run what the model writes.
+    (tmp_path / "code_eval").mkdir()
+    (tmp_path / "code_eval/code_eval.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    keys = ("harness.tasks=[humaneval]", "harness.task_folder=null")
+    done = evaluate(folder, folder / "tiny", tmp_path, *keys)
+    assert done.returncode == 2, done.stderr
+    assert "runs the metric 'code_eval', which is code of the hub" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("**/ran"))
+
+
+def test_sampled_answers_are_those_of_one_rank_on_two(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"The {number}"} for number in range(5)])
+    (tmp_path / "tasks").mkdir()
+    sampled = "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: x\n"
+    options = "generation_kwargs: {until: ['.'], max_new_tokens: 6, do_sample: true, temperature: 1.0}\n"
+    (tmp_path / "tasks/bad.yaml").write_text(PLAIN + sampled + options, encoding="utf-8")
+    beams = options.replace("temperature: 1.0", "num_beams: 4")
+    (tmp_path / "tasks/beams.yaml").write_text(
+        PLAIN.replace("bad", "beams") + sampled + beams, encoding="utf-8"
+    )
+    files, own = {}, f"harness.task_folder={tmp_path / 'tasks'}"
+    for ranks in (1, 2):
+        keys = ("harness.tasks=[bad]", own, f"harness.output={ranks}.jsonl", f"output={ranks}.json")
+        done = evaluate(folder, folder / "tiny", tmp_path, *keys, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        files[ranks] = (tmp_path / f"{ranks}.jsonl").read_bytes()
+    assert files[1] == files[2]
+    assert len({str(json.loads(line)["resps"]) for line in files[1].splitlines()}) == 5
+    done = evaluate(folder, folder / "tiny", tmp_path, "harness.tasks=[beams]", own)
+    assert done.returncode == 2
+    assert "a task sets 'num_beams' for its answers, which lptune does not have" in done.stderr
+
+
 def test_a_trusted_folder_may_run_its_functions(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"text": "a text"}])
     (tmp_path / "tasks").mkdir()

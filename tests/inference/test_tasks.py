@@ -66,7 +66,6 @@ def test_a_task_file_that_names_code_is_refused_with_its_line(
     ("keys", "message"),
     [
         ({"task_folder": "tasks"}, "harness.task_folder: needs harness.tasks"),
-        ({"tasks": ("a",), "run_task_code": True}, "harness.run_task_code: needs harness.task_folder"),
         ({"tasks": ("a",), "max_length": 1}, "harness.max_length: must be at least 2"),
         ({"tasks": ("a",), "num_fewshot": -1}, "harness.num_fewshot"),
         ({"tasks": ("a",), "output": ""}, "harness.output: is empty"),
