@@ -25,7 +25,8 @@ def test_without_lm_eval_one_line_says_what_to_install(
     tokenizer = data.load_tokenizer(make_checkpoint(tmp_path / "tiny"))
     assert read_tasks(HarnessConfig(), tokenizer, world) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"harness.tasks: lm_eval is not installed; (run: .*lm_eval|install)"):
+    line = r"harness.tasks: lm_eval is not installed; (run: .*lm-eval|install the packages)"
+    with pytest.raises(UserError, match=line):
         read_tasks(HarnessConfig(tasks=("hellaswag",)), tokenizer, world)
 
 
