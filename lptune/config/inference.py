@@ -1,6 +1,6 @@
 """The configs of `generate` and `evaluate`: recipes that use a model and train nothing, so no RunConfigs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from lptune.config.checks import at_least, check_path, one_of
 from lptune.config.errors import UserError
@@ -195,8 +195,9 @@ class HarnessConfig:
         for name in ("task_folder", "output"):
             if getattr(self, name) is not None:
                 check_path(f"harness.{name}", getattr(self, name))
-                if not self.tasks:
-                    raise UserError(f"harness.{name}: needs harness.tasks, which is not set")
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if changed and not self.tasks:
+            raise UserError(f"harness.{changed[0]}: needs harness.tasks, which is not set")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ Every rank gets all requests, answers its share of the batches, and gets the ans
 Only this module and harness_tasks.py import lm_eval; tasks.py imports both when a config names tasks.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 import lm_eval.utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from tqdm import tqdm
 
 from lptune.config import EvaluateConfig, SamplingConfig, UserError
 from lptune.data import end_ids
@@ -103,7 +105,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability in nats, whether greedy decoding gives it) of each (context, continuation)."""
-        with self._answering():
+        with self._answering(requests):
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 
@@ -116,7 +118,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """The log-probability in nats of each text. A text of more than `max_length` tokens is scored in
         windows; each token is scored once.
         """
-        with self._answering():
+        with self._answering(requests):
             pairs, counts = list[Pair](), list[int]()
             for (text,) in (request.args for request in requests):
                 windows = lm_eval.utils.get_rolling_token_windows(
@@ -134,7 +136,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for number, (context, options) in enumerate(request.args for request in requests):
             groups.setdefault(json.dumps(options, sort_keys=True), []).append((number, context))
         texts: dict[int, str] = {}
-        with self._answering():
+        with self._answering(requests):
             for options_text, numbered in groups.items():
                 texts |= self._generated(numbered, json.loads(options_text))
         return [texts[number] for number in range(len(requests))]
@@ -166,6 +168,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         prompts = [(number, self.tok_encode(context)[-room:]) for number, context in numbered]
         prompts.sort(key=lambda each: -len(each[1]))
         ends, found = self._end_ids(), dict[int, str]()
+        bar = tqdm(total=len(prompts), desc="answered", disable=None if self._world.is_main else True)
         for batches in rounds(in_batches(prompts, self._cfg.batch_size), self._world):
             mine = batches[self._world.data_rank]
             answers = [Answer(self._tokenizer, ends, stop, max_new_tokens) for _ in mine]
@@ -175,6 +178,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             texts = [_before(stop, self._tokenizer.decode(answer.ids)) for answer in answers]
             for of_rank in self._world.gather([(n, text) for (n, _), text in zip(mine, texts, strict=True)]):
                 found |= dict(of_rank)
+            bar.update(len(found) - bar.n)
+        bar.close()
         return found
 
     def _options(self, options: dict[str, Any]) -> tuple[list[str], int, SamplingConfig]:
@@ -206,8 +211,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return end_ids(self._tokenizer if is_chat else self._tokenizer.with_chat_template("none"))
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _answering(self, requests: Sequence[Any]) -> Iterator[None]:
         self.is_answering = True
+        # A task may order its documents by a set, whose order differs between processes.
+        texts = json.dumps([request.args for request in requests], default=str).encode()
+        if len(set(self._world.gather(hashlib.sha256(texts).hexdigest()))) > 1:
+            raise UserError(
+                "harness.tasks: a task makes other requests on each rank; set PYTHONHASHSEED=0 or use one rank"
+            )
         yield
         self.is_answering = False  # not after an error, whose cause it tells
 

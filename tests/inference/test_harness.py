@@ -8,12 +8,15 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lptune.config import UserError
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_recipe import make_checkpoint
 
 if importlib.util.find_spec("lm_eval") is None:
@@ -300,6 +303,26 @@ def test_sampled_answers_are_those_of_one_rank_on_two(folder: Path, tmp_path: Pa
     done = evaluate(folder, folder / "tiny", tmp_path, "harness.tasks=[beams]", own)
     assert done.returncode == 2
     assert "a task sets 'num_beams' for its answers, which lptune does not have" in done.stderr
+
+
+def ask_differently(rank: int, size: int, folder: Path) -> str:
+    from lptune import distributed
+    from lptune.config import EvaluateConfig, HarnessConfig, ModelConfig, PrecisionConfig
+    from lptune.inference import load_model
+    from lptune.inference.harness import HarnessModel
+
+    cfg = EvaluateConfig(model=ModelConfig(path=str(folder)), harness=HarnessConfig(tasks=("x",)))
+    with distributed.session("cpu") as world:
+        loaded = load_model(str(folder), PrecisionConfig(), "float32", world, num_tokens=8)
+        model = HarnessModel(loaded, cfg, world)
+        with pytest.raises(UserError) as raised:
+            model.loglikelihood([SimpleNamespace(args=("Once", f" {rank}"))])
+        return str(raised.value)
+
+
+def test_ranks_that_would_answer_other_requests_say_so(folder: Path) -> None:
+    lines = run_ranks(2, ask_differently, folder / "tiny")
+    assert all("a task makes other requests on each rank" in line for line in lines)
 
 
 def test_a_trusted_folder_may_run_its_functions(folder: Path, tmp_path: Path) -> None:

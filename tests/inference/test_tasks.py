@@ -66,6 +66,7 @@ def test_a_task_file_that_names_code_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"num_fewshot": 5}, "harness.num_fewshot: needs harness.tasks"),
         ({"task_folder": "tasks"}, "harness.task_folder: needs harness.tasks"),
         ({"tasks": ("a",), "max_length": 1}, "harness.max_length: must be at least 2"),
         ({"tasks": ("a",), "num_fewshot": -1}, "harness.num_fewshot"),
