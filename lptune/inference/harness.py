@@ -217,7 +217,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         texts = json.dumps([request.args for request in requests], default=str).encode()
         if len(set(self._world.gather(hashlib.sha256(texts).hexdigest()))) > 1:
             raise UserError(
-                "harness.tasks: a task makes other requests on each rank; set PYTHONHASHSEED=0 or use one rank"
+                "harness.tasks: a task makes other requests on each rank; set PYTHONHASHSEED=0 for all ranks"
             )
         yield
         self.is_answering = False  # not after an error, whose cause it tells
