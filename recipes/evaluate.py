@@ -1,13 +1,17 @@
-"""Evaluates any model folder or checkpoint in any precision: loss and perplexity, and exact match of answers.
+"""Evaluates any model folder or checkpoint in any precision: loss, exact match of answers, tasks of lm_eval.
 
     lptune run evaluate --config evaluation model.path=runs/finetune data.source=rows.jsonl
     lptune run evaluate --config evaluation prompts.source=questions.jsonl answers.extract=gsm8k
+    lptune run evaluate --config evaluation harness.tasks=[hellaswag,arc_easy]
 
-The first command measures the loss of rows, on 1..N ranks. The second command answers questions greedily and
-compares the answers with those of the rows. One command can do both. The result is a table and one JSON file.
-Two commands that differ in precision.kind alone measure what a precision costs.
+The first command measures the loss of rows. The second command answers questions greedily and compares the
+answers with those of the rows. The third command runs tasks of EleutherAI's evaluation harness. One command
+can do all of it, on 1..N ranks. The result is a table and one JSON file. Two commands that differ in
+precision.kind alone measure what a precision costs.
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +25,51 @@ from lptune.config import EvaluateConfig, SamplingConfig
 def main(cfg: EvaluateConfig) -> None:
     """Runs the evaluation that `cfg` describes. Wrong input raises UserError before a file is written."""
     with distributed.session(cfg.device) as world:
+        # --- Input: all of it is read and checked before weights are read.
+        inference.check_evaluation(cfg)
+        opened = inference.open_model(cfg.model.path, world.print, cfg.chat_template, cfg.chat_template_key)
+        tokenizer, vocab_size = opened.tokenizer, opened.config.vocab_size
+        held_out: data.EvaluationRows | None = None
+        questions = []
+        if cfg.prompts.source is not None:
+            questions = inference.read_questions(cfg.prompts, cfg.answers, tokenizer, vocab_size)
+        tasks = inference.read_tasks(cfg.harness, tokenizer, world)
+        if cfg.data.source:
+            with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
+                held_out = data.prepare_evaluation(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+
         # --- Model. Each rank has all of it.
-        inference.check_evaluation(cfg, world)
-        loaded = inference.load_model(
-            cfg.model.path,
-            cfg.precision,
-            cfg.compute_dtype,
-            world,
-            num_tokens=cfg.tokens_per_forward,
-            chat_template=cfg.chat_template,
-        )
-        model, tokenizer, vocab_size = loaded.model, loaded.tokenizer, loaded.model.config.vocab_size
+        loaded = opened.load(cfg.precision, cfg.compute_dtype, world, num_tokens=cfg.tokens_per_forward)
         summary, *_ = loaded.plan.table().splitlines()
         world.print(f"{loaded.trained.folder}: {summary}")
         parts: dict[str, Any] = {}
 
-        # --- Loss and perplexity. Questions are read first: a bad row is reported before hours of work.
-        questions = []
-        if cfg.prompts.source is not None:
-            questions = inference.read_questions(cfg.prompts, cfg.answers, tokenizer, vocab_size)
-        if cfg.data.source:
-            with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-                held_out, report = data.prepare_evaluation(
-                    cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size
-                )
-            for line in report:
+        # --- Loss and perplexity.
+        if held_out is not None:
+            for line in held_out.report:
                 world.print(line)
-            sums = {name: evaluate(model, rows, cfg, world) for name, rows in held_out.items()}
+            by_source = held_out.of_source.items()
+            sums = {name: evaluate(loaded.model, rows, cfg, world) for name, rows in by_source}
             parts["held_out"] = inference.loss_result(sums)
 
-        # --- Answers to questions, batch by batch.
+        # --- Answers to questions. In each round, every rank answers one batch.
         if questions:
             match = inference.ExactMatch(cfg.answers.extract)
-            for first in range(0, len(questions), cfg.batch_size):
-                batch = questions[first : first + cfg.batch_size]
-                for question, answer in zip(batch, answer_batch(loaded, batch, cfg), strict=True):
+            num_done = 0
+            for batches in inference.rounds(inference.in_batches(questions, cfg.batch_size), world):
+                answers = answer_batch(loaded, batches[world.data_rank], cfg)
+                finished = inference.gather_answers(answers, world)
+                for question, answer in zip(chain(*batches), chain(*finished), strict=True):
                     match.add(question, answer)
-                world.print(f"{first + len(batch):,} of {len(questions):,} questions")
+                num_done += sum(map(len, batches))
+                world.print(f"{num_done:,} of {len(questions):,} questions")
             parts["questions"] = match.result()
-            if cfg.answers.output is not None:
+            if cfg.answers.output is not None and world.is_main:
                 match.write(Path(cfg.answers.output).expanduser())
+
+        # --- Tasks of EleutherAI's harness.
+        if tasks is not None:
+            parts["harness"] = tasks.run(loaded, cfg, world)
 
         # --- Result.
         world.print(inference.result_table(parts))
@@ -88,7 +97,7 @@ def evaluate(
 
 
 def answer_batch(
-    loaded: inference.LoadedModel, batch: list[inference.Question], cfg: EvaluateConfig
+    loaded: inference.LoadedModel, batch: Sequence[inference.Question], cfg: EvaluateConfig
 ) -> list[inference.Answer]:
     """The greedy answers to a batch of questions."""
     answers = [

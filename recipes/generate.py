@@ -3,14 +3,16 @@
     lptune run generate --config generation model.path=runs/finetune
     lptune run generate --config generation model.path=runs/finetune prompts.source=x.jsonl output=y.jsonl
 
-The first command answers what is typed. The second command writes each row of x.jsonl with its answer, and
-continues where it was stopped. To try an idea, copy this file (`lptune cp generate my_recipe.py`) and
-edit the copy. The recipe decides what is answered and when; inference.decode has the loop over tokens.
+The first command answers what is typed. The second command writes each row of x.jsonl with its answer, on
+1..N ranks, and continues where it was stopped. To try an idea, copy this file (`lptune cp generate
+my_recipe.py`) and edit the copy. The recipe decides what is answered and when; inference.decode has the loop
+over tokens.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +20,61 @@ import torch
 
 import lptune
 from lptune import data, distributed, inference
-from lptune.config import GenerateConfig, UserError, check_sources, entries, printable
+from lptune.config import GenerateConfig, UserError, printable
+from lptune.launch import preemption
 
 
 def main(cfg: GenerateConfig) -> None:
     """Runs the job that `cfg` describes. Wrong input raises UserError before an answer is written."""
     with distributed.session(cfg.device) as world:
-        if world.size > 1:
-            raise UserError(
-                f"generate: needs one rank, found {world.size}; start one job for each GPU, with its own "
-                "prompts and output"
-            )
-        # --- Model. stdout is for answers.
-        check_sources("prompts.source", entries(cfg.prompts.source))  # before gigabytes are read
-        loaded = inference.load_model(
-            cfg.model.path,
-            cfg.precision,
-            cfg.compute_dtype,
-            world,
-            num_tokens=cfg.batch_size,  # of all forwards but the first, which runs the prompts
-            chat_template=cfg.prompts.chat_template,
-            say=say,
-        )
+
+        def say(line: str) -> None:  # stdout is for answers
+            if world.is_main:
+                print(printable(line), file=sys.stderr, flush=True)
+
+        # --- Input: all of it is checked before weights are read.
+        opened = inference.open_model(cfg.model.path, say, cfg.prompts.chat_template, "prompts.chat_template")
+        config, tokenizer = opened.config, opened.tokenizer
+        if cfg.prompts.source is not None:
+            prompts = data.read_prompts(cfg.prompts, tokenizer, config.vocab_size)
+        else:
+            writer = data.PromptWriter(cfg.prompts, tokenizer, config.vocab_size)
+            if world.size > 1:
+                raise UserError(
+                    f"generate: typed prompts need one rank, found {world.size}; set prompts.source"
+                )
+
+        # --- Model. Each rank has all of it.
+        num_tokens = cfg.batch_size  # of all forwards but the first, which runs the prompts
+        loaded = opened.load(cfg.precision, cfg.compute_dtype, world, num_tokens=num_tokens)
         summary, *_ = loaded.plan.table().splitlines()
         say(f"{loaded.trained.folder}: {summary}")
-        config, tokenizer = loaded.model.config, loaded.tokenizer
 
         # --- Chat: one prompt at a time. Its answer is printed while it grows.
         if cfg.prompts.source is None:
-            writer = data.PromptWriter(cfg.prompts, tokenizer, config.vocab_size)
             for number, prompt in enumerate(chat := inference.Chat(writer)):
                 (answer,), tokens = answer_batch(loaded, [prompt], number, cfg)
                 for _ in tokens:
                     chat.show(answer)
             return
 
-        # --- A file: batch by batch. The answers of a batch are written when the last of them is done.
+        # --- A file: in each round, every rank answers a batch. The round is written when all are done.
         assert cfg.output is not None
-        prompts = data.read_prompts(cfg.prompts, tokenizer, config.vocab_size)
         num_cut = num_beyond = 0
-        with inference.AnswerFile(Path(cfg.output), cfg.answer_column, settings(cfg, loaded)) as file:
-            for batch in file.batches_to_answer(prompts, cfg.batch_size):
-                answers, tokens = answer_batch(loaded, batch, file.num_answers, cfg)
+        with inference.AnswerFile(Path(cfg.output), cfg.answer_column, settings(cfg, loaded), world) as file:
+            for batches in file.rounds(prompts, cfg.batch_size):
+                first = file.num_answers + world.data_rank * cfg.batch_size
+                answers, tokens = answer_batch(loaded, batches[world.data_rank], first, cfg)
                 for _ in tokens:
-                    if stopped := world.stop_requested():  # the answers of this batch are dropped
-                        raise file.stopped(stopped)
-                file.write(batch, answers)
-                num_cut += sum(answer.ended_by == "length" for answer in answers)
-                lengths = (len(p.ids) + len(a.ids) for p, a in zip(batch, answers, strict=True))
-                num_beyond += sum(length > config.max_position_embeddings for length in lengths)
+                    if preemption.requested():
+                        break
+                finished = inference.gather_answers(answers, world)
+                if stopped := world.stop_requested():  # the answers of this round are dropped
+                    raise file.stopped(stopped)
+                file.write(batches, finished)
+                for prompt, done in zip(chain(*batches), chain(*finished), strict=True):
+                    num_cut += done.ended_by == "length"
+                    num_beyond += len(prompt.ids) + done.num_tokens > config.max_position_embeddings
                 say(f"{file.num_answers:,} answers")
             say(f"{file.path}: {file.num_answers:,} answers; {num_cut:,} new ones end at max_new_tokens")
             if num_beyond:
@@ -108,8 +116,3 @@ def settings(cfg: GenerateConfig, loaded: inference.LoadedModel) -> dict[str, An
         "seed": cfg.seed,
         "versions": {"lptune": lptune.__version__, "torch": str(torch.__version__)},
     }
-
-
-def say(line: str) -> None:
-    """Prints a line to stderr."""
-    print(printable(line), file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from lptune.config.inference import (
     EvaluateConfig,
     EvaluationDataConfig,
     GenerateConfig,
+    HarnessConfig,
     PromptsConfig,
     SamplingConfig,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "DistillationConfig",
     "DivergedError",
     "EvaluateConfig",
+    "HarnessConfig",
     "EvaluatedConfig",
     "EvaluationDataConfig",
     "ExportConfig",

@@ -1,6 +1,6 @@
 """The configs of `generate` and `evaluate`: recipes that use a model and train nothing, so no RunConfigs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from lptune.config.checks import at_least, check_path, one_of
 from lptune.config.errors import UserError
@@ -72,6 +72,14 @@ class SamplingConfig:
             raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")
 
 
+def _check_common(cfg: "GenerateConfig | EvaluateConfig") -> None:
+    """Checks the keys that both recipes have."""
+    one_of("device", cfg.device, ("auto", "cpu", "cuda"))
+    one_of("compute_dtype", cfg.compute_dtype, ("bfloat16", "float32"))
+    at_least("batch_size", cfg.batch_size, 1)
+    at_least("seed", cfg.seed, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """All keys of the recipe generate."""
@@ -95,10 +103,7 @@ class GenerateConfig:
     """Decides, with the number of a row, every random choice in its answer."""
 
     def __post_init__(self) -> None:
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
-        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
-        at_least("batch_size", self.batch_size, 1)
-        at_least("seed", self.seed, 0)
+        _check_common(self)
         if not self.answer_column:
             raise UserError("answer_column: is empty; give the answer a key")
         if self.output is not None:
@@ -152,6 +157,50 @@ class AnswersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """Tasks of EleutherAI's evaluation harness, the package lm_eval."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks, groups or tags (`hellaswag`, `mmlu`). Not given: no task is run."""
+    task_folder: str | None = None
+    """Folder of further tasks: YAML files, also in its folders. They may not name code, see run_task_code."""
+    run_task_code: bool = False
+    """Lets tasks run code that is not part of lm_eval: metrics of the hub, and what the files of task_folder
+    name (functions, classes, unrestricted templates). Trust such a folder like a program."""
+    num_fewshot: int | None = None
+    """Number of examples before each question. Not given: that of the task, else 0. A task that sets 0 keeps
+    it."""
+    fewshot_seed: int = 1234
+    """Decides which examples they are."""
+    max_rows: int | None = None
+    """Largest number of documents of each task."""
+    max_length: int | None = None
+    """Most tokens of a forward; the beginning of longer contexts is dropped. Not given:
+    max_position_embeddings of the model."""
+    max_new_tokens: int | None = None
+    """Largest number of tokens of a generated answer. Not given: that of the task, else 256."""
+    chat: bool = False
+    """Whether contexts are messages of a user, written by the chat template."""
+    system_prompt: str | None = None
+    """System message of these chats; without a chat, text before each context."""
+    output: str | None = None
+    """New file for all documents with their requests and answers, one JSON object per line."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_fewshot", 0), ("fewshot_seed", 0), ("max_rows", 1), ("max_length", 2)):
+            if getattr(self, name) is not None:
+                at_least(f"harness.{name}", getattr(self, name), least)
+        if self.max_new_tokens is not None:
+            at_least("harness.max_new_tokens", self.max_new_tokens, 1)
+        for name in ("task_folder", "output"):
+            if getattr(self, name) is not None:
+                check_path(f"harness.{name}", getattr(self, name))
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if changed and not self.tasks:
+            raise UserError(f"harness.{changed[0]}: needs harness.tasks, which is not set")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """All keys of the recipe evaluate."""
 
@@ -159,11 +208,12 @@ class EvaluateConfig:
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     output: str = "evaluation.json"
     """New file for the result."""
     batch_size: int = 8
-    """Packed rows of a forward, and prompts that are answered at once, per rank."""
+    """Packed rows of a forward, and prompts or requests that are answered at once, per rank."""
     device: str = "auto"
     """auto (cuda where there is one) | cpu | cuda."""
     compute_dtype: str = "bfloat16"
@@ -177,18 +227,27 @@ class EvaluateConfig:
         return self.data.chat_template if self.data.chat_template is not None else self.prompts.chat_template
 
     @property
+    def chat_template_key(self) -> str:
+        """The key that has `chat_template`, or could have it."""
+        if self.data.chat_template is not None:
+            return "data.chat_template"
+        is_of_data = self.prompts.chat_template is None and self.data.source
+        return "data.chat_template" if is_of_data else "prompts.chat_template"
+
+    @property
     def tokens_per_forward(self) -> int:
         """Number of tokens of the largest forwards but for prompts, for `precision.skip_small`."""
         return self.batch_size * (self.data.seq_len if self.data.source else 1)
 
     def __post_init__(self) -> None:
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
-        one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float32"))
-        at_least("batch_size", self.batch_size, 1)
-        at_least("seed", self.seed, 0)
+        _check_common(self)
         check_path("output", self.output)
-        if self.output == self.answers.output:
-            raise UserError("answers.output: is the same file as output; choose another")
+        files = {self.output: "output"}
+        for key, name in (("answers.output", self.answers.output), ("harness.output", self.harness.output)):
+            if name in files:
+                raise UserError(f"{key}: is the same file as {files[name]}; choose another")
+            if name is not None:
+                files[name] = key
         templates = {self.data.chat_template, self.prompts.chat_template} - {None}
         if len(templates) > 1:
             raise UserError(

@@ -10,7 +10,9 @@ with the tokens that the tokenizer puts before a text.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lptune.config import MEBI, PromptsConfig, UserError, check_sources, closest, entries, read_text
@@ -34,6 +36,7 @@ from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import TurnFinder
 
 _DETECTION_ROWS = 32
+_DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
 
 
 class Prompt(NamedTuple):
@@ -46,20 +49,39 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(cfg: PromptsConfig, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Prompt]:
-    """The prompts of `cfg.source`, in order. Rows are read as the prompts are needed.
+    """The prompts of `cfg.source`, in order. The columns are checked now; most rows are read when their
+    prompts are needed.
 
-    vocab_size: of the model. Raises UserError, with the place of the row, for a row that cannot be used.
+    vocab_size: of the model. Raises UserError as `PromptWriter` does, and, with the place of the row, for a
+    row that cannot be used.
     """
     assert cfg.source is not None
-    check_sources("prompts.source", entries(cfg.source))
-    rows = read_rows(cfg.source, BadRows("error"), split=cfg.split, max_rows=cfg.max_rows)
-    first = list(itertools.islice(rows, _DETECTION_ROWS))
-    writer = PromptWriter(cfg, tokenizer, vocab_size, first)
-    for row in itertools.chain(first, rows):
-        try:
-            yield writer.of_row(row)
-        except RowError as problem:
-            raise UserError(f"{row.place}: {problem}") from None
+    with _keys_of_prompts():
+        check_sources("prompts.source", entries(cfg.source))
+        rows = read_rows(cfg.source, BadRows("error"), split=cfg.split, max_rows=cfg.max_rows)
+        first = list(itertools.islice(rows, _DETECTION_ROWS))
+    return _written(PromptWriter(cfg, tokenizer, vocab_size, first), itertools.chain(first, rows))
+
+
+def _written(writer: "PromptWriter", rows: Iterable[Row]) -> Iterator[Prompt]:
+    with _keys_of_prompts():
+        for row in rows:
+            try:
+                yield writer.of_row(row)
+            except RowError as problem:
+                raise UserError(f"{row.place}: {problem}") from None
+
+
+@contextmanager
+def _keys_of_prompts() -> Iterator[None]:
+    """Renames keys in errors. The code that reads rows for training also reads prompts, and its errors name
+    keys of `data`; `prompts` has the same keys, but no on_bad_row.
+    """
+    try:
+        yield
+    except UserError as error:
+        line = str(error).replace(" (or set data.on_bad_row=skip)", "").replace(" rows to train on", " rows")
+        raise UserError(_DATA_KEY.sub("prompts.", line)) from None
 
 
 class PromptWriter:

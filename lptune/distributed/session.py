@@ -4,6 +4,7 @@ The code is the same for one rank and for many. Without a launcher the process g
 memory and no socket, so that FSDP, DTensor and all collectives also run on a single device.
 """
 
+import json
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +113,25 @@ class World:
         """Replaces each of `values` by its maximum over all ranks. A collective."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in the order of the ranks; every rank gets all of them. A collective.
+
+        value: what JSON can hold, so that nothing is pickled. Floats keep their bits, tuples become lists.
+        """
+        if self.size == 1:
+            return [json.loads(json.dumps(value))]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(mine)
+        dist.all_reduce(sizes)
+        padded = torch.nn.functional.pad(mine, (0, int(sizes.max()) - len(mine)))
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded)
+        return [
+            json.loads(each[:size].cpu().numpy().tobytes())
+            for each, size in zip(found, sizes.tolist(), strict=True)
+        ]
 
     def barrier(self) -> None:
         """Waits until all ranks have called it."""

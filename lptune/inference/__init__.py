@@ -13,25 +13,38 @@ from lptune.inference.answer_file import AnswerFile
 from lptune.inference.chat import Chat
 from lptune.inference.decode import decode
 from lptune.inference.exact_match import ExactMatch, Question, extracted, read_questions
-from lptune.inference.model import LoadedModel, load_model
+from lptune.inference.model import LoadedModel, OpenedModel, load_model, open_model
 from lptune.inference.result import check_evaluation, loss_result, result_table, write_result
+from lptune.inference.rounds import Finished, gather_answers, in_batches, rounds
 from lptune.inference.sampling import Sampler, probabilities
+from lptune.inference.score import Pair, Scored, score
+from lptune.inference.tasks import read_tasks
 
 __all__ = [
     "Answer",
     "AnswerFile",
     "Chat",
     "ExactMatch",
+    "Finished",
     "LoadedModel",
+    "OpenedModel",
+    "Pair",
     "Question",
     "Sampler",
+    "Scored",
     "check_evaluation",
     "decode",
     "extracted",
+    "gather_answers",
+    "in_batches",
     "load_model",
     "loss_result",
+    "open_model",
     "probabilities",
     "read_questions",
+    "read_tasks",
     "result_table",
+    "rounds",
+    "score",
     "write_result",
 ]

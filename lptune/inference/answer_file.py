@@ -1,6 +1,7 @@
 """The file of answers: one JSON object per row, the columns of the row and the answer.
 
-A batch is written when it is answered, in the order of the rows. So a job that was stopped or killed keeps
+A batch is written when it is answered, in the order of the rows. On several ranks, the batches of a round are
+written together (rounds.py). So a job that was stopped or killed keeps
 what it has, and the same command continues: it compares the answered rows with those of the source, and
 begins with the first batch that is not complete. (A batch is answered as a whole, so that a job gives the
 same answers however often it was stopped.)
@@ -13,14 +14,17 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any, BinaryIO, Self
 
+import torch
+
 from lptune.config import UserError, kind_of, lock_file, open_regular, read_text
 from lptune.data import Prompt
-from lptune.inference.answer import Answer
+from lptune.distributed import World
+from lptune.inference.rounds import Finished, in_batches, rounds
 from lptune.launch import preemption
 
 _MAX_SETTINGS_CHARS = 1 << 22
@@ -30,17 +34,20 @@ _VERSIONS = "versions"
 class AnswerFile:
     """The open file of answers, locked against other jobs. A context manager.
 
+    Only the main rank of `world` opens the file. The other ranks learn from it which prompts have answers.
     column: the key of the answer. settings: what decides the answers, as JSON values; the value of `versions`
     is written but not compared. Raises UserError if the file belongs to a job with other settings or is
     something else.
     """
 
-    def __init__(self, path: Path, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, column: str, settings: Mapping[str, Any], world: World) -> None:
         path = path.expanduser()
-        self.path, self._column = path, column
+        self.path, self._column, self._world = path, column, world
         self._settings_path = Path(f"{path.absolute()}.settings.json")
         self.num_answers = 0
         """Number of answers in the file that are known to belong to the rows of the source."""
+        if not world.is_main:
+            return
         try:
             if (kind := kind_of(path, follow=True)) not in ("", "a file"):
                 raise UserError(f"output: {path} is {kind}; give the name of a file")
@@ -59,59 +66,80 @@ class AnswerFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._world.is_main:
+            self._file.close()
 
-    def batches_to_answer(self, prompts: Iterator[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
-        """Yields the prompts that have no answer in the file, in batches of `size`. Write the answers of each
-        batch before the next one is asked for.
+    def rounds(self, prompts: Iterable[Prompt], size: int) -> Iterator[list[Sequence[Prompt]]]:
+        """Yields the prompts that have no answer in the file: one batch of `size` for each rank, as
+        `rounds.rounds` does. Write the answers of each round before the next one is asked for.
 
-        Raises UserError if the answered rows are not the first rows of the source.
+        Raises UserError if the answered rows are not the first rows of the source. A collective.
         """
-        end, is_answered = 0, True
-        while batch := list(itertools.islice(prompts, size)):
-            for prompt in batch:
-                if self._column in prompt.row.values:
-                    raise UserError(
-                        f"{prompt.row.place}: has a column {self._column!r}, the key of the answer; set "
-                        "answer_column to another name"
-                    )
-            if is_answered and all(self._has_answer(prompt) for prompt in batch):
-                end, self.num_answers = self._file.tell(), self.num_answers + len(batch)
-                continue
-            if is_answered:
-                is_answered = False
-                self._file.seek(end)
-                self._file.truncate()
-            yield batch
-        if is_answered and self._file.readline():
-            raise UserError(
-                f"output: {self.path} has more answers than prompts.source has rows; choose another output"
-            )
+        batches = in_batches(self._without_column(prompts), size)
+        num_batches, first = self._skip_answered(batches) if self._world.is_main else (0, [])
+        counts = torch.tensor([num_batches, self.num_answers], device=self._world.device)
+        num_batches, self.num_answers = map(int, self._world.sums(counts))
+        if not self._world.is_main:
+            first = next(itertools.islice(batches, num_batches, None), [])
+        if first:
+            yield from rounds(itertools.chain([first], batches), self._world)
 
-    def write(self, batch: Sequence[Prompt], answers: Sequence[Answer]) -> None:
-        """Appends the answers of a batch. Raises UserError if the disk does not take them."""
+    def write(self, batches: Sequence[Sequence[Prompt]], answers: Sequence[Sequence[Finished]]) -> None:
+        """Appends the answers of a round, on the main rank. Raises UserError if the disk does not take
+        them.
+        """
         lines = [
             _json({**prompt.row.values, self._column: answer.text}, prompt)
-            for prompt, answer in zip(batch, answers, strict=True)
+            for batch, of_batch in zip(batches, answers, strict=True)
+            for prompt, answer in zip(batch, of_batch, strict=True)
         ]
-        try:
-            self._file.write(b"".join(lines))
-            self._file.flush()
-        except OSError as error:
-            raise UserError(
-                f"output: {self.path} cannot be written: {error.strerror}; it keeps {self.num_answers:,} "
-                "answers, and the same command continues"
-            ) from None
-        self.num_answers += len(batch)
+        if self._world.is_main:
+            try:
+                self._file.write(b"".join(lines))
+                self._file.flush()
+            except OSError as error:
+                raise UserError(
+                    f"output: {self.path} cannot be written: {error.strerror}; it keeps {self.num_answers:,} "
+                    "answers, and the same command continues"
+                ) from None
+        self.num_answers += len(lines)
 
     def stopped(self, by: Signals) -> SystemExit:
         """The exception to raise when the signal `by` stopped the job: exit code 143. Prints a line."""
-        print(
-            f"stopped by {by.name}: {self.path} has {self.num_answers:,} answers; run again to continue",
-            file=sys.stderr,
-            flush=True,
-        )
+        if self._world.is_main:
+            print(
+                f"stopped by {by.name}: {self.path} has {self.num_answers:,} answers; run again to continue",
+                file=sys.stderr,
+                flush=True,
+            )
         return SystemExit(preemption.STOPPED)
+
+    def _without_column(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        for prompt in prompts:
+            if self._column in prompt.row.values:
+                raise UserError(
+                    f"{prompt.row.place}: has a column {self._column!r}, the key of the answer; set "
+                    "answer_column to another name"
+                )
+            yield prompt
+
+    def _skip_answered(self, batches: Iterator[list[Prompt]]) -> tuple[int, list[Prompt]]:
+        """The number of batches whose answers are complete, and the batch after them, if there is one. What
+        follows the complete batches in the file is removed.
+        """
+        num_complete = 0
+        for batch in batches:
+            end = self._file.tell()
+            if not all(self._has_answer(prompt) for prompt in batch):
+                self._file.seek(end)
+                self._file.truncate()
+                return num_complete, batch
+            num_complete, self.num_answers = num_complete + 1, self.num_answers + len(batch)
+        if self._file.readline():
+            raise UserError(
+                f"output: {self.path} has more answers than prompts.source has rows; choose another output"
+            )
+        return num_complete, []
 
     def _has_answer(self, prompt: Prompt) -> bool:
         line = self._file.readline()

@@ -20,20 +20,21 @@ def decode(
 ) -> Iterator[None]:
     """Adds tokens to `answers` until all of them are done; yields after each token.
 
-    model: not sharded. prompts: token ids, at least one in each row, of any lengths. answers: new, one for
-    each prompt. In float32, an answer does not depend on the other rows, up to the rounding of logits that
-    tie. Kinds with one scale for all tokens (`int8_tensorwise`) quantize a row by the largest value of all.
+    model: not sharded. prompts: token ids, at least one in each row, of any lengths; without prompts, nothing
+    is done. answers: new, one for each prompt. In float32, an answer does not depend on the other rows,
+    up to the rounding of logits that tie. Kinds with one scale for all tokens (`int8_tensorwise`) quantize a
+    row by the largest value of all.
     """
     rows = [list(prompt) for prompt in prompts]
     parameter = next(model.parameters())
-    longest = max(map(len, rows)) + max(answer.max_tokens for answer in answers)
+    longest = max(map(len, rows), default=0) + max((answer.max_tokens for answer in answers), default=0)
     cache = None
     while not all(answer.is_done for answer in answers):
         if cache is None or is_outgrown(model.config, list(map(len, rows))):
             cache = KVCache(model.config, len(rows), longest, parameter.device, parameter.dtype)
-            tokens_BS, lengths_B = _padded(rows, parameter.device)
+            tokens_BS, lengths_B = padded(rows, parameter.device)
         else:
-            tokens_BS, lengths_B = _padded([row[-1:] for row in rows], parameter.device)
+            tokens_BS, lengths_B = padded([row[-1:] for row in rows], parameter.device)
         next_B = sample(model.next_logits(tokens_BS, lengths_B, cache))
         for row, answer, token in zip(rows, answers, next_B.tolist(), strict=True):
             row.append(token)
@@ -43,7 +44,7 @@ def decode(
         yield
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows, padded on the right with zeros, int64 (B, S), and their lengths, int64 (B,)."""
     lengths_B = torch.tensor([len(row) for row in rows])
     tokens_BS = torch.zeros(len(rows), int(lengths_B.max()), dtype=torch.int64)

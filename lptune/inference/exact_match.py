@@ -27,7 +27,7 @@ from lptune.data.errors import RowError
 from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, listed, required_text
 from lptune.data.messages import is_messages, read_messages
 from lptune.data.sources import Row
-from lptune.inference.answer import Answer
+from lptune.inference.rounds import Finished
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
@@ -81,7 +81,7 @@ class ExactMatch:
         self._rows: list[dict[str, Any]] = []
         self._num_correct = self._num_without = self._num_cut = 0
 
-    def add(self, question: Question, answer: Answer) -> None:
+    def add(self, question: Question, answer: Finished) -> None:
         """Compares a finished answer with the reference."""
         found = extracted(answer.text, self._rule)
         is_correct = found == extracted(question.reference, self._rule)

@@ -16,10 +16,10 @@ import torch
 
 from lptune import linear
 from lptune.checkpoint import Trained, read_trained
-from lptune.config import PrecisionConfig
+from lptune.config import PrecisionConfig, UserError
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
-from lptune.models import Decoder, activate_attention
+from lptune.models import Decoder, DecoderConfig, activate_attention
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,53 @@ class LoadedModel:
     """The state of kinds with a history (`float8_delayed`), which lives as long as this object."""
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that was found, with its tokenizer. No weight was read: check all other input first."""
+
+    trained: Trained
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The sizes of the model."""
+        return self.trained.base.config
+
+    def load(
+        self, precision: PrecisionConfig, compute_dtype: str, world: World, *, num_tokens: int
+    ) -> LoadedModel:
+        """Reads the weights. The arguments are those of `load_model`."""
+        dtype: torch.dtype = getattr(torch, compute_dtype)
+        model = self.trained.base.build_on_meta().to(dtype)
+        plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
+        activate_attention(world.device)
+        model.to_empty(device=world.device)
+        model.reset_buffers(world.device)
+        low = linear.LowPrecision(model, plan, world=world, verify=False)
+        self.trained.load(model, low.state())
+        low.loaded()
+        model.requires_grad_(False)
+        return LoadedModel(model, self.tokenizer, self.trained, plan, low)
+
+
+def open_model(
+    path: str, say: Callable[[str], None], chat_template: str | None = None, key: str = "data.chat_template"
+) -> OpenedModel:
+    """Finds the model of `path`: a Hugging Face folder, an export, a checkpoint or the folder of a run.
+
+    say: gets notes on the input. chat_template: as in `data.load_tokenizer`; None: the template that the
+    model was trained with. key: the config's key of `chat_template`, for messages. Raises UserError as
+    `checkpoint.read_trained` and `data.load_tokenizer` do.
+    """
+    trained = read_trained(path, say)
+    template = chat_template if chat_template is not None else trained.chat_template
+    try:
+        tokenizer = load_tokenizer(trained.base.folder, template, date=trained.started_on)
+    except UserError as error:
+        raise UserError(str(error).replace("data.chat_template", key)) from None
+    return OpenedModel(trained, tokenizer)
+
+
 def load_model(
     path: str,
     precision: PrecisionConfig,
@@ -47,24 +94,11 @@ def load_model(
     chat_template: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """The model of `path`: a Hugging Face folder, an export, a checkpoint or the folder of a run.
+    """`open_model` and `OpenedModel.load`: the model of `path` with its weights.
 
-    compute_dtype: bfloat16 | float32. num_tokens: tokens of a forward, for `precision.skip_small`.
-    chat_template: as in `data.load_tokenizer`; None: the template that the model was trained with. say: gets
-    notes on the input; None: `world.print`. Each rank of `world` has the whole model. Raises UserError as
-    `checkpoint.read_trained`, `linear.convert` and `data.load_tokenizer` do.
+    compute_dtype: bfloat16 | float32. num_tokens: tokens of a forward, for `precision.skip_small`. say: None:
+    `world.print`. Each rank of `world` has the whole model. Raises UserError as `open_model` and
+    `linear.convert` do.
     """
-    trained = read_trained(path, say or world.print)
-    dtype: torch.dtype = getattr(torch, compute_dtype)
-    model = trained.base.build_on_meta().to(dtype)
-    plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
-    template = chat_template if chat_template is not None else trained.chat_template
-    tokenizer = load_tokenizer(trained.base.folder, template, date=trained.started_on)
-    activate_attention(world.device)
-    model.to_empty(device=world.device)
-    model.reset_buffers(world.device)
-    low = linear.LowPrecision(model, plan, world=world, verify=False)
-    trained.load(model, low.state())
-    low.loaded()
-    model.requires_grad_(False)
-    return LoadedModel(model, tokenizer, trained, plan, low)
+    opened = open_model(path, say or world.print, chat_template)
+    return opened.load(precision, compute_dtype, world, num_tokens=num_tokens)

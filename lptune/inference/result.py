@@ -18,27 +18,24 @@ from lptune.distributed import World
 from lptune.inference.model import LoadedModel
 
 
-def check_evaluation(cfg: EvaluateConfig, world: World) -> None:
+def check_evaluation(cfg: EvaluateConfig) -> None:
     """Raises UserError, before weights are read, for an evaluation that has no part, would overwrite a file,
     or reads what is not there.
     """
-    if not cfg.data.source and cfg.prompts.source is None:
+    if not cfg.data.source and cfg.prompts.source is None and not cfg.harness.tasks:
         raise UserError(
             "evaluate: nothing to evaluate; set data.source (loss and perplexity), prompts.source (answers "
-            "compared with references), or both"
+            "compared with references), harness.tasks (tasks of lm_eval), or several of them"
         )
     if cfg.prompts.source is not None:
         check_sources("prompts.source", entries(cfg.prompts.source))
-        if world.size > 1:
-            raise UserError(
-                f"prompts.source: needs one rank, found {world.size}; start evaluate on one rank, or leave "
-                "prompts.source out"
-            )
     outputs = {"output": cfg.output}
     if cfg.answers.output is not None:
         outputs["answers.output"] = cfg.answers.output
         if cfg.prompts.source is None:
             raise UserError("answers.output: needs prompts.source, which is not set")
+    if cfg.harness.output is not None:
+        outputs["harness.output"] = cfg.harness.output
     for key, name in outputs.items():
         path = Path(name).expanduser()
         if os.path.lexists(path):
@@ -82,13 +79,21 @@ def result_table(parts: dict[str, Any]) -> str:
             f"{found['num_at_max_new_tokens']:,} answers end at max_new_tokens, "
             f"{found['num_without_extract']:,} have nothing to compare"
         )
+    for name, metrics in parts.get("harness", {}).get("results", {}).items():
+        for key, value in metrics.items():
+            metric, _, of_filter = key.partition(",")
+            error = metrics.get(f"{metric}_stderr,{of_filter}")
+            if isinstance(value, (int, float)) and of_filter and not metric.endswith("_stderr"):
+                spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                lines.append(f"{name}: {metric} ({of_filter}) {value:.4f}{spread}")
     return "\n".join(lines)
 
 
 def write_result(parts: dict[str, Any], cfg: EvaluateConfig, loaded: LoadedModel, world: World) -> None:
     """Writes the file `cfg.output`, on the main rank. Raises UserError if the disk does not take it.
 
-    parts: `held_out` (`loss_result`) and `questions` (`ExactMatch.result`), as far as they were asked for.
+    parts: `held_out` (`loss_result`), `questions` (`ExactMatch.result`) and `harness` (`Tasks.run`), as far
+    as they were asked for.
     """
     if not world.is_main:
         return

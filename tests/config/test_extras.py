@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from lptune.config import how_to_install
 
-OPTIONAL = ("data", "datasets", "tensorboard", "wandb", "trackio", "triton")
+OPTIONAL = ("data", "datasets", "eval", "tensorboard", "wandb", "trackio", "triton")
 
 
 @pytest.mark.parametrize("extra", OPTIONAL)

@@ -115,6 +115,34 @@ def test_rows_that_cannot_be_used_get_one_line(
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.txt", ""),  # no rows
+        ("rows.jsonl", '{"question": "x"}\n{"question"'),  # no JSON, in a row that is read later
+        ("rows.jsonl", "not json"),
+        ("rows.docx", "x"),  # an unknown kind
+        ("none/rows.jsonl", None),
+        ("rows.jsonl", '{"question": [{"role": "user", "content": "x"}]}'),
+    ],
+)
+def test_errors_of_rows_name_keys_of_prompts(
+    tokenizer: Tokenizer, tmp_path: Path, name: str, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as raised:
+        ids(tokenizer, str(tmp_path / name))
+    assert "data." not in str(raised.value)
+    assert "train" not in str(raised.value)
+
+
+def test_columns_are_checked_before_the_first_prompt_is_asked_for(tokenizer: Tokenizer, write: Write) -> None:
+    cfg = PromptsConfig(source=write({"question": "x"}), prompt_column="questoin")
+    with pytest.raises(UserError, match="did you mean 'question'"):
+        read_prompts(cfg, tokenizer, tokenizer.vocab_size)
+
+
 def test_an_answer_ends_with_every_token_that_the_files_name(folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "model"
     copied.mkdir()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lptune import distributed, launch
 from lptune.config import ParallelConfig, UserError, mesh_axes
 from lptune.distributed import World
+from tests.helpers.ranks import run_ranks
 
 session = importlib.import_module("lptune.distributed.session")  # the package's `session` is the function
 
@@ -202,3 +203,15 @@ def test_deterministic_algorithms_are_on_within_the_session_and_off_after_it() -
     assert state() == before
     with distributed.session("cpu"):
         assert state() == before
+
+
+def gathered(rank: int, size: int) -> list[object]:
+    with distributed.session("cpu") as world:
+        return world.gather(
+            {"rank": rank, "text": "x" * (100 * rank) + "\ud800é", "sum": 0.1 + rank, "no": None}
+        )
+
+
+def test_every_rank_gets_the_values_of_all_in_their_order() -> None:
+    values = [{"rank": r, "text": "x" * (100 * r) + "\ud800é", "sum": 0.1 + r, "no": None} for r in range(3)]
+    assert run_ranks(3, gathered) == [values] * 3

@@ -240,8 +240,19 @@ def test_an_answer_without_a_number_is_wrong(tmp_path: Path) -> None:
         (["prompts.source=no.jsonl"], "no column is the reference answer"),
         (["data.source=qa.jsonl", "output=qa.jsonl"], "output: qa.jsonl exists"),
         (["data.source=qa.jsonl", "output=x/y.json"], "output: x is not a folder"),
+        (
+            ["harness.tasks=[no_task]"],
+            "harness.tasks: lm_eval ",
+        ),  # is not installed, or has no task of this name
+        (["data.source=qa.jsonl", "harness.output=a"], "harness.output: needs harness.tasks"),
+        (
+            ["harness.tasks=[x]", "harness.output=evaluation.json"],
+            "harness.output: is the same file as output",
+        ),
         (["data.source=qa.jsonl", "answers.output=a"], "answers.output: needs prompts.source"),
         (["data.source=qa.jsonl", "precision.kind=float8_rowwise"], "float8_rowwise"),
+        (["prompts.source=qa.jsonl", "prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja'"),
+        (["data.source=qa.jsonl", "data.chat_template=no.jinja"], "data.chat_template: 'no.jinja'"),
         (["data.source=qa.jsonl", "data.chat_template=none", "prompts.chat_template=x"], "differ"),
     ],
 )
@@ -260,8 +271,23 @@ def test_wrong_input_gets_one_line_and_code_2(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_questions_on_several_ranks_get_one_line(evaluate: Evaluate, tmp_path: Path) -> None:
-    write_rows(tmp_path / "qa.jsonl", [{"question": "What is 2 + 2?", "answer": "four"}])
-    done = evaluate("prompts.source=qa.jsonl", ranks=2)
-    assert done.returncode == 2
-    assert "prompts.source: needs one rank, found 2" in done.stderr
+def test_questions_on_two_ranks_get_the_result_of_one(evaluate: Evaluate, tmp_path: Path) -> None:
+    rows = [{"question": f"What comes after {number}?", "answer": "four"} for number in range(5)]
+    write_rows(tmp_path / "qa.jsonl", rows)
+    keys = (
+        "prompts.source=qa.jsonl",
+        "prompts.chat_template=none",
+        "answers.max_new_tokens=4",
+        "batch_size=2",
+    )
+    found = {}
+    for ranks in (1, 2):
+        files = (f"output={ranks}.json", f"answers.output={ranks}.jsonl")
+        done = evaluate(*keys, *files, "precision.kind=int8_tensorwise", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        found[ranks] = (
+            result(tmp_path, f"{ranks}.json")["questions"],
+            (tmp_path / f"{ranks}.jsonl").read_bytes(),
+        )
+    assert found[1] == found[2]
+    assert found[1][0]["num_questions"] == 5

@@ -135,6 +135,7 @@ def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
         (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
         (["sampling.temperature=-1"], "sampling.temperature"),
         (["precision.kind=float8_rowwise"], "float8_rowwise"),
+        (["prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja' is neither"),
         (["prompts.system_prompt=x", "prompts.chat_template=none"], "prompts.system_prompt"),
     ],
 )
@@ -150,6 +151,8 @@ def test_wrong_input_gets_one_line_and_code_2(
     assert message in error
     assert "Traceback" not in done.stderr
     assert source.read_bytes() == before
+    if "prompts." in message:  # before weights are read, after which the plan is printed
+        assert "linear layers" not in done.stderr
 
 
 def test_answers_of_other_settings_or_rows_are_not_continued(generate: Generate, tmp_path: Path) -> None:
@@ -167,7 +170,26 @@ def test_answers_of_other_settings_or_rows_are_not_continued(generate: Generate,
     assert (tmp_path / "a.jsonl").read_bytes() == answers
 
 
-def test_several_ranks_get_one_line(generate: Generate) -> None:
+def test_typed_prompts_on_several_ranks_get_one_line(generate: Generate) -> None:
     done = generate(ranks=2)
     assert done.returncode == 2
-    assert "generate: needs one rank, found 2" in done.stderr
+    assert "generate: typed prompts need one rank, found 2; set prompts.source" in done.stderr
+
+
+def test_two_ranks_write_the_file_of_one_rank_and_continue_it(generate: Generate, tmp_path: Path) -> None:
+    # int8_tensorwise quantizes a batch with one scale, so other batches would give other answers; the
+    # temperature is above 0, so that rows draw by their number in the job.
+    source = write_rows(tmp_path, 9)
+    keys = (f"prompts.source={source}", "batch_size=2", "precision.kind=int8_tensorwise")
+    assert generate(*keys, "output=one.jsonl").returncode == 0
+    whole = (tmp_path / "one.jsonl").read_bytes()
+    done = generate(*keys, "output=two.jsonl", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == whole
+    # Stopped by one rank after 3 of 5 batches: two ranks begin with the fourth.
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:7]))
+    (tmp_path / "cut.jsonl.settings.json").write_bytes((tmp_path / "one.jsonl.settings.json").read_bytes())
+    for _ in range(2):  # the second time, nothing is left to do
+        done = generate(*keys, "output=cut.jsonl", ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "cut.jsonl").read_bytes() == whole

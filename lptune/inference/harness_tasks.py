@@ -1,0 +1,216 @@
+"""Tasks of EleutherAI's evaluation harness (lm_eval): what may run, and a run on a model of lptune.
+
+lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. Functions
+of the tasks in the package are trusted as the package is. Other code runs only with `harness.run_task_code`:
+
+    files of `harness.task_folder`   task_files.py checks them before lm_eval reads them; their templates are
+                                     rendered in jinja's sandbox
+    metrics of the hub               the package `evaluate` downloads a script and runs it, or runs one with
+                                     this name in the current directory; a stand-in refuses to
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval.api.metrics  # fills the registry
+import lm_eval.api.registry
+import lm_eval.utils
+import numpy as np
+import torch
+from jinja2 import BaseLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+
+from lptune import hub_requests
+from lptune.checkpoint.files import write_text
+from lptune.config import EvaluateConfig, HarnessConfig, UserError, closest
+from lptune.distributed import World
+from lptune.inference.harness import HarnessModel
+from lptune.inference.model import LoadedModel
+from lptune.inference.task_files import check_has_no_code
+
+_SEEDS = {"random": 0, "numpy": 1234, "torch": 1234}
+"""What lm_eval's command sets. Tasks that shuffle or draw use them."""
+_BOOTSTRAP_ROUNDS = 1000
+"""Of the standard error of metrics without a formula. lm_eval's 100,000 take minutes."""
+
+
+class Tasks:
+    """The tasks of a config, with their data sets. Raises UserError for what cannot be read or may not
+    run.
+    """
+
+    def __init__(self, cfg: HarnessConfig) -> None:
+        self._cfg = cfg
+        folder = None if cfg.task_folder is None else Path(cfg.task_folder).expanduser()
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"harness.task_folder: {folder} is not a folder")
+        if folder is not None and not cfg.run_task_code:
+            check_has_no_code(folder, set(lm_eval.api.registry.metric_registry))
+            _restrict_templates()
+        metrics = None if cfg.run_task_code else _NoMetrics()
+        manager = _manager(cfg, folder)
+        for name in cfg.tasks:
+            if name not in manager.task_index:
+                raise UserError(
+                    f"harness.tasks: lm_eval has no task {name!r}{closest(name, list(manager.task_index))}"
+                )
+        _seed()
+        self._loaded = _of_task("cannot be read", lambda: _load(manager, cfg.tasks))
+        if metrics is not None and metrics.refused:  # lm_eval goes on without them
+            raise metrics.refused[0]
+        for name, task in self._loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(f"harness.tasks: {name} runs code that the model writes; leave it out")
+            if getattr(task, "MULTIMODAL", False):
+                raise UserError(f"harness.tasks: {name} needs images or sounds; leave it out")
+            own = task.get_config("num_fewshot")
+            if own != 0:
+                task.set_config(
+                    key="num_fewshot", value=(own or 0) if cfg.num_fewshot is None else cfg.num_fewshot
+                )
+            task.set_fewshot_seed(seed=cfg.fewshot_seed)
+
+    def run(self, loaded: LoadedModel, cfg: EvaluateConfig, world: World) -> dict[str, Any]:
+        """The results, as JSON values; writes the file `cfg.harness.output`. A collective."""
+        model = HarnessModel(loaded, cfg, world)
+        _seed()
+        os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork this process, which has threads and a GPU
+        found = _of_task(
+            "fails",
+            lambda: evaluate(
+                lm=model,
+                task_dict=self._loaded,
+                limit=cfg.harness.max_rows,
+                bootstrap_iters=_BOOTSTRAP_ROUNDS,
+                log_samples=cfg.harness.output is not None,
+                system_instruction=cfg.harness.system_prompt,
+                apply_chat_template=cfg.harness.chat,
+                fewshot_as_multiturn=cfg.harness.chat,
+            ),
+            model,
+        )
+        if cfg.harness.output is not None and world.is_main:
+            _write_samples(Path(cfg.harness.output).expanduser(), found["samples"])
+        keys = ("results", "groups", "n-shot", "n-samples", "higher_is_better")
+        kept = {key: _plain(found[key]) for key in keys if key in found}
+        seeds = _SEEDS | {"fewshot": cfg.harness.fewshot_seed, "generation": cfg.seed}
+        return kept | {
+            "task_versions": _plain(found["versions"]),
+            "seeds": seeds,
+            "bootstrap_rounds": _BOOTSTRAP_ROUNDS,
+            "max_length": model.max_length,
+            "versions": {"lm_eval": importlib.metadata.version("lm_eval")},
+        }
+
+
+class _NoMetrics(types.ModuleType):
+    """Stands for the package `evaluate`, and raises UserError for each metric that a task asks it for."""
+
+    def __init__(self) -> None:
+        super().__init__("evaluate")
+        self.refused: list[UserError] = []
+        sys.modules["evaluate"] = self
+
+    def load(self, name: str, *_: Any, **__: Any) -> None:
+        """Raises UserError, and keeps it for callers that catch it."""
+        self.refused.append(
+            UserError(
+                f"harness.tasks: a task runs the metric {name!r:.60}, which is code of the hub; leave the "
+                "task out, or set harness.run_task_code=true if you trust it"
+            )
+        )
+        raise self.refused[-1]
+
+
+def _manager(cfg: HarnessConfig, folder: Path | None) -> Any:
+    """The index of tasks. lm_eval's own, of 14,000 names, takes ten seconds: without it where task_folder has
+    all tasks, and none of them is a group, which may name others.
+    """
+    if folder is not None:
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        entries = [manager.task_index.get(name) for name in cfg.tasks]
+        if all(entry is not None and entry.kind.name in ("TASK", "PY_TASK") for entry in entries):
+            return manager
+    return TaskManager(include_path=None if folder is None else str(folder))
+
+
+def _load(manager: Any, names: Sequence[str]) -> Any:
+    hub_requests.check_environment()
+    with hub_requests.session():
+        return manager.load(list(names))
+
+
+def _seed() -> None:
+    random.seed(_SEEDS["random"])
+    np.random.seed(_SEEDS["numpy"])
+    torch.manual_seed(_SEEDS["torch"])
+
+
+def _restrict_templates() -> None:
+    """Replaces the jinja environment of lm_eval by a sandbox, in which a template cannot reach Python."""
+    before = getattr(lm_eval.utils, "env", None)
+    if before is None:
+        raise UserError(
+            "harness.task_folder: this version of lm_eval offers no way to restrict templates; set "
+            "harness.run_task_code=true if you trust the folder like a program"
+        )
+    sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox.filters["regex_replace"] = before.filters["regex_replace"]
+    lm_eval.utils.env = sandbox
+
+
+def _of_task(what: str, call: Callable[[], Any], model: HarnessModel | None = None) -> Any:
+    """call(), with any error that is not lptune's as a UserError: data sets, templates and metrics of tasks
+    raise every type. `what`: what the task does.
+    """
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        if model is not None and model.is_answering:
+            raise
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = "" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        name, line = type(error).__name__, hub_requests.first_line(error)
+        found = name if line == name else f"{name}: {line}"
+        raise UserError(
+            f"harness.tasks: a task {what}: {found} (raised in {where}); correct it, or leave it out"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON values; numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (np.floating, np.integer)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _write_samples(path: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
+    lines = [
+        f"{json.dumps({'task': task, **_plain(sample)})}\n"
+        for task, found in samples.items()
+        for sample in found
+    ]
+    try:
+        write_text(path, "".join(lines))
+    except OSError as error:
+        raise UserError(f"harness.output: {path} cannot be written: {error.strerror}") from None

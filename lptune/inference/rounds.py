@@ -1,0 +1,43 @@
+"""Batches on several ranks: in each round, every rank answers one batch, and every rank gets all answers.
+
+Batch number n goes to data rank n modulo the number of data ranks. So the batches, and with them the answers
+and their order, are those of one rank, also for kinds that quantize a batch with one scale. A round ends with
+a collective: a rank waits for the others for at most one batch, not for the rest of the job.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from lptune.distributed import World
+from lptune.inference.answer import Answer
+
+T = TypeVar("T")
+
+
+class Finished(NamedTuple):
+    """A finished answer of any rank."""
+
+    text: str
+    ended_by: str
+    """token | text | length. Empty if the rank was stopped before the end."""
+    num_tokens: int
+
+
+def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items; the last one may be shorter."""
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch
+
+
+def rounds(batches: Iterable[Sequence[T]], world: World) -> Iterator[list[Sequence[T]]]:
+    """Lists of one batch for each data rank. In the last list, the batches at the end may be empty."""
+    for found in in_batches(batches, world.data_size):
+        yield [*found, *([()] * (world.data_size - len(found)))]
+
+
+def gather_answers(answers: Sequence[Answer], world: World) -> list[list[Finished]]:
+    """The answers of every rank, in the order of the ranks. A collective."""
+    mine = [(answer.text, answer.ended_by, len(answer.ids)) for answer in answers]
+    return [[Finished(*each) for each in of_rank] for of_rank in world.gather(mine)]
