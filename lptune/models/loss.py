@@ -165,35 +165,71 @@ class Divergence:
 
 
 class TopKDivergence:
-    """KL(teacher || student) over the teacher's k most probable words, with all other words as one event.
+    """The divergence between teacher and student over k words, with all other words as one event, in nats.
 
     Let p be the teacher's and q the student's probabilities of the k words, and r = 1 - sum of p_i and
-    s = 1 - sum of q_i the probabilities of the other words:
+    s = 1 - sum of q_i the probabilities of the other words. KL(teacher || student) of these k + 1 events is
 
         sum over the k words of p_i * (log p_i - log q_i)  +  r * (log r - log s)
 
     By the chain rule of relative entropy (Cover and Thomas, Elements of Information Theory, theorem 2.5.3),
     the KL over all words is this value plus r * KL(teacher || student, given that the word is none of the k).
     So this value is never negative and never above the full KL. It is 0 only if the student agrees on the k
-    words, and hence on the sum of the others. It approaches the full KL as k grows. Without the second term,
-    or with p scaled to a sum of 1, the student would learn to overrate the k words (arXiv:2503.16870).
+    words, and hence on the sum of the others. It approaches the full KL as k grows, and equals it if k = V.
+    Without the second term, or with p scaled to a sum of 1, the student would learn to overrate the k words
+    (arXiv:2503.16870).
 
-    log_p_BSk: log-probabilities under the teacher's softmax over all words. If rounding makes the sum of p
-    larger than 1, r counts as 0. words_BSk: int64, distinct for each token. k must be less than V.
+    `reverse` and `temperature` mean what they mean in `Divergence`; the same holds of the reverse KL, with
+    the roles exchanged. log_p_BSk: log-probabilities under the teacher's softmax(logits / temperature) over
+    all words. words_BSk: integers, distinct for each token. log_rest_BS: log r, in which a small r keeps its
+    digits; None: r is 1 - sum of p, or 0 if rounding makes that sum larger than 1. With reverse > 0, the
+    teacher's probabilities must not be 0.
     """
 
     serves_parts = True
 
-    def __init__(self, log_p_BSk: Tensor, words_BSk: Tensor) -> None:
-        self.targets = (log_p_BSk.detach(), words_BSk)
+    def __init__(
+        self,
+        log_p_BSk: Tensor,
+        words_BSk: Tensor,
+        log_rest_BS: Tensor | None = None,
+        *,
+        reverse: float = 0.0,
+        temperature: float = 1.0,
+    ) -> None:
+        self.targets: tuple[Tensor, ...] = (log_p_BSk.detach(), words_BSk)
+        if log_rest_BS is not None:
+            self.targets += (log_rest_BS.detach(),)
+        self._reverse, self._temperature = reverse, temperature
 
-    def values(self, logits: Logits, labels_t: Tensor, log_p_tk: Tensor, words_tk: Tensor) -> Tensor:
-        assert words_tk.shape[1] < logits.words.vocab_size, "all words of the vocabulary are no top k"
-        log_q_tk, log_s_t = _log_probabilities_and_rest(logits, words_tk)
-        p_tk = log_p_tk.float().exp()
-        r_t = (1.0 - p_tk.sum(1)).clamp(min=0.0)
-        entropy_t = -torch.xlogy(p_tk, p_tk).sum(1) - torch.xlogy(r_t, r_t)
-        return -(p_tk * log_q_tk).sum(1) - r_t * log_s_t - entropy_t
+    def values(
+        self,
+        logits: Logits,
+        labels_t: Tensor,
+        log_p_tk: Tensor,
+        words_tk: Tensor,
+        log_r_t: Tensor | None = None,
+    ) -> Tensor:
+        log_p_tk, words_tk = log_p_tk.float(), words_tk.long()
+        p_tk = log_p_tk.exp()
+        has_rest = words_tk.shape[1] < logits.words.vocab_size
+        if has_rest:
+            if log_r_t is None:
+                log_r_t = (1.0 - p_tk.sum(1)).clamp(min=0.0).log()
+            log_r_t = log_r_t.float()
+            r_t = log_r_t.exp()
+            log_q_tk, log_s_t = _log_probabilities_and_rest(logits, words_tk, self._temperature)
+            entropy_t = -torch.xlogy(p_tk, p_tk).sum(1) - torch.xlogy(r_t, r_t)
+            forward_t = -(p_tk * log_q_tk).sum(1) - r_t * log_s_t - entropy_t
+        else:
+            log_q_tk = _log_probabilities(logits, words_tk, self._temperature)
+            forward_t = (torch.xlogy(p_tk, p_tk) - p_tk * log_q_tk).sum(1)
+        if self._reverse == 0:
+            return forward_t
+        reverse_t = (log_q_tk.exp() * (log_q_tk - log_p_tk)).sum(1)
+        if log_r_t is not None and has_rest:
+            reverse_t = reverse_t + log_s_t.exp() * (log_s_t - log_r_t)
+        return (1 - self._reverse) * forward_t + self._reverse * reverse_t
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
         return values_t
@@ -226,16 +262,21 @@ class WeightedSum:
         return values_t
 
 
-def _log_probabilities(logits: Logits, words_tk: Tensor) -> Tensor:
-    """(t, k) log-probabilities of words_tk. An entry that is no word (a label of -100) gives any number."""
+def _log_probabilities(logits: Logits, words_tk: Tensor, temperature: float = 1.0) -> Tensor:
+    """(t, k) log-probabilities of words_tk under softmax(logits / temperature). An entry that is no word (a
+    label of -100) gives any number.
+    """
     places = logits.words.columns(words_tk, logits.width)
     with torch.no_grad():
         largest_t = logits.words.largest(logits.for_each_token(_largest))
-    sums = logits.words.sum(logits.for_each_token(_sum_and_picked, largest_t, *places))
+    sums_of = functools.partial(_sum_and_picked, temperature=temperature)
+    sums = logits.words.sum(logits.for_each_token(sums_of, largest_t, *places))
     return sums[:, 1:] - sums[:, :1].log()
 
 
-def _log_probabilities_and_rest(logits: Logits, words_tk: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probabilities_and_rest(
+    logits: Logits, words_tk: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """(t, k) as `_log_probabilities`, and (t,) the log of the total probability of all other words.
 
     The other words are summed directly. 1 - (sum of the k probabilities) would lose them in float32 if the k
@@ -244,9 +285,10 @@ def _log_probabilities_and_rest(logits: Logits, words_tk: Tensor) -> tuple[Tenso
     places = logits.words.columns(words_tk, logits.width)
     with torch.no_grad():
         largest_t2 = logits.words.largest(logits.for_each_token(_largest_and_rest, *places))
-    sums = logits.words.sum(logits.for_each_token(_sum_rest_and_picked, largest_t2, *places))
+    sums_of = functools.partial(_sum_rest_and_picked, temperature=temperature)
+    sums = logits.words.sum(logits.for_each_token(sums_of, largest_t2, *places))
     log_total_t1, log_rest_t1 = sums[:, :1].log(), sums[:, 1:2].log()
-    log_rest_t1 = log_rest_t1 + (largest_t2[:, 1:] - largest_t2[:, :1])
+    log_rest_t1 = log_rest_t1 + (largest_t2[:, 1:] - largest_t2[:, :1]) / temperature
     return sums[:, 2:] - log_total_t1, (log_rest_t1 - log_total_t1)[:, 0]
 
 
@@ -261,8 +303,12 @@ def _largest(x_tv: Tensor) -> Tensor:
     return x_tv.amax(1)
 
 
-def _sum_and_picked(x_tv: Tensor, largest_t: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+def _sum_and_picked(
+    x_tv: Tensor, largest_t: Tensor, columns_tk: Tensor, here_tk: Tensor, *, temperature: float
+) -> Tensor:
     x_tv = x_tv - largest_t[:, None]
+    if temperature != 1.0:
+        x_tv = x_tv / temperature
     picked_tk = torch.where(here_tk, x_tv.gather(1, columns_tk), 0.0)
     return torch.cat([x_tv.exp().sum(1, keepdim=True), picked_tk], 1)
 
@@ -280,9 +326,13 @@ def _largest_and_rest(x_tv: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tens
     return torch.stack([x_tv.amax(1), _without(x_tv, columns_tk, here_tk).amax(1)], 1)
 
 
-def _sum_rest_and_picked(x_tv: Tensor, largest_t2: Tensor, columns_tk: Tensor, here_tk: Tensor) -> Tensor:
+def _sum_rest_and_picked(
+    x_tv: Tensor, largest_t2: Tensor, columns_tk: Tensor, here_tk: Tensor, *, temperature: float
+) -> Tensor:
     rest_tv = _without(x_tv, columns_tk, here_tk) - largest_t2[:, 1:]
-    sum_and_picked = _sum_and_picked(x_tv, largest_t2[:, 0], columns_tk, here_tk)
+    if temperature != 1.0:
+        rest_tv = rest_tv / temperature
+    sum_and_picked = _sum_and_picked(x_tv, largest_t2[:, 0], columns_tk, here_tk, temperature=temperature)
     return torch.cat([sum_and_picked[:, :1], rest_tv.exp().sum(1, keepdim=True), sum_and_picked[:, 1:]], 1)
 
 

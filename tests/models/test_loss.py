@@ -100,6 +100,26 @@ def top_k_truth(logits_TV: Tensor, log_p_Tk: Tensor, words_Tk: Tensor) -> Tensor
     return F.kl_div(torch.cat([log_q_TV.gather(1, words_Tk), log_s_T1], 1), p_Tk, reduction="none").sum(1)
 
 
+def top_k_and_rest(teacher_TV: Tensor, k: int = K, temperature: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and words of the k largest, and the log-probability of all others, in float32."""
+    log_p_TV = torch.log_softmax(teacher_TV.double() / temperature, -1)
+    log_p_Tk, words_Tk = log_p_TV.topk(k)
+    log_r_T = log_p_TV.scatter(-1, words_Tk, -torch.inf).logsumexp(-1)
+    return log_p_Tk.float(), words_Tk, log_r_T.float()
+
+
+def mixed_top_k_truth(
+    logits_TV: Tensor, log_p_Tk: Tensor, words_Tk: Tensor, log_r_T: Tensor, temperature: float = 2.0
+) -> Tensor:
+    """0.3 of the reverse divergence over k + 1 events, float64."""
+    log_q_TV = torch.log_softmax(logits_TV.double() / temperature, -1)
+    log_s_T1 = log_q_TV.scatter(1, words_Tk, -torch.inf).logsumexp(1, keepdim=True)
+    log_q_Tn = torch.cat([log_q_TV.gather(1, words_Tk), log_s_T1], 1)
+    log_p_Tn = torch.cat([log_p_Tk, log_r_T[:, None]], 1).double()
+    difference_Tn = log_p_Tn - log_q_Tn
+    return ((0.7 * log_p_Tn.exp() - 0.3 * log_q_Tn.exp()) * difference_Tn).sum(1)
+
+
 class Case(NamedTuple):
     """How an objective is tested. A new objective needs a row of CASES, here and on a cut vocabulary."""
 
@@ -185,6 +205,14 @@ CASES = {
         make=lambda teacher_TV: TopKDivergence(*top_k(teacher_TV)),
         # The k log-probabilities are float32 numbers, which the objective is given.
         truth=lambda logits_TV, _, teacher_TV: top_k_truth(logits_TV, *top_k(teacher_TV.float())),
+        tolerance=divergence_tolerance,
+        num_temporaries=6.25,
+    ),
+    "top k in both directions": Case(
+        make=lambda teacher_TV: TopKDivergence(*top_k_and_rest(teacher_TV), reverse=0.3, temperature=2.0),
+        truth=lambda logits_TV, _, teacher_TV: mixed_top_k_truth(
+            logits_TV, *top_k_and_rest(teacher_TV.float())
+        ),
         tolerance=divergence_tolerance,
         num_temporaries=6.25,
     ),
@@ -371,6 +399,37 @@ def test_the_divergence_of_the_top_k_misses_what_the_chain_rule_says() -> None:
         assert (full_T - (found_T + r_T * missed_T)).abs().max() < tolerance
         assert (found_T > last_T - tolerance).all()  # grows with k
         last_T = found_T
+
+
+@pytest.mark.parametrize(
+    ("reverse", "temperature"), [(0.0, 1.0), (0.0, 4.0), (0.4, 2.0), (1.0, 1.0)], ids=str
+)
+def test_the_top_k_of_all_words_is_the_divergence_over_all_words(reverse: float, temperature: float) -> None:
+    logits_TV, labels_T, teacher_TV = inputs()
+    full = Divergence(teacher_TV, reverse=reverse, temperature=temperature)
+    log_p_Tk, words_Tk, log_r_T = top_k_and_rest(teacher_TV, V, temperature)
+    assert (log_r_T == -torch.inf).all()
+    top = TopKDivergence(log_p_Tk, words_Tk.int(), log_r_T, reverse=reverse, temperature=temperature)
+    found = []
+    for objective in (full, top):
+        values_T = compute(objective, nn.Identity(), logits_TV, labels_T)
+        found.append((values_T.detach(), torch.autograd.grad(values_T.sum(), logits_TV)[0]))
+    spread = 25.0 / temperature
+    assert (found[0][0] - found[1][0]).abs().max() < 2 * divergence_tolerance(V, spread)
+    assert (found[0][1] - found[1][1]).abs().max() < 4 * log_p_tolerance(V, spread)
+
+
+def test_a_small_rest_of_the_teacher_keeps_its_digits() -> None:
+    # r = e**-30: 1 - (sum of p) is 0 or 6e-8, and the reverse divergence needs log r.
+    log_p_Tk = torch.full((1, K), -math.log(K))
+    logits_TV = torch.zeros(1, V, requires_grad=True)
+    target = (log_p_Tk, torch.arange(K)[None], torch.tensor([-30.0]))
+    found = compute(
+        TopKDivergence(*target, reverse=1.0), nn.Identity(), logits_TV, torch.zeros(1, dtype=torch.int64)
+    )
+    s = (V - K) / V
+    expected = (K / V) * math.log(K / V / (1 / K) / K) + s * (math.log(s) + 30.0)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_top_k_of_a_sure_student_has_a_rest_that_is_not_rounded_away() -> None:
