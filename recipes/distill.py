@@ -4,7 +4,8 @@
 
 Like full_finetune, but for the loss. Teacher and student have one tokenizer, and any width and depth. The
 teacher is sharded over the same ranks, by default with its weights in INT8. It computes its last hidden
-states; its head runs chunk by chunk together with the head of the student.
+states; its head runs chunk by chunk together with the head of the student. With logits.folder, no teacher
+runs: its most probable words are read from the files that precompute_logits wrote.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lptune import checkpoint, data, distributed, linear, models, training
+from lptune import checkpoint, data, distillation, distributed, linear, models, training
 from lptune.config import DistillConfig
 from lptune.training import is_due
 
@@ -26,18 +27,20 @@ def main(cfg: DistillConfig) -> None:
         # --- Input. All input is read and checked before the run's folder is made or changed.
         training.check_settings(cfg, world)
         base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
-        of_teacher = checkpoint.read_base(cfg.teacher.path, world.print, key="teacher.path")
+        teacher = distillation.open_teacher(cfg, world)  # a model, or a folder of its log-probabilities
         model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         run.find_checkpoint()
+        run.started_on = teacher.started_on or run.started_on
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         vocab_size = base.config.vocab_size
-        data.check_same_tokens(tokenizer, vocab_size, of_teacher.folder, of_teacher.config.vocab_size)
+        teacher.check_tokens(tokenizer, vocab_size)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+        teacher.check_rows(train, tokenizer.chat_template)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        others = {"the teacher's weights": checkpoint.weights_digest(of_teacher.folder)[:16]}
+        others = {"the teacher's weights": teacher.digest}
         run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, others=others)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
@@ -46,18 +49,16 @@ def main(cfg: DistillConfig) -> None:
         # --- Models. Each is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
-        teacher = of_teacher.build_on_meta()
-        plan_of_teacher = training.build_teacher(teacher, cfg, world)
-        distributed.materialize(teacher, world, cfg)
-        checkpoint.load_hf(teacher, of_teacher.index, world)
+        teacher.load()
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         dtype = getattr(torch, cfg.compute_dtype)
-        watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print, frozen=teacher)
+        watch = partial(
+            distributed.verify_collectives, model, world.mesh, dtype, world.print, frozen=teacher.model
+        )
         verify = cfg.precision.verify
         low = linear.LowPrecision(
             model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
         )
-        low_of_teacher = linear.LowPrecision(teacher, plan_of_teacher, world=world, verify=verify)
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         step = run.load(base, model, optimizer, low)
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
@@ -82,10 +83,10 @@ def main(cfg: DistillConfig) -> None:
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
                     num_passes = len(batches)
-                    with low.step(step, num_passes), low_of_teacher.step(step, num_passes):
+                    with low.step(step, num_passes), teacher.step(step, num_passes):
                         loss_sum = torch.zeros((), device=world.device)
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss = batch_loss(model, teacher, batch, cfg, world)
+                            loss = batch_loss(model, teacher, batch, world)
                             (loss * (world.data_size / num_targets)).backward()  # FSDP averages over ranks
                             loss_sum += loss.detach()
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
@@ -119,19 +120,12 @@ def main(cfg: DistillConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder,
-    teacher: models.Decoder,
-    batch: data.Batch,
-    cfg: DistillConfig,
-    world: distributed.World,
+    model: models.Decoder, teacher: distillation.Teacher, batch: data.Batch, world: distributed.World
 ) -> Tensor:
     """The loss of the section `distillation`, summed over the targets of the batch, float32."""
+    objective = teacher.objective(batch)
     batch = batch.to(world.device)
-    documents = models.DocumentBounds.of(batch)
-    with torch.no_grad():
-        hidden_BSH = teacher.hidden_states(batch.tokens_BS, documents)
-    objective = training.distillation(hidden_BSH, teacher, cfg.distillation)
-    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, objective).sum()
+    loss: Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS, objective).sum()
     return loss
 
 

@@ -28,6 +28,7 @@ ALLOWED = {
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
+    "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}

@@ -13,7 +13,14 @@ from lptune.checkpoint.hf import (
 )
 from lptune.checkpoint.load import load_state, load_weights
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
-from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, newest_verified
+from lptune.checkpoint.resume import (
+    causes_of_change,
+    check_fingerprint,
+    check_unchanged,
+    decides_rows,
+    find_checkpoint,
+    newest_verified,
+)
 from lptune.checkpoint.run import Run, RunWriter, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
@@ -32,8 +39,10 @@ __all__ = [
     "RunState",
     "RunWriter",
     "Trained",
+    "causes_of_change",
     "check_fingerprint",
     "check_unchanged",
+    "decides_rows",
     "export_hf",
     "find_checkpoint",
     "list_checkpoints",

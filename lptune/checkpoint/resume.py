@@ -159,7 +159,7 @@ def state_of_run(
             for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
             if not _WITHOUT_EFFECT.fullmatch(key)
         },
-        "decides_rows": _decides_rows(cfg, chat_template),
+        "decides_rows": decides_rows(cfg, chat_template),
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),
@@ -187,7 +187,7 @@ def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> No
             )
 
 
-def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
+def decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     """By name, values and digests of what determines the training rows, except the files of data.source."""
     values = as_written(cfg)["data"].items()
     found = {f"data.{key}": value for key, value in values if not key.startswith("eval_s") and key != "cache"}
@@ -200,16 +200,20 @@ def _decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
 
 
 def _what_changed(saved: RunState, now: RunState) -> str:
-    """A note on which values of `_decides_rows` changed; empty if an older version wrote the checkpoint."""
+    """A note on which values of `decides_rows` changed; empty if an older version wrote the checkpoint."""
     before, after = (state.content.get("decides_rows") for state in (saved, now))
     if not isinstance(before, dict) or not isinstance(after, dict):
         return ""
+    return f" (a digest of the training rows; changed: {causes_of_change(before, after)})"
+
+
+def causes_of_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Names the values of `decides_rows` that differ, for a message about rows that changed."""
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     # The template's text also changes with data.chat_template or with a file of the model. Then name only the
     # cause.
     causes = [name for name in changed if name != _TEMPLATE] or changed
-    what = ", ".join(causes) or "none of data.* but the content of the files that data.source names"
-    return f" (a digest of the training rows; changed: {what})"
+    return ", ".join(causes) or "none of data.* but the content of the files that data.source names"
 
 
 def _check_same_on_all_ranks(fingerprint: Mapping[str, Any], world: World) -> None:

@@ -12,6 +12,7 @@ import click
 from lptune.cli import catalog, recipe
 from lptune.config import (
     DistillConfig,
+    PrecomputeConfig,
     RunConfig,
     UserError,
     check_batches,
@@ -66,6 +67,11 @@ def plan(
     cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is not a RunConfig")
+    if isinstance(cfg, PrecomputeConfig):
+        raise UserError(
+            "plan: precompute_logits has no training step to plan; it prints the size of its files before it "
+            "computes them"
+        )
 
     if device_name is not None and cfg.device == "cpu":
         raise UserError(
@@ -107,15 +113,21 @@ def _device(name: str | None) -> Device:
 
 
 def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
-    """The teacher of a distillation, from config.json in teacher.path or from `preset`; otherwise None."""
+    """The teacher of a distillation, from config.json in teacher.path or from `preset`; None if none
+    runs."""
     from lptune import models
 
     if not isinstance(cfg, DistillConfig):
         if preset is not None:
             raise UserError("--teacher-preset: this recipe has no teacher; leave it out")
         return None
+    if not cfg.runs_teacher:
+        if preset is not None:
+            raise UserError("--teacher-preset: no teacher runs, since logits.folder is set; leave one out")
+        return None
     if preset is not None:
         return _preset(preset, "--teacher-preset")
+    assert cfg.teacher.path is not None
     folder = Path(cfg.teacher.path).expanduser()
     if not folder.is_dir():
         raise UserError(

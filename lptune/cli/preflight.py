@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lptune.config import (
     DistillConfig,
+    PrecomputeConfig,
     RunConfig,
     check_batches,
     check_inputs_stay,
@@ -35,11 +36,13 @@ def check(cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None)
     if num_machines is not None and num_local_ranks is not None:
         num_ranks = num_machines * num_local_ranks
         mesh_axes(cfg.parallel, num_ranks)
-        check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_ranks // cfg.parallel.tensor)
+        if not isinstance(cfg, PrecomputeConfig):  # it has no global batch
+            check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_ranks // cfg.parallel.tensor)
     _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # the library reports what cannot be read
         check_model_folder(Path(cfg.model.path).expanduser())
-        if isinstance(cfg, DistillConfig):
+        if isinstance(cfg, DistillConfig) and cfg.runs_teacher:
+            assert cfg.teacher.path is not None
             check_model_folder(Path(cfg.teacher.path).expanduser(), "teacher.path")
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)

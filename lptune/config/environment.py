@@ -33,6 +33,7 @@ _DECODED = re.compile(r"oc\.decode\s*:\s*\$\{\s*oc\.env\s*:\s*(\w+)")  # and res
 _PLACES = {
     "model.path",
     "teacher.path",
+    "logits.folder",
     "data.source",
     "data.eval_source",
     "data.cache",
@@ -43,7 +44,7 @@ _CHOICES = {
     "data.format", "data.on_bad_row", "precision.kind", "precision.output", "precision.grad_input",
     "precision.grad_weight", "precision.grad_format", "precision.all_gather", "precision.tp_all_gather",
     "optimizer.kind", "schedule.kind", "export.dtype", "device", "compute_dtype", "compile",
-    "activation_checkpointing", "teacher.precision",
+    "activation_checkpointing", "teacher.precision", "logits.dtype",
 }  # fmt: skip
 _OF_A_SOURCE = {
     f"data.{key}.{leaf}" for key in ("source", "eval_source") for leaf in ("source", "weight", "format")

@@ -44,7 +44,7 @@ _WRITTEN_AS_DATA = (
 )
 """Files of a run with suffixes that `data.source` reads."""
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
-_PATHS = ("model.path", "teacher.path", "data.source", "data.eval_source")
+_PATHS = ("model.path", "teacher.path", "logits.folder", "data.source", "data.eval_source")
 _HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 
 
@@ -172,11 +172,11 @@ class HeldFolder:
 def check_inputs_stay(cfg: Any) -> None:
     """Raises UserError if the run would write over its own input (model or data) in `output_dir`.
 
-    cfg: a config with `output_dir`, and paths among the texts of `model`, `data` and, if it has one,
-    `teacher`. Reads no file.
+    cfg: a config with `output_dir`, and paths among the texts of `model`, `data` and, if it has them,
+    `teacher` and `logits`. Reads no file.
     """
     output_dir = Path(cfg.output_dir).expanduser()
-    sections = [name for name in ("model", "teacher", "data") if hasattr(cfg, name)]
+    sections = [name for name in ("model", "teacher", "logits", "data") if hasattr(cfg, name)]
     for section in sections:
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
             for path in [*_paths(key, value), *_paths_to_come(key, value, output_dir)]:

@@ -60,15 +60,40 @@ class EvaluatedConfig(RunConfig):
 class TeacherConfig:
     """The model whose probabilities the student learns. It is frozen and sharded over the same ranks."""
 
-    path: str
-    """Folder of a Hugging Face checkpoint with the student's tokenizer; any width and depth."""
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint with the student's tokenizer; any width and depth. distill with
+    logits.folder does not run it, and only checks that the numbers there are of these weights, if the folder
+    exists."""
     precision: str = "int8_weight_only"
     """How its weights are stored and gathered: int8_weight_only (one byte for each weight) | none (the
     compute dtype). It computes in the compute dtype."""
 
     def __post_init__(self) -> None:
-        check_path("teacher.path", self.path)
+        if self.path is not None:
+            check_path("teacher.path", self.path)
         one_of("teacher.precision", self.precision, ("int8_weight_only", "none"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsConfig:
+    """The teacher's most probable words for each target token, computed once (precompute_logits) and read
+    from disk in training (distill), where no teacher runs."""
+
+    folder: str | None = None
+    """Folder that precompute_logits writes and distill reads. Not given: distill runs the teacher."""
+    top_k: int = 64
+    """Number of words for each target token. distill may use fewer than are stored."""
+    dtype: str = "float16"
+    """float16 | float32: dtype of the stored log-probabilities."""
+    max_file_mib: float = 128.0
+    """Size of a file, and of the memory that a rank needs to make it."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            check_path("logits.folder", self.folder)
+        at_least("logits.top_k", self.top_k, 1)
+        one_of("logits.dtype", self.dtype, ("float16", "float32"))
+        positive("logits.max_file_mib", self.max_file_mib)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +125,40 @@ class DistillationConfig:
 class DistillConfig(EvaluatedConfig):
     """All keys of the recipe distill."""
 
-    teacher: TeacherConfig
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    logits: LogitsConfig = field(default_factory=LogitsConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.runs_teacher and self.teacher.path is None:
+            raise UserError(
+                "teacher.path: is required; set it in the file or as an argument teacher.path=… (distill can "
+                "read logits.folder instead, which precompute_logits wrote)"
+            )
+
+    @property
+    def runs_teacher(self) -> bool:
+        """Whether the recipe runs the model in teacher.path; if not, it reads logits.folder."""
+        return self.logits.folder is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecomputeConfig(DistillConfig):
+    """All keys of the recipe precompute_logits: those of distill, so that one file serves both. Keys that
+    only training uses have no effect."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logits.folder is None:
+            raise UserError(
+                "logits.folder: is required; set it in the file or as an argument logits.folder=…"
+            )
+
+    @property
+    def runs_teacher(self) -> bool:
+        """True: the recipe runs the teacher and writes logits.folder."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
 from lptune.training.settings import check_settings, describe_run
-from lptune.training.teacher import build_teacher, distillation
+from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
@@ -42,4 +42,5 @@ __all__ = [
     "reference_log_p",
     "set_learning_rate",
     "show_samples",
+    "top_k_distillation",
 ]

@@ -37,7 +37,7 @@ from lptune.kernels import choose_backend
 from lptune.training import memory
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
-from lptune.training.teacher import build_teacher, distillation
+from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.update import Update
 
 STAGED = "shards between host and GPU"
@@ -267,14 +267,16 @@ def _run_steps(
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
                 log.phase("forward")
-                if teacher is None:
-                    loss = model(tokens_BS, documents, tokens_BS, objective).sum()
-                else:
+                if teacher is not None:
                     assert isinstance(cfg, DistillConfig)
                     with torch.no_grad():
                         hidden_BSH = teacher.hidden_states(tokens_BS, documents)
                     objective = distillation(hidden_BSH, teacher, cfg.distillation)
-                    loss = model(tokens_BS, documents, tokens_BS, objective).sum()
+                elif isinstance(cfg, DistillConfig):
+                    log_p_BSk = torch.zeros(*tokens_BS.shape, cfg.logits.top_k, device=world.device)
+                    rest_BS, goal = torch.zeros(tokens_BS.shape, device=world.device), cfg.distillation
+                    objective = top_k_distillation(log_p_BSk, log_p_BSk.int(), rest_BS, goal)
+                loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 log.phase("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()

@@ -9,6 +9,8 @@ exist together. The teacher gives its last hidden states, 1/60 of that, and the 
 teacher's head to a chunk of them where the student's head works on the same chunk (models/chunks.py). FSDP
 keeps the weights of the root module (embeddings, norm, head) gathered between forward and backward, so the
 head can run there without another gather.
+
+`top_k_distillation` is the same loss with log-probabilities that were computed before (lptune/distillation).
 """
 
 from dataclasses import replace
@@ -39,6 +41,23 @@ def distillation(hidden_BSH: Tensor, teacher: models.Decoder, cfg: DistillationC
     divergence = models.Divergence(
         hidden_BSH, teacher.logits_of, reverse=cfg.reverse, temperature=cfg.temperature
     )
+    return _with_labels(divergence, cfg)
+
+
+def top_k_distillation(
+    log_p_BSk: Tensor, words_BSk: Tensor, log_rest_BS: Tensor, cfg: DistillationConfig
+) -> models.Objective:
+    """`distillation` over k words of each token, with all other words as one event.
+
+    log_p_BSk, log_rest_BS: the teacher's, at the temperature of `cfg`. words_BSk: integers.
+    """
+    divergence = models.TopKDivergence(
+        log_p_BSk, words_BSk, log_rest_BS, reverse=cfg.reverse, temperature=cfg.temperature
+    )
+    return _with_labels(divergence, cfg)
+
+
+def _with_labels(divergence: models.Objective, cfg: DistillationConfig) -> models.Objective:
     weighted = ((1 - cfg.labels) * cfg.temperature**2, divergence)
     if cfg.labels == 0:
         return models.WeightedSum(weighted)

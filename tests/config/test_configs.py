@@ -9,7 +9,15 @@ import pytest
 import yaml
 
 from lptune.cli import catalog, plan, recipe
-from lptune.config import EvaluateConfig, FinetuneConfig, GenerateConfig, RunConfig, UserError, load_config
+from lptune.config import (
+    EvaluateConfig,
+    FinetuneConfig,
+    GenerateConfig,
+    PrecomputeConfig,
+    RunConfig,
+    UserError,
+    load_config,
+)
 from lptune.models import PRESETS
 
 CONFIGS = catalog.configs()
@@ -132,6 +140,10 @@ def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(
     paths = flat(yaml.safe_load(CONFIGS[name].read_text()))
     assert downloads == {paths[key] for key in ("model.path", "teacher.path") if key in paths}
     runs = [line for line in found if line[1] == "run"]
+    if "logits.folder" in paths:
+        before = runs.pop()
+        assert before == ["lptune", "run", "precompute_logits", *runs[0][3:]]
+        assert not load_config(PrecomputeConfig, CONFIGS[name], before[5:]).precision.needs_float8
     for run in runs:
         assert run[2:5] == [RECIPES[name], "--config", name]
     cfgs = [load_config(_class(name), CONFIGS[name], run[5:]) for run in runs]

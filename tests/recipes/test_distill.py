@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lptune import checkpoint, data, distributed, training
+from lptune import checkpoint, data, distillation, distributed
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import (
@@ -89,22 +89,22 @@ def test_loss_and_gradients_are_those_of_two_models_of_transformers(
 
     batch_loss = load_main(catalog.find_recipe("distill")).__globals__["batch_loss"]
     with distributed.session("cpu", ParallelConfig()) as world:
-        base, of_teacher = (checkpoint.read_base(str(each), print) for each in (tiny_checkpoint, teacher))
+        base = checkpoint.read_base(str(tiny_checkpoint), print)
         model = base.build_on_meta()
-        frozen = of_teacher.build_on_meta()
-        training.build_teacher(frozen, cfg, world)
         distributed.parallelize(model, world, cfg)
-        for each, folder in ((model, base), (frozen, of_teacher)):
-            distributed.materialize(each, world, cfg)
-            checkpoint.load_hf(each, folder.index, world)
-        loss = batch_loss(model, frozen, batch, cfg, world)
+        distributed.materialize(model, world, cfg)
+        checkpoint.load_hf(model, base.index, world)
+        live = distillation.open_teacher(cfg, world)
+        live.load()
+        assert live.model is not None
+        loss = batch_loss(model, live, batch, world)
         loss.backward()
         assert loss.item() == pytest.approx(total.item(), rel=1e-5)
         wanted = dict(theirs.named_parameters())
         for name, parameter in model.named_parameters():
             grad = distributed.full_tensor(parameter.grad)
             assert (grad - wanted[name].grad).norm() <= 1e-5 * wanted[name].grad.norm(), name
-        assert all(parameter.grad is None for parameter in frozen.parameters())
+        assert all(parameter.grad is None for parameter in live.model.parameters())
 
 
 def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformers(

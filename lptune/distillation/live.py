@@ -1,0 +1,64 @@
+"""The teacher as a model that runs on the ranks of the student (lptune/training/teacher.py)."""
+
+from contextlib import AbstractContextManager
+from datetime import date
+
+import torch
+from torch import Tensor
+
+from lptune import checkpoint, data, distributed, linear, models, training
+from lptune.config import DistillConfig
+from lptune.distributed import World
+
+
+class LiveTeacher:
+    """A frozen model, sharded over the ranks like the student."""
+
+    started_on: date | None = None
+    """The day that chat templates print, if the teacher decides it."""
+    model: models.Decoder | None = None
+    """The model, after `load`."""
+
+    def __init__(self, cfg: DistillConfig, world: World) -> None:
+        """Reads the headers of the weights. Raises UserError as `checkpoint.read_base` does."""
+        assert cfg.teacher.path is not None
+        self._cfg, self._world = cfg, world
+        self._base = checkpoint.read_base(cfg.teacher.path, world.print, key="teacher.path")
+
+    @property
+    def digest(self) -> str:
+        """A digest that identifies the teacher's weights."""
+        return checkpoint.weights_digest(self._base.folder)[:16]
+
+    def check_tokens(self, tokenizer: data.Tokenizer, vocab_size: int) -> None:
+        """Raises UserError unless the teacher reads and predicts the same tokens as the student."""
+        data.check_same_tokens(tokenizer, vocab_size, self._base.folder, self._base.config.vocab_size)
+
+    def check_rows(self, rows: data.Rows, chat_template: str | None) -> None:
+        """Nothing to check: the model can read any rows."""
+
+    def load(self) -> None:
+        """Builds, shards and fills the model. A collective."""
+        self.model = self._base.build_on_meta()
+        plan = training.build_teacher(self.model, self._cfg, self._world)
+        distributed.materialize(self.model, self._world, self._cfg)
+        checkpoint.load_hf(self.model, self._base.index, self._world)
+        verify = self._cfg.precision.verify
+        self._low = linear.LowPrecision(self.model, plan, world=self._world, verify=verify)
+
+    def step(self, step: int, num_passes: int) -> AbstractContextManager[None]:
+        """Surrounds the passes of one step; in the first step, verifies GEMMs and gathers."""
+        return self._low.step(step, num_passes)
+
+    @torch.no_grad()
+    def hidden_states(self, batch: data.Batch) -> Tensor:
+        """The last hidden states (B, S, H) of `batch`, which may be on the CPU."""
+        assert self.model is not None, "load comes first"
+        batch = batch.to(self._world.device)
+        return self.model.hidden_states(batch.tokens_BS, models.DocumentBounds.of(batch))
+
+    def objective(self, batch: data.Batch) -> models.Objective:
+        """The loss of the section `distillation` for each token of `batch`."""
+        hidden_BSH = self.hidden_states(batch)
+        assert self.model is not None
+        return training.distillation(hidden_BSH, self.model, self._cfg.distillation)
