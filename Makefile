@@ -111,7 +111,7 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.corruption
 	$(BIN)/python -m tests.faults.resume
 	$(BIN)/python -m tests.faults.real_kills --kills 50
-	for recipe in continued_pretrain distill full_dpo; do \
+	for recipe in continued_pretrain distill full_dpo full_kto; do \
 	  $(BIN)/python -m tests.faults.resume exact --recipe $$recipe && \
 	  $(BIN)/python -m tests.faults.real_kills --kills 10 --recipe $$recipe || exit 1; done
 	$(BIN)/python -m tests.faults.preemption --num-signals 50

@@ -61,6 +61,7 @@ def test_the_table_of_column_names_is_that_of_the_code() -> None:
         formats.TEXT_NAMES,
         formats.CHOSEN_NAMES,
         formats.REJECTED_NAMES,
+        formats.LABEL_NAMES,
     ]
 
 

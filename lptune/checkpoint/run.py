@@ -187,16 +187,17 @@ class Run:
         load_hf(model, base.index, self._world)
         self._has_base = True
 
-    def reference(self, held_out: str) -> ReferenceFile:
+    def reference(self, held_out: str, **others: str) -> ReferenceFile:
         """The file for what a loss needs of the model before training (reference.py).
 
-        held_out: digest of the held-out rows; empty if there are none.
+        held_out: digest of the held-out rows; empty if there are none. others: digests of what else the
+        numbers depend on, by name.
         """
         assert self._state is not None, "check_continues comes first: it says what the run depends on"
         precision = {k: v for k, v in as_written(self._cfg)["precision"].items() if k != "verify"}
         made_with = {
             **self._state.fingerprint,
-            "held_out": held_out[:16],
+            **{name: digest[:16] for name, digest in {"held_out": held_out, **others}.items()},
             "compute_dtype": self._cfg.compute_dtype,
             "precision": json.dumps(precision),
         }

@@ -278,11 +278,11 @@ class PreferenceLossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(EvaluatedConfig):
-    """All keys of the recipe full_dpo."""
+class WholeAnswersConfig(EvaluatedConfig):
+    """The keys of a run whose loss is a function of the log-probabilities of whole answers."""
 
-    PREPARE = "prepare_preferences"
-    preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+    WHY_ANSWERS = "the loss is a function of answers"
+    """Not a key: why the prompt cannot be learned, for the message."""
 
     @property
     def objective(self) -> str:
@@ -292,7 +292,47 @@ class PreferenceConfig(EvaluatedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data.train_on_prompt:
+            raise UserError(f"data.train_on_prompt: {self.WHY_ANSWERS}; set it to false")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(WholeAnswersConfig):
+    """All keys of the recipe full_dpo."""
+
+    PREPARE = "prepare_preferences"
+    WHY_ANSWERS = "a preference compares two answers, and both have the same prompt"
+    preference: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoLossConfig:
+    """How the answers of each label are rewarded. lptune/training/kto.py has the formulas."""
+
+    beta: float = 0.1
+    """The factor of the rewards, β. A smaller value lets the model move further from the one before
+    training."""
+    desirable_weight: float = 1.0
+    """The weight of desirable answers in the loss."""
+    undesirable_weight: float = 1.0
+    """The weight of undesirable answers in the loss. With unequal numbers of both, raise the weight of the
+    rarer label: desirable_weight * (number of desirable answers) should be 1 to 4/3 times
+    undesirable_weight * (number of undesirable answers) (the paper's equation 8)."""
+
+    def __post_init__(self) -> None:
+        positive("kto.beta", self.beta)
+        at_least("kto.desirable_weight", self.desirable_weight, 0)
+        at_least("kto.undesirable_weight", self.undesirable_weight, 0)
+        if not (self.desirable_weight or self.undesirable_weight):
             raise UserError(
-                "data.train_on_prompt: a preference compares two answers, and both have the same prompt; set "
-                "it to false"
+                "kto.desirable_weight and kto.undesirable_weight: both are 0, so there is nothing to learn; "
+                "raise one of them"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoConfig(WholeAnswersConfig):
+    """All keys of the recipe full_kto."""
+
+    PREPARE = "prepare_labelled"
+    WHY_ANSWERS = "a label is that of an answer, not of its prompt"
+    kto: KtoLossConfig = field(default_factory=KtoLossConfig)

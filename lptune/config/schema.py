@@ -56,6 +56,8 @@ class DataConfig:
     """Preferences (full_dpo): column of the better answer, found like the others."""
     rejected_column: str | None = None
     """Preferences: column of the worse answer."""
+    label_column: str | None = None
+    """Answers with a label (full_kto): column that says whether the answer is desirable, true or false."""
     system_column: str | None = None
     """Column of the system message of a row, found like the others. `none`: do not look."""
     prompt_template: str | None = None
@@ -136,8 +138,7 @@ class ParallelConfig:
     """Free a block's gathered weights after forward and gather them again for backward."""
     reduce_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch, not once a step. This exchanges more bytes, but each rank
-    then keeps only its share of the accumulated float32 gradients.
-    """
+    then keeps only its share of the accumulated float32 gradients."""
     prefetch_blocks: int = 0
     """How many blocks ahead of the computing block weights are gathered, in forward and backward. 0: FSDP2's
     own order, one block ahead on CUDA. Each block ahead takes memory for its gathered weights."""

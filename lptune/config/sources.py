@@ -36,6 +36,7 @@ class SourceConfig:
     text_column: str | None = None
     chosen_column: str | None = None
     rejected_column: str | None = None
+    label_column: str | None = None
     system_column: str | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None

@@ -13,7 +13,14 @@ process, on any number of ranks.
 from lptune.config import check_batches
 from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
-from lptune.data.prepare import EvaluationRows, Prepared, prepare, prepare_evaluation, prepare_preferences
+from lptune.data.prepare import (
+    EvaluationRows,
+    Prepared,
+    prepare,
+    prepare_evaluation,
+    prepare_labelled,
+    prepare_preferences,
+)
 from lptune.data.prompts import Prompt, PromptWriter, end_ids, read_prompts
 from lptune.data.rows import Batch, Rows
 from lptune.data.same_tokens import check_same_tokens
@@ -39,6 +46,7 @@ __all__ = [
     "pack",
     "prepare",
     "prepare_evaluation",
+    "prepare_labelled",
     "prepare_preferences",
     "read_prompts",
 ]

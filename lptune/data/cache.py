@@ -37,6 +37,7 @@ _DTYPES = {
     "answers_N2": "<i4",
     "prompt_keys_N": "<u8",
     "num_targets_N": "<i8",
+    "is_desirable_N": "|b1",
 }
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 4 * 1024 * 1024

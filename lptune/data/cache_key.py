@@ -97,11 +97,11 @@ def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]
 
 
 def cache_key(
-    content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool, preferences: bool
+    content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool, reading: str
 ) -> str:
     """The key, 32 hexadecimal digits. cfg: the config of this source alone.
 
-    preferences: whether its rows are read as preferences.
+    reading: how its rows are read, as in `prepare.py`.
     """
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
     parts = {
@@ -110,7 +110,7 @@ def cache_key(
         "versions": [tokenizers.__version__, jinja2.__version__],
         "content": content.digest,
         "settings": settings,  # with the name of the source, which report and errors show
-        "preferences": preferences,
+        "reading": reading,
         "is_training": is_training,  # an evaluation source may lack a few things
         "tokenizer": _tokenizer(tokenizer),
     }

@@ -15,6 +15,7 @@ from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
 from lptune.data.formats import (
     CHOSEN_NAMES,
     INPUT_NAMES,
+    LABEL_NAMES,
     MESSAGES_NAMES,
     NO_COLUMN,
     PROMPT_NAMES,
@@ -34,10 +35,14 @@ def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
     """The format of a source, by its first `rows` and the overrides of the config. Raises UserError if it is
     ambiguous.
     """
-    for key in ("chosen_column", "rejected_column"):
+    for key, what, reader in (
+        ("chosen_column", "preferences", "full_dpo"),
+        ("rejected_column", "preferences", "full_dpo"),
+        ("label_column", "answers with a label", "full_kto"),
+    ):
         if getattr(cfg, key) is not None:
             raise UserError(
-                f"data.{key}: is a column of preferences, from which full_dpo learns; use that recipe, or "
+                f"data.{key}: is a column of {what}, from which {reader} learns; use that recipe, or "
                 "set data.response_column to learn from one answer"
             )
     columns, first, source = _seen(rows, source)
@@ -92,6 +97,39 @@ def detect_preferences(cfg: DataConfig, rows: Sequence[Row], source: str) -> For
     return dataclasses.replace(detect_format(cfg, rows, source), rejected=rejected)
 
 
+def detect_labelled(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
+    """The format of a source of answers with a label, as pairs or chats with one more column; or of
+    preferences, each of which is read as two such answers. Raises UserError if it is ambiguous.
+    """
+    columns, _, named = _seen(rows, source)
+    labels, chosen = _present(columns, LABEL_NAMES), _present(columns, CHOSEN_NAMES)
+    is_labelled = cfg.label_column is not None
+    is_preference = cfg.chosen_column is not None or cfg.rejected_column is not None
+    if not is_labelled and not is_preference:
+        is_labelled, is_preference = bool(labels), bool(chosen)
+    if is_labelled and is_preference:
+        raise UserError(
+            f"{named}: answers with a label, or preferences? Set data.label_column for the first, or "
+            f"data.chosen_column for the second, and not both; its columns: {listed(columns)}"
+        )
+    if is_preference:
+        return dataclasses.replace(detect_preferences(cfg, rows, source), is_unpaired=True)
+    if not is_labelled:
+        raise UserError(
+            f"{named}: holds no labels, and full_kto learns from answers that are desirable or not; set "
+            f"data.label_column, or use full_finetune; its columns: {listed(columns)}"
+        )
+    _check_overrides(cfg, columns, named)
+    label = cfg.label_column or _only(labels, columns, "the label", "data.label_column", named)
+    fmt = detect_format(dataclasses.replace(cfg, label_column=None), rows, source)
+    if fmt.kind == "text":
+        raise UserError(
+            f"{named}: is read as text, and full_kto needs a prompt and an answer; set data.prompt_column "
+            f"and data.response_column, or data.messages_column; its columns: {listed(columns)}"
+        )
+    return dataclasses.replace(fmt, label=label)
+
+
 def _is_conversation(value: Any) -> bool:
     """Whether `value` holds messages that begin with those of a prompt, not with an answer."""
     if not is_messages(value):
@@ -140,7 +178,7 @@ def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: st
 def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> None:
     keys = (
         "prompt_column", "input_column", "response_column", "messages_column", "text_column", "chosen_column",
-        "rejected_column", "system_column",
+        "rejected_column", "label_column", "system_column",
     )  # fmt: skip
     for key in keys:
         name = getattr(cfg, key)

@@ -20,6 +20,7 @@ from lptune.data.joined import Joined
 PIECE_TOKENS = 1024 * 1024
 
 _UNKNOWN: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+_UNLABELLED: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,8 @@ class Documents:
     starts_N: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: _UNKNOWN)
     """Where each document begins in `tokens_T`. Equal to `offsets_N1` unless the documents are a selection
     from a larger array."""
+    is_desirable_N: npt.NDArray[np.bool_] = dataclasses.field(default_factory=lambda: _UNLABELLED)
+    """The label of each document's answer; all True if the rows have no labels."""
 
     def __post_init__(self) -> None:
         if self.starts_N is _UNKNOWN:
@@ -52,6 +55,8 @@ class Documents:
                 assert isinstance(self.is_target_T, np.ndarray)  # with several sources the counts are given
                 counts = np.add.reduceat(self.is_target_T, self.starts_N, dtype=np.int64)
             object.__setattr__(self, "num_targets_N", counts)
+        if self.is_desirable_N is _UNLABELLED:
+            object.__setattr__(self, "is_desirable_N", np.ones(self.num_documents, dtype=np.bool_))
 
     @property
     def num_documents(self) -> int:
@@ -75,7 +80,7 @@ class Documents:
             tokens_T=self.tokens_T, is_target_T=self.is_target_T,
             offsets_N1=offsets_of(self.lengths[numbers]), starts_N=self.starts_N[numbers],
             answers_N2=self.answers_N2[numbers], prompt_keys_N=self.prompt_keys_N[numbers],
-            num_targets_N=self.num_targets_N[numbers],
+            num_targets_N=self.num_targets_N[numbers], is_desirable_N=self.is_desirable_N[numbers],
         )  # fmt: skip
 
     def end_to_end(self, array_T: npt.NDArray[Any] | Joined) -> Iterator[npt.NDArray[Any]]:
@@ -110,4 +115,7 @@ def concatenated(parts: Sequence[Documents]) -> Documents:
         ),
         answers_N2=np.concatenate([np.zeros((0, 2), dtype=np.int32), *(part.answers_N2 for part in parts)]),
         prompt_keys_N=np.concatenate([np.zeros(0, dtype=np.uint64), *(part.prompt_keys_N for part in parts)]),
+        is_desirable_N=np.concatenate(
+            [np.zeros(0, dtype=np.bool_), *(part.is_desirable_N for part in parts)]
+        ),
     )

@@ -22,6 +22,7 @@ PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_i
 INPUT_NAMES = ("input", "context")
 CHOSEN_NAMES = ("chosen", "chosen_response", "preferred")
 REJECTED_NAMES = ("rejected", "rejected_response", "dispreferred")
+LABEL_NAMES = ("label", "kto_tag")
 RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "target", "reply")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
@@ -82,6 +83,10 @@ class Format:
     rejected: str | None = None
     """Of preferences: the column of the rejected answer. The chosen one is in `response`, or, as a whole
     conversation, in `messages`."""
+    is_unpaired: bool = False
+    """Of preferences: whether each is read as two answers with a label, the chosen one as desirable."""
+    label: str | None = None
+    """Of answers with a label: the column of the label."""
     messages: str | None = None
     tools: str | None = None
     text: str | None = None
@@ -97,7 +102,8 @@ class Format:
     def _parts(self) -> dict[str, str]:
         """Part -> the column that is used for it."""
         names = (
-            "prompt", "input", "response", "rejected", "messages", "tools", "text", "system", "history",
+            "prompt", "input", "response", "rejected", "label", "messages", "tools", "text", "system",
+            "history",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -158,6 +164,20 @@ class Format:
         if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
             return with_common_prompt(chosen, rejected)
         return chosen, rejected
+
+    def labelled(self, row: Row) -> list[tuple[Document, bool]]:
+        """The documents of `row`, each with its label: whether its answer is desirable. A preference gives
+        two. Raises RowError as `document` and `preference`, and for a value that is no label.
+
+        Of a conversation, the label is that of the answers after its last user message.
+        """
+        if self.is_unpaired:
+            chosen, rejected = self.preference(row)
+            return [(chosen, True), (rejected, False)]
+        assert self.label
+        is_desirable = required_label(row.values, self.label)
+        document = self.document(row)
+        return [(last_answer(document) if isinstance(document, Conversation) else document, is_desirable)]
 
     def _answered(self, values: dict[str, Any]) -> Conversation | Pair:
         refuse_unlearnable(values, self._parts().values())
@@ -229,14 +249,28 @@ def with_common_prompt(chosen: Conversation, rejected: Conversation) -> tuple[Co
             f"the chosen and the rejected conversation differ in message {num_common + 1}, which is not an "
             "answer; give both the same prompt"
         )
-    both = []
-    for conversation in (chosen, rejected):
-        common = [
-            {**message, "weight": 0} if message["role"] == "assistant" else message
-            for message in conversation.messages[:num_common]
-        ]
-        both.append(dataclasses.replace(conversation, messages=common + conversation.messages[num_common:]))
-    return both[0], both[1]
+    return _answered_from(chosen, num_common), _answered_from(rejected, num_common)
+
+
+def last_answer(conversation: Conversation) -> Conversation:
+    """The conversation, in which only what follows its last user message is learned.
+
+    Raises RowError if no answer follows that message.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    first = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    if "assistant" not in roles[first:]:
+        raise RowError("ends with a message of the user, and the label is that of an answer; add the answer")
+    return _answered_from(conversation, first)
+
+
+def _answered_from(conversation: Conversation, first: int) -> Conversation:
+    """The conversation, in which nothing is learned (weight 0) of the answers before message `first`."""
+    context = [
+        {**message, "weight": 0} if message["role"] == "assistant" else message
+        for message in conversation.messages[:first]
+    ]
+    return dataclasses.replace(conversation, messages=context + conversation.messages[first:])
 
 
 def placeholders(template: str, key: str = "data.prompt_template") -> list[str]:
@@ -293,6 +327,22 @@ def optional_text(values: Mapping[str, Any], name: str) -> str:
             "column"
         )
     return value
+
+
+def required_label(values: Mapping[str, Any], name: str) -> bool:
+    """The label in column `name`: true or false, 1 or 0, also as text. Raises RowError for other values."""
+    if name not in values:
+        raise RowError(_lacks(values, name))
+    value = values[name]
+    text = value.strip().lower() if isinstance(value, str) else value
+    for is_desirable, spellings in ((True, ("true", "1")), (False, ("false", "0"))):
+        if text in spellings or (isinstance(value, (bool, int, float)) and value == is_desirable):
+            return is_desirable
+    found = "null" if is_missing(value) else f"{value!r:.40}"
+    raise RowError(
+        f"column {name!r} must be true (a desirable answer) or false, found {found}; correct it or remove "
+        "the row"
+    )
 
 
 def _lacks(values: Mapping[str, Any], name: str) -> str:

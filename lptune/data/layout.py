@@ -37,6 +37,8 @@ class Written(NamedTuple):
     """The response of a pair in the plain layout; `text` is then the prompt."""
     rejected: "Written | None" = None
     """Of a preference: the document with the rejected answer. This one has the chosen answer."""
+    label: bool | None = None
+    """Of an answer with a label: whether it is desirable."""
 
 
 class Layout:

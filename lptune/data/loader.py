@@ -51,10 +51,17 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of step `step` (counted from 0), in order."""
+        return self._micro_batches(self.rows, step)
+
+    def mismatched(self, step: int) -> list[Batch]:
+        """`micro_batches` with the answers of other prompts (`Rows.mismatched`)."""
+        return self._micro_batches(self.rows.mismatched, step)
+
+    def _micro_batches(self, rows: Rows, step: int) -> list[Batch]:
         size = self.micro_batch_size
         start = step * self.global_batch_size + self.rank * self.micro_batches_per_rank * size
         return [
-            self.rows.batch([self.rows.row_at(sample, self.seed) for sample in range(first, first + size)])
+            rows.batch([self.rows.row_at(sample, self.seed) for sample in range(first, first + size)])
             for first in range(start, start + self.micro_batches_per_rank * size, size)
         ]
 
@@ -65,6 +72,10 @@ class Loader:
     def num_targets_by_source(self, step: int) -> list[int]:
         """`num_targets` for each data source."""
         return self.rows.num_targets_by_source(self._rows_of(step))
+
+    def num_documents(self, step: int) -> int:
+        """Documents of step `step` over all ranks, like `num_targets`."""
+        return int(self.rows.num_documents_per_row[self._rows_of(step)].sum())
 
     def num_preferences(self, step: int) -> int:
         """Preferences of step `step` over all ranks, like `num_targets`."""

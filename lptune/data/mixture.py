@@ -25,6 +25,7 @@ def joined(sources: Sequence[Documents]) -> Documents:
         answers_N2=np.concatenate([source.answers_N2 for source in sources]),
         prompt_keys_N=np.concatenate([source.prompt_keys_N for source in sources]),
         num_targets_N=np.concatenate([source.num_targets_N for source in sources]),
+        is_desirable_N=np.concatenate([source.is_desirable_N for source in sources]),
     )
 
 

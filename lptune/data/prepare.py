@@ -16,12 +16,13 @@ from lptune.config import DataConfig, SourceConfig, UserError, check_sources, da
 from lptune.data.cache import Facts, cached, in_memory
 from lptune.data.cache_key import Content, cache_key, content_of, files_stat
 from lptune.data.columns import Unused
-from lptune.data.detect import detect_format, detect_preferences
+from lptune.data.detect import detect_format, detect_labelled, detect_preferences
 from lptune.data.documents import Documents
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.mixture import joined, weighted
 from lptune.data.packing import one_group_per_row, pack_groups
+from lptune.data.report import answer_losses, describe, losses
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
 from lptune.data.split import split_by_prompt
@@ -29,8 +30,10 @@ from lptune.data.tokenization import Counts, tokenize
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
+_DETECT = {"answers": detect_format, "preferences": detect_preferences, "labelled": detect_labelled}
+"""By the reading of the rows: one answer to learn; two answers to compare; answers with a label."""
 _OF_AN_ENTRY = re.compile(
-    r"data\.(format|(?:prompt|input|response|messages|text|chosen|rejected|system)_column|prompt_template|system_prompt)\b"
+    r"data\.(format|(?:prompt|input|response|messages|text|chosen|rejected|label|system)_column|prompt_template|system_prompt)\b"
 )
 """Keys of `data` that an entry of a list of sources may override."""
 
@@ -60,7 +63,13 @@ class _Source(NamedTuple):
 
 
 def prepare(
-    cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int, preferences: bool = False
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    vocab_size: int,
+    preferences: bool = False,
+    labelled: bool = False,
 ) -> Prepared:
     """Packed rows for training and, if the config asks for it, for evaluation. A function of its arguments
     and the files. Tokenized documents are stored in the folder that `cfg.cache` names, and read from there.
@@ -69,7 +78,9 @@ def prepare(
     copies. vocab_size: of the model; a larger token id is a UserError. tokenizer: loaded with
     `cfg.chat_template`; ValueError otherwise. preferences: read each row as a prompt with a chosen and a
     rejected answer; documents 2i and 2i + 1 are its two documents, which stay together in all that follows.
+    labelled: read each row as an answer with a label, or a preference as two such answers.
     """
+    reading = "preferences" if preferences else "labelled" if labelled else "answers"
     size = 2 if preferences else 1
     if cfg.chat_template is not None and cfg.chat_template != tokenizer.given_template:
         raise ValueError(
@@ -78,7 +89,7 @@ def prepare(
         )
     check_sources("data.source", cfg.sources)
     check_sources("data.eval_source", cfg.eval_sources)
-    read = partial(_read_all, cfg, tokenizer, vocab_size, preferences)
+    read = partial(_read_all, cfg, tokenizer, vocab_size, reading)
     sources = read("data.source", cfg.sources, cfg.split)
     report = [line for source in sources for line in source.report]
     documents, evaluation = joined([source.documents for source in sources]), None
@@ -100,17 +111,22 @@ def prepare(
     train, shares = _weigh(cfg, documents, numbers, seed, size)
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
     train_rows = _pack(cfg, train, seed, pad_id, size)
-    report += [*shares, _describe("training", train_rows, preferences)]
+    report += [*shares, describe("training", train_rows, reading)]
     if evaluation is None:
         return Prepared(train_rows, None, report)
     evaluation_rows = _pack(cfg, evaluation, seed, pad_id, size)
-    report.append(_describe("evaluation", evaluation_rows, preferences))
+    report.append(describe("evaluation", evaluation_rows, reading))
     return Prepared(train_rows, evaluation_rows, report)
 
 
 def prepare_preferences(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
     """`prepare` for rows of a prompt with a chosen and a rejected answer."""
     return prepare(cfg, tokenizer, seed=seed, vocab_size=vocab_size, preferences=True)
+
+
+def prepare_labelled(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
+    """`prepare` for answers with a label."""
+    return prepare(cfg, tokenizer, seed=seed, vocab_size=vocab_size, labelled=True)
 
 
 def prepare_evaluation(
@@ -123,7 +139,7 @@ def prepare_evaluation(
     entries = cfg.eval_sources or cfg.sources
     check_sources(key, entries)
     split = (cfg.eval_split or cfg.split) if cfg.eval_sources else cfg.split
-    sources = _read_all(cfg, tokenizer, vocab_size, False, key, entries, split)
+    sources = _read_all(cfg, tokenizer, vocab_size, "answers", key, entries, split)
     report = [line for source in sources for line in source.report]
     documents, numbers = joined([source.documents for source in sources]), _numbers(sources)
     if cfg.eval_fraction:
@@ -135,7 +151,7 @@ def prepare_evaluation(
         name = f"{entry.source} ({key}[{i}])" if entry.source in found else entry.source
         if len(numbers_N):
             found[name] = _pack(cfg, documents.select(numbers_N), seed, pad_id, 1)
-            report.append(_describe(f"evaluation on {name}", found[name], False))
+            report.append(describe(f"evaluation on {name}", found[name], "answers"))
         else:
             report.append(f"note: {name} has no document in the held-out share")
     return EvaluationRows(found, report)
@@ -185,7 +201,7 @@ def _read_all(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     vocab_size: int,
-    preferences: bool,
+    reading: str,
     key: str,
     entries: Sequence[SourceConfig],
     split: str,
@@ -204,7 +220,7 @@ def _read_all(
                     tokenizer,
                     vocab_size,
                     is_training=key == "data.source",
-                    preferences=preferences,
+                    reading=reading,
                 )
             )
         except UserError as error:
@@ -236,15 +252,15 @@ def _read(
     vocab_size: int,
     *,
     is_training: bool,
-    preferences: bool,
+    reading: str,
 ) -> _Source:
     """Reads one source. cfg: the config of this source."""
-    make = partial(_make, entry.source, cfg, tokenizer, is_training, preferences)
+    make = partial(_make, entry.source, cfg, tokenizer, is_training, reading)
     content = None if cfg.cache == "none" else content_of(entry.source, cfg)
     if content is None:
         found = in_memory(partial(make, None))
     else:
-        key = cache_key(content, cfg, tokenizer, is_training=is_training, preferences=preferences)
+        key = cache_key(content, cfg, tokenizer, is_training=is_training, reading=reading)
         found = cached(cfg.cache, key, partial(make, content))
     _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
     notes = found.notes
@@ -259,7 +275,7 @@ def _make(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     is_training: bool,
-    preferences: bool,
+    reading: str,
     content: Content | None,
     add: Callable[[Documents], None],
 ) -> Facts:
@@ -267,7 +283,7 @@ def _make(
     bad = BadRows(cfg.on_bad_row)
     rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
-    fmt = (detect_preferences if preferences else detect_format)(cfg, first, source)
+    fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
     counts, num_documents, largest_token = Counts(), 0, 0
@@ -285,8 +301,9 @@ def _make(
     if not num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
-        if counts.num_long_preferences or counts.num_equal_preferences:
-            raise UserError(f"{source}: no usable preference: {'; '.join(_preference_losses(cfg, counts))}")
+        if dropped := answer_losses(cfg, counts):
+            what = "answer" if fmt.label else "preference"
+            raise UserError(f"{source}: no usable {what}: {'; '.join(dropped)}")
         raise UserError(
             f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "
@@ -295,55 +312,8 @@ def _make(
     layout.check(is_training)
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
     lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
-    lines += [f"note: {note}" for note in [*_losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
+    lines += [f"note: {note}" for note in [*losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
-
-
-def _losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
-    lines = []
-    for key, text in (("prompt_template", cfg.prompt_template), ("system_prompt", cfg.system_prompt)):
-        if text is not None and "\\n" in text:
-            lines.append(
-                f"data.{key} holds a backslash and an n, not a line break; a shell makes one of $'…\\n…'"
-            )
-    if bad.count:
-        lines.append(f"skipped {bad.count:,} bad rows, the first: {bad.first}")
-    if counts.num_truncated_documents:
-        lines.append(
-            f"cut {counts.num_truncated_tokens:,} tokens off {counts.num_truncated_documents:,} documents "
-            "longer than "
-            f"data.seq_len={cfg.seq_len}"
-        )
-    if counts.num_dropped_documents:
-        lines.append(
-            f"dropped {counts.num_dropped_documents:,} documents without a target in their first "
-            f"{cfg.seq_len} tokens"
-        )
-    lines += _preference_losses(cfg, counts)
-    if counts.num_unknown_tokens:
-        lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
-    if counts.num_placeholder_rows:
-        lines.append(
-            f"{counts.num_placeholder_rows:,} rows hold placeholders such as {{{{name}}}}, learned as they "
-            "stand"
-        )
-    return lines
-
-
-def _preference_losses(cfg: DataConfig, counts: Counts) -> list[str]:
-    lines = []
-    if counts.num_long_preferences:
-        lines.append(
-            f"dropped {counts.num_long_preferences:,} preferences whose two documents have more than "
-            f"data.seq_len={cfg.seq_len} tokens together: a part of an answer has another probability; raise "
-            "data.seq_len to use them"
-        )
-    if counts.num_equal_preferences:
-        lines.append(
-            f"dropped {counts.num_equal_preferences:,} preferences whose two answers are equal: there is "
-            "nothing to prefer"
-        )
-    return lines
 
 
 def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -388,12 +358,3 @@ def _pack(cfg: DataConfig, documents: Documents, seed: int, pad_id: int, size: i
     else:
         packing = one_group_per_row(documents.num_documents // size, size)
     return Rows(documents, packing, seq_len=cfg.seq_len, pad_id=pad_id)
-
-
-def _describe(name: str, rows: Rows, preferences: bool) -> str:
-    of_preferences = f"{rows.num_preferences:,} preferences, " if preferences else ""
-    return (
-        f"{name}: {of_preferences}{rows.num_documents:,} documents, {rows.num_tokens:,} tokens "
-        f"({rows.num_target_tokens:,} targets) in {rows.num_rows:,} rows "
-        f"of {rows.seq_len}, {rows.fill:.1%} full"
-    )

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lptune.data.documents import Documents
+from lptune.data.mismatched import mismatched
 from lptune.data.mixture import num_sources, sources_of
 from lptune.data.order import permutation
 from lptune.data.packing import Packing
@@ -99,10 +100,23 @@ class Rows:
         return in_row
 
     @cached_property
+    def mismatched(self) -> "Rows":
+        """The same rows with other answers, for KTO (mismatched.py): row i has the prompts of row i. Computed
+        once; takes 5 bytes of memory for each token.
+        """
+        made = mismatched(self.documents, self.packing, self.seq_len)
+        return Rows(made, self.packing, seq_len=self.seq_len, pad_id=self.pad_id)
+
+    @cached_property
+    def num_documents_per_row(self) -> npt.NDArray[np.int64]:
+        """Number of documents of each row, without its padding."""
+        counts: npt.NDArray[np.int64] = np.diff(self.packing.row_offsets)
+        return counts
+
+    @cached_property
     def num_preferences_per_row(self) -> npt.NDArray[np.int64]:
         """Number of preferences of each row, which has two documents for each."""
-        counts: npt.NDArray[np.int64] = np.diff(self.packing.row_offsets) // 2
-        return counts
+        return self.num_documents_per_row // 2
 
     @property
     def num_preferences(self) -> int:
@@ -166,7 +180,7 @@ class Rows:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of tokens, targets, documents and packing. Equal digests mean equal batches."""
+        """sha256 of tokens, targets, labels, documents and packing. Equal digests mean equal batches."""
         sha = hashlib.sha256(f"{self.seq_len} {self.pad_id}".encode())
         documents, packing = self.documents, self.packing
         for array_T in (documents.tokens_T, documents.is_target_T):
@@ -176,6 +190,8 @@ class Rows:
         for array in (documents.offsets_N1, packing.documents, packing.row_offsets):
             sha.update(f" {array.dtype.str} {len(array)} ".encode())
             sha.update(np.ascontiguousarray(array).data)
+        if not documents.is_desirable_N.all():  # so rows without labels have the digest that they always had
+            sha.update(b" labels " + documents.is_desirable_N.tobytes())
         return sha.hexdigest()
 
     def row_at(self, sample_index: int, seed: int) -> int:

@@ -75,7 +75,8 @@ def document_lines(rows: Rows, number: int, tokenizer: Tokenizer, marks: Marks, 
     start, stop = documents.place(number)
     tokens, is_target = documents.tokens_T[start:stop].tolist(), documents.is_target_T[start:stop].tolist()
     num_targets = int(documents.num_targets_N[number])
-    yield f"--- document {number}: {len(tokens):,} tokens, {num_targets:,} targets"
+    label = "" if documents.is_desirable_N[number] else ", undesirable"
+    yield f"--- document {number}: {len(tokens):,} tokens, {num_targets:,} targets{label}"
     if not ids:
         yield "".join(_marked(tokens, is_target, tokenizer, marks))
         return

@@ -4,7 +4,8 @@ The Rust tokenizer encodes texts in batches, on all cores and without the GIL, w
 batch. Each batch becomes arrays (documents.py) at once, so that only a few batches are in memory as objects.
 
 A preference becomes two documents, first the chosen answer, then the rejected one. They share the prompt's
-key and a packed row, and neither is ever cut: a part of an answer has another probability.
+key and a packed row, and neither is ever cut: a part of an answer has another probability. Nor is an answer
+with a label.
 """
 
 import dataclasses
@@ -49,6 +50,8 @@ class Counts:
     """Preferences that were dropped because their two documents do not fit into one row together."""
     num_equal_preferences: int = 0
     """Preferences that were dropped because their two documents are equal."""
+    num_long_answers: int = 0
+    """Answers with a label that were dropped because their document does not fit into one row."""
 
 
 def tokenize(
@@ -64,7 +67,8 @@ def tokenize(
 ) -> Iterator[Documents]:
     """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
     seq_len lose their end; raw text is cut into chunks without loss. A preference gives two documents, or
-    none if these are longer than seq_len together. Adds to `counts`.
+    none if these are longer than seq_len together; an answer with a label gives none if its document is
+    longer than seq_len. Adds to `counts`.
     """
     builder = _Builder(tokenizer, counts, seq_len, train_on_prompt)
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -104,18 +108,23 @@ def _write(
 ) -> Iterator[Written]:
     for row in rows:
         try:
-            if fmt.rejected:
+            if fmt.label or fmt.is_unpaired:
+                found = [layout.write(each)._replace(label=label) for each, label in fmt.labelled(row)]
+            elif fmt.rejected:
                 chosen, rejected = (layout.write(document) for document in fmt.preference(row))
-                written = chosen._replace(rejected=rejected)
+                found = [chosen._replace(rejected=rejected)]
             else:
-                written = layout.write(fmt.document(row))
+                found = [layout.write(fmt.document(row))]
         except RowError as problem:
             bad.add(row.place, problem)
             continue
+        if fmt.is_unpaired and found[0]._replace(label=False) == found[1]:
+            counts.num_equal_preferences += 1
+            continue
         counts.num_placeholder_rows += not layout.is_text and _has_placeholder(
-            written.text + (written.response or "")
+            found[0].text + (found[0].response or "")
         )
-        yield written
+        yield from found
 
 
 def _has_placeholder(text: str) -> bool:
@@ -195,6 +204,7 @@ class _Builder:
         self._targets: list[npt.NDArray[np.bool_]] = []
         self._answers: list[tuple[int, int]] = []
         self._keys: list[int] = []
+        self._labels: list[bool] = []
 
     def build(self, batch: list[Written], num_pieces: list[int], encoded: list[Any]) -> Documents:
         """The documents of one batch; document i takes the next `num_pieces[i]` items of `encoded`."""
@@ -207,6 +217,8 @@ class _Builder:
                 self._add_preference(
                     self._answered(written, own[:half]), self._answered(written.rejected, own[half:])
                 )
+            elif written.label is not None:
+                self._add_labelled(*self._answered(written, own), written.label)
             elif written.spans is None and written.response is None:
                 self._add_text(own)
             else:
@@ -217,6 +229,7 @@ class _Builder:
             offsets_N1=offsets_of(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
             answers_N2=np.array(self._answers, dtype=np.int32).reshape(-1, 2),
             prompt_keys_N=np.array(self._keys, dtype=np.uint64),
+            is_desirable_N=np.array(self._labels, dtype=np.bool_),
         )
         self._clear()
         return documents
@@ -272,6 +285,15 @@ class _Builder:
             for tokens, is_target in both:
                 self._append(tokens, is_target, _first_answer(is_target), key)
 
+    def _add_labelled(self, tokens: Ids, is_target: Mask, label: bool) -> None:
+        if not is_target[1:].any():
+            self.counts.num_dropped_documents += 1
+        elif len(tokens) > self.seq_len:
+            self.counts.num_long_answers += 1
+        else:
+            first, end = _first_answer(is_target)
+            self._append(tokens, is_target, (first, end), _key(tokens[:first]), label)
+
     def _add_answered(self, tokens: Ids, is_target: Mask) -> None:
         if not is_target.any():
             self.counts.num_dropped_documents += 1
@@ -295,6 +317,7 @@ class _Builder:
         is_target: Mask,
         answer: tuple[int, int],
         key: int,
+        label: bool = True,
     ) -> None:
         is_target[0] = False
         if self._unknown_id is not None:
@@ -303,6 +326,7 @@ class _Builder:
         self._targets.append(is_target)
         self._answers.append(answer)
         self._keys.append(key)
+        self._labels.append(label)
 
 
 def _first_answer(is_target: Mask) -> tuple[int, int]:

@@ -1,11 +1,13 @@
 """Parts of a training loop besides the model: optimizer, schedule, update, metrics, dry run."""
 
 from lptune.training.adamw import AdamW, AveragingAdamW
+from lptune.training.answers import reference_log_p
 from lptune.training.generate import greedy
+from lptune.training.kto import SUMS, kto_loss, kto_metrics, kto_reference, unrelated_ratio
 from lptune.training.listed import ListsMoments
 from lptune.training.metrics import MetricsWriter, check_logging
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
-from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss, reference_log_p
+from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss
 from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
@@ -16,6 +18,7 @@ from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 __all__ = [
     "METRICS",
+    "SUMS",
     "AdamW",
     "AveragingAdamW",
     "ListsMoments",
@@ -34,6 +37,9 @@ __all__ = [
     "distillation",
     "greedy",
     "is_due",
+    "kto_loss",
+    "kto_metrics",
+    "kto_reference",
     "learning_rate",
     "losses_by_source",
     "mean_metrics",
@@ -43,4 +49,5 @@ __all__ = [
     "set_learning_rate",
     "show_samples",
     "top_k_distillation",
+    "unrelated_ratio",
 ]

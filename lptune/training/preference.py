@@ -18,23 +18,22 @@ removes the division by |y| in dpo and ipo: the formula of the paper on ipo lack
 authors have it, by a comment in TRL.
 
 The reference needs no second model: log ρ(y) of all answers is computed once, before the first step
-(`reference_log_p`), and kept in the run's folder (lptune/checkpoint/reference.py).
+(answers.py), and kept in the run's folder (lptune/checkpoint/reference.py).
 
 All numbers are float32. Shapes: B rows, S tokens of a row, T = B * S, D documents of a batch, P preferences
 of a batch, N documents of the data, M metrics. A dimension of size 2 is (chosen, rejected).
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.config import PreferenceLossConfig, RunConfig
-from lptune.data import Batch, Rows, evaluation_batches
+from lptune.config import PreferenceLossConfig
+from lptune.data import Batch
 from lptune.distributed import World
-from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.training.answers import sum_by_document
 
 METRICS = ("loss", "accuracy", "reward_chosen", "reward_rejected", "margin", "log_p_chosen", "log_p_rejected")
 """Means over preferences: the loss; the share with r(w) > r(l); r(w), r(l) and m; log π(w) and log π(l)."""
@@ -57,7 +56,7 @@ def answers_of(log_p_BS: Tensor, batch: Batch, reference_N: Tensor | None) -> An
     log_p_BS: of each label, 0 where there is none, as the objective `log_probabilities` gives them.
     reference_N: log ρ of the answer of each document of the data, on the CPU.
     """
-    sums_D2 = _by_document(torch.stack([log_p_BS, (batch.labels_BS >= 0).float()], -1), batch)
+    sums_D2 = sum_by_document(torch.stack([log_p_BS, (batch.labels_BS >= 0).float()], -1), batch)
     # Found on the CPU, so that the host does not wait for the device. The rejected answer comes right after.
     chosen_P = torch.nonzero((batch.numbers_D >= 0) & (batch.numbers_D % 2 == 0))[:, 0]
     places_P2 = torch.stack([chosen_P, chosen_P + 1], 1)
@@ -104,41 +103,3 @@ def mean_metrics(sums_M: Tensor, num_preferences: int, world: World, prefix: str
     """
     totals = world.sums(sums_M)
     return {f"{prefix}{name}": each / num_preferences for name, each in zip(METRICS, totals, strict=True)}
-
-
-@torch.no_grad()
-def reference_log_p(
-    model: Decoder, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
-) -> dict[str, Tensor]:
-    """log ρ of the answer of each document of each of `rows`: (N,), float32, on the CPU, the same on all
-    ranks. A collective. model: with the weights of the reference. None among `rows` is left out.
-    """
-    found = {name: each for name, each in rows.items() if each is not None}
-    count = sum(each.num_documents for each in found.values())
-    world.print(f"reference: computing the log-probabilities of {count:,} answers before training")
-    return {name: _answer_log_p(model, each, cfg, world) for name, each in found.items()}
-
-
-def _answer_log_p(model: Decoder, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
-    log_p_N = torch.zeros(rows.num_documents, device=world.device)
-    for batch in evaluation_batches(
-        rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size
-    ):
-        batch = batch.to(world.device)
-        documents = DocumentBounds.of(batch)
-        log_p_BS = model(batch.tokens_BS, documents, batch.labels_BS, loss=log_probabilities)
-        log_p_D = _by_document(log_p_BS[..., None], batch)[:, 0]
-        places_D = torch.nonzero(batch.numbers_D >= 0)[:, 0]
-        log_p_N[batch.numbers_D[places_D].to(world.device)] = log_p_D[places_D.to(world.device)]
-    if world.rank % world.tensor_size:  # these ranks have the same numbers as the first of the tensor axis
-        log_p_N.zero_()
-    world.sum_(log_p_N)  # each document was on one data rank, and 0 on the others
-    return log_p_N.cpu()
-
-
-def _by_document(values_BSX: Tensor, batch: Batch) -> Tensor:
-    """(D, X): the sum over the tokens of each document of `batch`, padding included."""
-    document_T = (batch.positions_BS == 0).flatten().cumsum(0) - 1  # a document begins at position 0
-    values_TX = values_BSX.flatten(0, 1)
-    sums_DX = values_TX.new_zeros(len(batch.numbers_D), values_TX.shape[1])
-    return sums_DX.index_add(0, document_T, values_TX)

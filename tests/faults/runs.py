@@ -18,6 +18,7 @@ from tests.helpers.tiny_recipe import (
     make_checkpoint,
     make_teacher,
     write_config,
+    write_labelled,
     write_preferences,
     write_rows,
     write_texts,
@@ -61,6 +62,7 @@ _NUM_ROWS = 8 * STEPS_PER_EPOCH
 _OF_RECIPE: dict[str, tuple[Callable[[Path, int], Path], Callable[[Path, Path], dict[str, Any]]]] = {
     "full_finetune": (write_rows, lambda folder, checkpoint: {}),
     "full_dpo": (write_preferences, lambda folder, checkpoint: {}),
+    "full_kto": (write_labelled, lambda folder, checkpoint: {}),
     "continued_pretrain": (write_texts, lambda folder, checkpoint: {}),
     "distill": (
         write_rows,

@@ -37,6 +37,19 @@ def write_preferences(path: Path, count: int) -> Path:
     return _write(path, rows)
 
 
+def write_labelled(path: Path, count: int) -> Path:
+    """Rows for full_kto: answers are desirable, refusals are not, and each prompt is another one."""
+    rows = [
+        {
+            "prompt": row["prompt"],
+            "completion": row["response"] if i % 2 else f"Sorry, no. {row['response'][: i % 9]}",
+            "label": bool(i % 2),
+        }
+        for i, row in enumerate(builtin_rows(count))
+    ]
+    return _write(path, rows)
+
+
 def make_teacher(student: Path, folder: Path, **changed: Any) -> Path:
     """A model with the student's tokenizer and other sizes, made by transformers."""
     import torch

@@ -190,7 +190,15 @@ def _flipped(content: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-_ARRAYS = ("tokens_T", "is_target_T", "offsets_N1", "answers_N2", "prompt_keys_N", "num_targets_N")
+_ARRAYS = (
+    "tokens_T",
+    "is_target_T",
+    "offsets_N1",
+    "answers_N2",
+    "prompt_keys_N",
+    "num_targets_N",
+    "is_desirable_N",
+)
 _ENTRY = ("manifest.json", *(f"{name}.bin" for name in _ARRAYS))
 
 

@@ -1,0 +1,143 @@
+"""KTO of a Hugging Face checkpoint, all weights trained, on 1..N ranks: answers labelled desirable or not.
+
+    lptune run full_kto --config llama3_2/1b_kto data.source=labelled.jsonl precision.kind=int8_rowcol
+
+Like full_dpo, but for the data (a prompt, one answer and its label) and the loss, which compares the answer's
+reward with z, an estimate over prompts with answers to other prompts, made anew in each step.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lptune import checkpoint, data, distributed, linear, models, training
+from lptune.config import KtoConfig
+from lptune.training import is_due
+
+
+def main(cfg: KtoConfig) -> None:
+    """Runs the training that `cfg` describes. Wrong input raises UserError before output_dir is changed."""
+    with (
+        distributed.session(cfg.device, cfg.parallel, cfg.seed, cfg.deterministic) as world,
+        checkpoint.open_run(cfg, world) as run,
+    ):
+        # --- Input. All input is read and checked before the run's folder is made or changed.
+        training.check_settings(cfg, world)
+        base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
+        model = base.build_on_meta(freeze=cfg.freeze)
+        plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
+        run.find_checkpoint()
+        tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
+        with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
+            vocab_size = base.config.vocab_size
+            prepare = data.prepare_labelled
+            train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+        loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
+        num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template)
+        num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
+        if run.is_finished(num_steps):
+            return
+
+        # --- Model. It is cut, checkpointed, compiled and sharded; then it gets storage and weights.
+        distributed.parallelize(model, world, cfg)
+        distributed.materialize(model, world, cfg)
+        optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        dtype = getattr(torch, cfg.compute_dtype)
+        watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
+        verify = cfg.precision.verify
+        low = linear.LowPrecision(
+            model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
+        )
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
+        kept = run.reference(held_out.digest if held_out else "", mismatched=train.mismatched.digest)
+        reference = kept.read()
+        if reference is None:  # of the weights before training, also where the run continues a checkpoint
+            run.load_base(base, model)
+            reference = training.kto_reference(model, {"train": train, "held_out": held_out}, cfg, world)
+        step = run.load(base, model, optimizer, low)
+        report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
+        run.begin(plan, report)
+        kept.keep(reference)
+        meter = training.StepMeter(cfg, plan, base.config, world)
+
+        # --- Training.
+        with (
+            run.writer(model, optimizer, low, update) as writer,
+            training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
+        ):
+            # Before the first step, or if a signal stopped the run before the evaluation of this step.
+            is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
+            if held_out is not None and is_eval_due and not run.has_evaluation(step):
+                found = evaluate(model, held_out, reference["held_out"], cfg, world)
+                metrics.write({"step": step} | found)
+                num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
+            if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
+                raise run.stopped(stopped)
+            is_save_due = False
+            while step < num_steps:
+                with meter.timed():
+                    world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
+                    batches, num_answers = loader.micro_batches(step), loader.num_documents(step)
+                    # z comes first, over the whole step: the loss of every answer depends on it.
+                    z = training.unrelated_ratio(model, loader.mismatched(step), reference["train"], world)
+                    with low.step(step, num_passes=len(batches)):
+                        sums_M = torch.zeros(len(training.SUMS), device=world.device)
+                        for batch in distributed.accumulate(model, batches, world, cfg, low):
+                            loss, found_M = batch_loss(model, batch, train, reference["train"], z, cfg)
+                            (loss * (world.data_size / num_answers)).backward()  # FSDP averages over ranks
+                            sums_M += found_M
+                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
+                    training.set_learning_rate(optimizer, lr)
+                    # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
+                    updated = update(sums_M[0], num_answers)  # SUMS[0] is the loss
+                lengths, num_targets = loader.document_lengths(step), loader.num_targets(step)
+                step += 1
+                record = meter.record(step, updated, num_targets, lr, lengths, update, low)
+                record |= training.kto_metrics(sums_M, z, world)
+                is_last = step == num_steps
+                stopped, is_overdue = world.at_boundary(writer.is_overdue())
+                if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
+                    record |= evaluate(model, held_out, reference["held_out"], cfg, world)
+                metrics.write(record)
+                if "eval_loss" in record:
+                    num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
+                if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
+                    raise update.diverged(step, writer.wait(), run.path)
+                writer.check()
+                # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
+                is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
+                at_end = bool(stopped) or (step == num_steps and cfg.checkpoint.at_end)
+                if at_end or (is_save_due and not update.num_skipped_in_a_row):
+                    writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
+                    is_save_due = False
+                if stopped:
+                    raise run.stopped(stopped)
+
+        # --- Result.
+        run.export(base)
+
+
+def batch_loss(
+    model: models.Decoder, batch: data.Batch, rows: data.Rows, reference_N2: Tensor, z: Tensor, cfg: KtoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss and SUMS (M,), summed over the answers of the batch, float32. rows: the data of the batch."""
+    batch = batch.to(z.device)
+    documents = models.DocumentBounds.of(batch)
+    log_p_BS = model(batch.tokens_BS, documents, batch.labels_BS, loss=models.log_probabilities)
+    return training.kto_loss(log_p_BS, batch, rows, reference_N2, z, cfg.kto)
+
+
+@torch.no_grad()
+def evaluate(
+    model: models.Decoder, rows: data.Rows, reference_N2: Tensor, cfg: KtoConfig, world: distributed.World
+) -> dict[str, float]:
+    """The metrics of all held-out answers, with one z over all of them, in the precision of training."""
+    share = {"rank": world.data_rank, "num_ranks": world.data_size}
+    mismatched = data.evaluation_batches(rows.mismatched, cfg.micro_batch_size, **share)
+    z = training.unrelated_ratio(model, mismatched, reference_N2, world)
+    sums_M = torch.zeros(len(training.SUMS), device=world.device)
+    for batch in data.evaluation_batches(rows, cfg.micro_batch_size, **share):
+        sums_M += batch_loss(model, batch, rows, reference_N2, z, cfg)[1]
+    return training.kto_metrics(sums_M, z, world, "eval_")
