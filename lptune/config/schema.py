@@ -2,7 +2,8 @@
 
 A key is a frozen, typed field below, with its meaning under it. A YAML file holds only what differs from
 these defaults; `key=value` on the command line overrides both. A check of one section stands in that
-dataclass's `__post_init__`; a check of several sections stands in `RunConfig`. The config of a recipe
+dataclass's `__post_init__`; a check of several sections stands in `RunConfig`. The keys of the optimizer and
+the learning rate are in optimization.py, those of low precision in precision.py. The config of a recipe
 (recipes.py) adds its own keys.
 
 The checks here look at values only. Whether a file exists, a tensor fits or a kernel can run is checked by
