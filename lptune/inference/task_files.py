@@ -2,8 +2,10 @@
 
 A task is a YAML file, and lm_eval runs code that it names: functions (`!function`), classes, metrics that it
 downloads from the hub (`hf_evaluate`, or a name that it does not know), and jinja templates, which can reach
-Python. The functions here read the YAML as a graph of nodes and make no object of it, so that a file is
-checked before lm_eval reads it.
+Python. The library `datasets` has builders that unpickle files or query a database, which a task may name as
+its data. The functions here read the YAML as a graph of nodes and make no object of it, so that a file is
+checked before lm_eval reads it. A rule holds wherever a key stands, because YAML can merge a part of a file
+into another (`<<`).
 """
 
 from collections.abc import Collection, Iterator
@@ -15,6 +17,8 @@ from lptune.config import MEBI, UserError, read_text
 
 _PLAIN = "tag:yaml.org,2002:"
 _MAX_CHARS = 16 * MEBI
+# Builders of datasets (4 and 5) that take files of a task and do more than read rows from them.
+_BUILDERS = ("cache", "generator", "harbor", "iceberg", "pandas", "spark", "sql", "webdataset")
 
 
 def check_has_no_code(folder: Path, metrics: Collection[str]) -> None:
@@ -54,16 +58,22 @@ def _code(root: yaml.Node | None, metrics: Collection[str]) -> Iterator[tuple[ya
                 yield value, f"lm_eval has no metric {value.value!r:.60}, and would run code of the hub"
             elif key.value == "use_prompt":
                 yield value, "use_prompt reads prompts of another file or package"
+            elif key.value == "dataset_path" and str(value.value).lower() in _BUILDERS:
+                yield value, f"dataset_path {value.value!r} can unpickle files or run queries"
             elif key.value == "unsafe_code" and is_set:
                 yield value, "unsafe_code runs what the model writes"
 
 
 def _included(root: yaml.Node | None) -> list[str]:
-    names = []
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else []:
-        if key.value == "include":
-            names += [each.value for each in _nodes(value) if isinstance(each, yaml.ScalarNode)]
-    return names
+    return [
+        each.value
+        for node in _nodes(root)
+        if isinstance(node, yaml.MappingNode)
+        for key, value in node.value
+        if key.value == "include"
+        for each in _nodes(value)
+        if isinstance(each, yaml.ScalarNode)
+    ]
 
 
 def _nodes(root: yaml.Node | None) -> Iterator[yaml.Node]:

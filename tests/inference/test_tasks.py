@@ -43,6 +43,10 @@ def test_without_lm_eval_one_line_says_what_to_install(
         ("unsafe_code: true", "unsafe_code runs what the model writes"),
         ("use_prompt: promptsource:x", "use_prompt reads prompts"),
         ("include: [sub/safe.inc, sub/code.inc]", "code.inc, line 2: !function runs code"),
+        ("<<: {include: sub/code.inc}", "code.inc, line 2: !function runs code"),
+        ("<<: [{a: 1}, &x {include: [sub/code.inc]}]", "code.inc, line 2: !function runs code"),
+        ("dataset_path: pandas", "dataset_path 'pandas' can unpickle files"),
+        ("<<: {dataset_path: pandas}", "dataset_path 'pandas' can unpickle files"),
         ("a: [", "cannot be read as YAML"),
     ],
 )
