@@ -3,7 +3,7 @@
     lptune run full_kto --config llama3_2/1b_kto data.source=labelled.jsonl precision.kind=int8_rowcol
 
 Like full_dpo, but for the data (a prompt, one answer and its label) and the loss, which compares the answer's
-reward with z, an estimate over prompts with answers to other prompts, made anew in each step.
+log-ratio to the model before training with z, the mean log-ratio of answers to other prompts in this step.
 """
 
 from functools import partial

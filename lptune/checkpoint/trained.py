@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from lptune.checkpoint.export import EMA
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import Base, load_hf, read_base, weights_digest
 from lptune.checkpoint.load import load_weights
@@ -88,6 +89,8 @@ def _of_checkpoint(checkpoint: Manifest, say: Callable[[str], None]) -> Trained:
         )
     base = read_base(about.model, say)
     check_base(state, base.folder)
+    if any(name.startswith(f"{EMA}/") for name in checkpoint.shards):
+        say(f"{checkpoint.folder}: uses the weights of this step; its moving averages are in exports only")
     # `about` has the text of a template. That a run used none is said by the settings of its rows alone.
     of_rows = state.content.get("decides_rows")
     has_none = isinstance(of_rows, dict) and of_rows.get("data.chat_template") == "none"

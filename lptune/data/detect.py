@@ -237,8 +237,8 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
 def _refuse_preferences(columns: Sequence[str], source: str) -> None:
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
-            f"{source}: holds preferences (columns chosen, rejected), and full_finetune learns from one "
-            "response per prompt; use full_dpo, or "
+            f"{source}: holds preferences (columns chosen, rejected), and this recipe learns from one "
+            "response per prompt; use full_dpo or full_kto, or "
             f"set data.response_column=chosen or another of {listed(columns)}"
         )
 

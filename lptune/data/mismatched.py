@@ -6,16 +6,16 @@ decided once, by the packed rows alone: the log-probabilities before training ca
 and nothing depends on the number of ranks, on the micro-batch size or on the step.
 
 Within a packed row, answers rotate among the documents. So the mismatched documents have the same prompts and
-the same answers as the row, as the paper wants it; together they have as many tokens, and fit into the row
+the same answers as the row, as in the paper; together they have as many tokens, and fit into the row
 without being cut. Documents are sorted by their prompts before the rotation, whose distance is the size of
 the largest group of equal prompts (half of the documents at most). So no prompt gets an answer of its own,
-unless more than half of the documents of the row have one and the same prompt.
+unless more than half of the documents that rotate have one and the same prompt.
 
-Documents that are alone in their rows rotate among each other, and are cut where their rows end: a part of an
-answer serves for this estimate. Where `data.packing` is false, these are all documents, and the answers of a
-step are then those of other steps.
+Documents that are alone in their rows rotate among each other (a single one takes the first answer to another
+prompt), and are cut where their rows end: a part of an answer is enough for this estimate. Where
+`data.packing` is false, these are all documents, and the answers of a step are then those of other steps.
 
-Legend: N documents.
+Legend: N documents, T tokens of all documents.
 """
 
 import numpy as np
@@ -33,6 +33,7 @@ def mismatched(documents: Documents, packing: Packing, seq_len: int) -> Document
     first_N = documents.answers_N2[:, 0].astype(np.int64)
     answer_N = np.minimum((documents.lengths - first_N)[from_N], seq_len - first_N)
     # Prompts and answers, in turn, as documents: end_to_end reads them in pieces, also of several sources.
+    # Only tokens are read from `parts`; its other fields are not used.
     lengths_N2 = np.stack([first_N, answer_N], 1)
     parts = Documents(
         tokens_T=documents.tokens_T,

@@ -1,10 +1,13 @@
 """The job that computes a teacher's log-probabilities for all targets of the training data, file by file.
 
-The documents are cut into files in their order, by size. The documents of a file are packed into rows of
-their own, so the content of a file depends on the documents, the teacher and micro_batch_size only: not on
-the number of ranks, and not on which files an earlier launch has finished. Data rank r of n computes the
-files r, r + n, … of those that are missing. Because the teacher is sharded over the ranks, all of them run
-equally many forwards: a rank whose file has fewer batches gets rows of padding.
+Consecutive documents go into one file until it has about logits.max_file_mib. The documents of a file are
+packed into rows of their own, so the content of a file depends on the documents, the teacher and the config:
+not on the number of ranks, and not on which files an earlier launch has finished. Data rank r of n computes
+the files r, r + n, … of those that are missing. Because the teacher is sharded over the ranks, all of them
+run equally many forwards: a rank whose file has fewer batches gets rows of padding.
+
+A job that continues may have another micro_batch_size or data.packing (less memory, say): its files then
+differ from those of the first launch by the rounding of another order of sums.
 """
 
 import hashlib
@@ -35,7 +38,15 @@ from lptune.config import (
 )
 from lptune.data.packing import one_document_per_row
 from lptune.data.rows import EMPTY_ROW
-from lptune.distillation.files import digest_of, entry_of, file_name, read_index, write_file, write_index
+from lptune.distillation.files import (
+    FileEntry,
+    digest_of,
+    entry_of,
+    file_name,
+    read_index,
+    write_file,
+    write_index,
+)
 from lptune.distillation.live import LiveTeacher
 from lptune.distillation.top_k import TEMPERATURES, TopK
 from lptune.distributed import World, side_group
@@ -74,7 +85,9 @@ class LogitsJob:
         self.folder = Path(cfg.logits.folder).expanduser()
         before = read_index(self.folder)
         if before is None and self.folder.exists():
-            others = [path.name for path in self.folder.iterdir() if path.name != _LOCK]
+            names = [path.name for path in self.folder.iterdir()]
+            # A kill in the first moments leaves the lock, and a temporary file of the index.
+            others = [name for name in names if name != _LOCK and not name.startswith(TEMPORARY)]
             if others:
                 raise UserError(
                     f"logits.folder: {self.folder} has no logits.json but {sorted(others)[0]}; choose a new "
@@ -91,11 +104,14 @@ class LogitsJob:
 
     def prepare(self, rows: data.Rows, tokenizer: data.Tokenizer, teacher: LiveTeacher, vocab: int) -> None:
         """Cuts the documents of `rows` into files and packs each. vocab: the number of words of the teacher.
-        Raises UserError if the folder belongs to a job that would give other numbers.
+        Raises UserError if the folder belongs to a job that would give other numbers, or if the teacher has
+        fewer words than logits.top_k.
         """
         cfg = self._cfg
         if cfg.logits.top_k > vocab:
-            raise UserError(f"logits.top_k: {cfg.logits.top_k} is more than the {vocab} words of the teacher")
+            raise UserError(
+                f"logits.top_k: {cfg.logits.top_k} is more than the {vocab} words of the teacher; lower it"
+            )
         made_with = {
             "the teacher's weights": teacher.digest,
             "teacher.precision": cfg.teacher.precision,
@@ -121,7 +137,7 @@ class LogitsJob:
                         f"logits.folder: {self.folder} was begun with {key} {stored!r}, this job has "
                         f"{value!r}{cause}; restore it, or choose another folder"
                     )
-        self._made_with = digest_of(made_with)
+        self._made_with_digest = digest_of(made_with)
         documents = rows.documents
         self._offsets = np.r_[0, np.cumsum(documents.num_targets_N)].astype(np.int64)
         item = self.dtype.itemsize
@@ -158,7 +174,8 @@ class LogitsJob:
 
     @contextmanager
     def begin(self) -> Iterator[bool]:
-        """Makes and locks the folder, and prints how much is to do. Yields whether anything is. A collective.
+        """Makes and locks the folder, and prints how much is to do. Yields True if files, or the end of the
+        index, are missing. A collective.
 
         Raises UserError if the folder cannot be written, another job is writing there, or the disk is full.
         """
@@ -169,13 +186,13 @@ class LogitsJob:
                 with group.together((UserError, OSError), self._line_of):
                     if self._world.is_main:
                         lock = self._lock()
-                        for partial in self.folder.glob(f"{TEMPORARY}logits-*"):  # of a killed rank
+                        for partial in self.folder.glob(f"{TEMPORARY}logits*"):  # of a killed rank
                             remove_leftover(partial)
                 with group.together((UserError, OSError), self._line_of):
                     self._missing = [i for i in range(len(self._bounds)) if self._entry(i) is None]
                 group.total(0)  # no rank writes before all have looked
                 with group.together((UserError, OSError), self._line_of):
-                    self._say_size()
+                    self._check_size()
                     if self._world.is_main and self._missing:
                         write_index(self.folder, {**self._content, "is_complete": False, "files": []})
             is_complete = self._before is not None and self._before.is_complete and not self._missing
@@ -188,7 +205,7 @@ class LogitsJob:
 
     def _check_same_on_all_ranks(self) -> None:
         """Raises UserError if a machine reads other data or another teacher. A collective."""
-        number = int(self._made_with[:12], 16)
+        number = int(self._made_with_digest[:12], 16)
         extremes = torch.tensor([number, -number], device=self._world.device)
         self._world.max_(extremes)
         largest, smallest = extremes.tolist()
@@ -212,7 +229,8 @@ class LogitsJob:
             return str(error)
         return f"logits.folder: {self.folder} cannot be written ({why(error)}); choose another"
 
-    def _say_size(self) -> None:
+    def _check_size(self) -> None:
+        """Prints the size of the files. Raises UserError if the disk is too small."""
         num_files, left = len(self._bounds), len(self._missing)
         print_ = self._world.print
         print_(
@@ -230,9 +248,9 @@ class LogitsJob:
     def _path(self, number: int) -> Path:
         return self.folder / file_name(number, len(self._bounds))
 
-    def _entry(self, number: int) -> Any:
+    def _entry(self, number: int) -> FileEntry | None:
         first, stop = self._bounds[number]
-        return entry_of(self._path(number), first, stop - first, self._made_with)
+        return entry_of(self._path(number), first, stop - first, self._made_with_digest)
 
     def files(self) -> Iterator["LogitsFile"]:
         """This rank's files, one after the other; all ranks get equally many. Write each of them."""
@@ -316,4 +334,4 @@ class LogitsFile:
             )
         first, stop = job._bounds[self._number]
         counts = np.diff(job._offsets[first : stop + 1])
-        write_file(job._path(self._number), self._parts, counts, job._made_with)
+        write_file(job._path(self._number), self._parts, counts, job._made_with_digest)

@@ -117,7 +117,10 @@ def _complete_index(cfg: DistillConfig) -> Index:
         )
     top_k = index.made_with["logits.top_k"]
     if cfg.logits.top_k > top_k:
-        raise UserError(f"logits.top_k: {cfg.logits.top_k} is more than the {top_k} words in {folder}")
+        raise UserError(
+            f"logits.top_k: {cfg.logits.top_k} is more than the {top_k} words in {folder}; lower it, or run "
+            "precompute_logits into another folder"
+        )
     if cfg.distillation.temperature not in index.temperatures:
         there = ", ".join(f"{each:g}" for each in index.temperatures)
         raise UserError(

@@ -1,8 +1,9 @@
-"""Batches on several ranks: in each round, every rank answers one batch, and every rank gets all answers.
+"""Batches on several ranks: each answers one batch per round; then the caller exchanges the answers.
 
 Batch number n goes to data rank n modulo the number of data ranks. So the batches, and with them the answers
-and their order, are those of one rank, also for kinds that quantize a batch with one scale. A round ends with
-a collective: a rank waits for the others for at most one batch, not for the rest of the job.
+and their order, are the same as with one rank, also for kinds that quantize a batch with one scale. The
+exchange (`gather_answers`) is a collective: a rank waits for the others for at most one batch, not for the
+rest of the job. Each rank has the whole model here, so every rank is a data rank.
 """
 
 import itertools
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class Finished(NamedTuple):
-    """A finished answer of any rank."""
+    """What a rank has answered."""
 
     text: str
     ended_by: str

@@ -1,10 +1,11 @@
 """torch's AdamW, which lists its moments for checkpoints; and one that averages the weights as well.
 
-    decay_n = min(decay, (1 + n) / (10 + n))              n: the number of this parameter's updates
+    decay_n = min(decay, (1 + n) / (10 + n))              n: this parameter's updates, with this one
     ema     = decay_n * ema + (1 - decay_n) * weight      after each update; it starts as the initial weight
 
-Where the learning rate is still high, the average has a lower loss than the weights of any one step, as the
-mean of the last checkpoints has (checkpoint/average.py). It takes 4 bytes per parameter, and no checkpoints.
+Where the learning rate is still high, the average usually has a lower loss than the weights of any one step,
+as the mean of the last checkpoints has (checkpoint/average.py). The moving average takes 4 bytes per
+parameter, and needs no checkpoints.
 With the decay alone the initial weights would count for much in a run of about 1 / (1 - decay) steps; the
 smaller decay of the first updates is that of TensorFlow's ExponentialMovingAverage.
 
@@ -46,12 +47,12 @@ class AveragingAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient, and of their averages; neither where the
-        attribute `found_inf` is 1.
+        """One update of the parameters that have a gradient, and of their averages. With fused=True, neither
+        where the attribute `found_inf` is 1.
         """
         assert closure is None, "a closure is not supported"
         updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        # torch makes the moments of a parameter without any state: an average must not be there before.
+        # torch makes the moments of a parameter only if its state is empty: averages are added after step().
         begun = {p: p.detach().clone() for p in updated if _EMA not in self.state.get(p, {})}
         super().step()
         for parameter, initial in begun.items():
@@ -66,7 +67,7 @@ class AveragingAdamW(AdamW):
             average.lerp_(on_this_rank(parameter.detach()), weight)
 
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
-        """As in ListsMoments, and the averages. A parameter that is frozen since a resume may have none."""
+        """As in ListsMoments, and the averages. A parameter that a resume has frozen may have no average."""
         return super().stored(names, num_updates) | {
             f"{_EMA}/{name}": self.state[parameter][_EMA]
             for parameter, name in names.items()

@@ -294,7 +294,9 @@ def test_what_cannot_be_compared_is_one_line(
 
 
 def test_a_recipe_for_single_answers_names_full_dpo(jsonl: Callable[..., str], tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="full_finetune learns from one response per prompt; use full_dpo"):
+    with pytest.raises(
+        UserError, match="this recipe learns from one response per prompt; use full_dpo or full_kto"
+    ):
         run(jsonl(TEXT), tokenizer, preferences=False)
     with pytest.raises(UserError, match=r"data\.chosen_column: is a column of preferences, .* full_dpo"):
         run(jsonl(TEXT), tokenizer, preferences=False, chosen_column="chosen")

@@ -26,7 +26,7 @@ from tests.helpers.tiny_recipe import (
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4
-_TIMING = {"tokens_per_s", "step_time_s", "peak_memory_gib", "mfu", "bf16_mfu"}
+_NOT_REPEATABLE = {"tokens_per_s", "step_time_s", "peak_memory_gib", "mfu", "bf16_mfu"}
 
 PRECISIONS = {
     "none": ("precision.kind=none",),
@@ -43,7 +43,7 @@ Launch = Callable[[list[str], int, Path, dict[str, str]], Finished]
 
 
 def launch(arguments: list[str], ranks: int, folder: Path, extra: dict[str, str]) -> Finished:
-    """As a user does it."""
+    """Runs `lptune run` in new processes, as a user does."""
     flags = [f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return cold.run(*cold.LPTUNE, "run", *flags, *arguments, folder=folder, timeout_s=600, **extra)
 
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
     launch: Launch
 
 
-_NUM_ROWS = 8 * STEPS_PER_EPOCH
+_NUM_ROWS = 8 * STEPS_PER_EPOCH  # write_config: global_batch_size is 8
 # Recipe -> (writes rows for it, further keys of its config from the folder and the checkpoint).
 _OF_RECIPE: dict[str, tuple[Callable[[Path, int], Path], Callable[[Path, Path], dict[str, Any]]]] = {
     "full_finetune": (write_rows, lambda folder, checkpoint: {}),
@@ -118,12 +118,12 @@ def run_part(
     extra = {} if stop_after is None else {observe.STOP_AFTER: str(stop_after), observe.STOP_BY: by.name}
     extra[observe.STOP_ON_RANK] = str(ranks - 1)
     done = inputs.launch(arguments(inputs, output_dir, *overrides), ranks, inputs.folder, extra)
-    wanted = 0 if stop_after is None else 143 if by is signal.SIGTERM else -by
+    wanted = 0 if stop_after is None else -by if by is signal.SIGKILL else 143
     if done.returncode != wanted:
         return f"exit code {done.returncode} instead of {wanted}: {done.stdout[-500:]} {done.stderr[-1500:]}"
     if (
         stop_after is not None
-        and by is signal.SIGTERM
+        and by is not signal.SIGKILL
         and (newest := step_of(list_checkpoints(output_dir / "checkpoints")[0])) != stop_after
     ):
         return f"stopped after step {newest} instead of {stop_after}"
@@ -175,9 +175,9 @@ def outcome(output_dir: Path) -> Outcome:
     steps: dict[int, dict[str, Any]] = {}
     for record in records:
         known = steps.setdefault(record["step"], {})
-        again = known.keys() & record.keys() - {"step"} - _TIMING
+        again = known.keys() & record.keys() - {"step"} - _NOT_REPEATABLE
         assert not again, f"{output_dir}: step {record['step']} has {again} twice"
-        known |= {key: record[key] for key in record.keys() - _TIMING}
+        known |= {key: record[key] for key in record.keys() - _NOT_REPEATABLE}
     newest = list_checkpoints(output_dir / "checkpoints")[0]
     assert step_of(newest) == NUM_STEPS, newest
     batches = observe.read_batches(output_dir)
@@ -192,7 +192,9 @@ def outcome(output_dir: Path) -> Outcome:
 
 
 def uninterrupted(inputs: Inputs, name: str, ranks: int, *overrides: str) -> Path:
-    """The folder of a finished run without an interruption; made once."""
+    """The folder `name` of a finished run without an interruption. Made at the first call; later calls with
+    this name get the same folder.
+    """
     output_dir = inputs.folder / name
     if not (output_dir / "export.json").exists():
         shutil.rmtree(output_dir, ignore_errors=True)
@@ -229,7 +231,7 @@ def processes_naming(path: Path) -> list[int]:
 
 
 def still_alive(pids: list[int], within_s: float) -> list[int]:
-    """Those that have not ended after that time; they are killed then."""
+    """Those that have not ended after that time. This kills them."""
     deadline = time.monotonic() + within_s
     while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)

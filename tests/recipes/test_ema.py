@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lptune.checkpoint import read_trained
 from tests.faults.state import digests, stored_tensors
 from tests.helpers import warm
 from tests.recipes.conftest import Run
@@ -77,6 +78,10 @@ def test_the_export_has_the_averages_of_all_updates_and_the_initial_weights(
     assert "| weights | moving averages of the weights" in card
     last = weights_of(whole, NUM_STEPS)
     assert not all(torch.allclose(expected[name], last[name], rtol=1e-3) for name in last)
+
+    said: list[str] = []
+    read_trained(str(whole), said.append)
+    assert any("step-00000006: uses the weights of this step" in line for line in said)
 
     command = ["export", str(checkpoint_of(whole, NUM_STEPS)), str(tmp_path / "last"), "--no-ema"]
     assert warm.lptune(command, folder=tmp_path).returncode == 0

@@ -241,7 +241,8 @@ def test_logits_that_do_not_fit_are_refused_in_one_line(
     assert "teacher.path: is required" in refused(no_teacher, "logits.folder=null")
     assert "logits.folder: is required" in refused("logits.folder=null", recipe="precompute_logits")
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
+    for name in (".tmp-logits.json", ".lock", "thesis.txt"):  # the first two are what an early kill leaves
+        (tmp_path / "full" / name).touch()
     line = refused(f"logits.folder={tmp_path / 'full'}", recipe="precompute_logits")
     assert "has no logits.json but thesis.txt; choose a new folder" in line
     inside = (tmp_path / "logits").rename(tmp_path / "export")
