@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class FileEntry:
     """sha256 of its checksums."""
 
 
+_ENTRY = (str, int, int, int, int, str)
+"""The types of FileEntry's fields."""
+
+
 @dataclass(frozen=True)
 class Index:
     """The content of logits.json, and the folder it is in."""
@@ -88,6 +93,11 @@ class Index:
         """The temperatures of the columns of log_rest."""
         return tuple(self.made_with["temperatures"])
 
+    @property
+    def made_with_digest(self) -> str:
+        """A sha256 of `made_with`, which each file repeats."""
+        return digest_of(self.made_with)
+
     def digest(self) -> str:
         """A sha256 that identifies the numbers of all files."""
         return digest_of({key: self.content[key] for key in ("made_with", "files")})
@@ -107,16 +117,39 @@ def read_index(folder: Path) -> Index | None:
     number = content.get("format") if isinstance(content, dict) else None
     if isinstance(number, int) and number > FORMAT:
         raise UserError(f"{path}: has format {number}, this lptune reads {FORMAT}; install a newer one")
-    index = Index(folder, content)
+    if number != FORMAT or not _is_index(content):
+        raise UserError(f"{path}: is not an index of precompute_logits; choose another folder")
+    return Index(folder, content)
+
+
+def _is_index(content: dict[str, Any]) -> bool:
+    """Whether everything that is read from an index is there, and of its type. Files follow each other."""
+    types = {"num_documents": int, "num_targets": int, "started_on": str, "rows": dict, "is_complete": bool}
+    of_made_with: dict[str, type] = {
+        "the teacher's weights": str,
+        "the teacher's config.json": str,
+        "tokens": str,
+    }
+    of_made_with |= {"documents": str, "logits.top_k": int, "vocab_size": int, "temperatures": list}
     try:
-        assert number == FORMAT
-        for key in ("num_documents", "num_targets", "started_on", "rows", "is_complete"):
-            content[key]
-        assert index.files is not None
-        int(index.made_with["logits.top_k"]), int(index.made_with["vocab_size"]), index.temperatures
-    except (LookupError, TypeError, ValueError, AssertionError):
-        raise UserError(f"{path}: is not an index of precompute_logits; choose another folder") from None
-    return index
+        made_with, files = content["made_with"], [FileEntry(**each) for each in content["files"]]
+        if not all(type(content[key]) is type_ for key, type_ in types.items()):
+            return False
+        if not all(type(made_with[key]) is type_ for key, type_ in of_made_with.items()):
+            return False
+        date.fromisoformat(content["started_on"])
+        stop = 0
+        for each in files:
+            is_typed = all(
+                type(value) is type_ for value, type_ in zip(vars(each).values(), _ENTRY, strict=True)
+            )
+            if not is_typed or each.first_document != stop or Path(each.name).name != each.name:
+                return False
+            stop += each.num_documents
+        is_whole = stop == content["num_documents"] or not content["is_complete"]
+        return is_whole and all(type(each) is float and each > 0 for each in made_with["temperatures"])
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 def write_index(folder: Path, content: Mapping[str, Any]) -> None:
@@ -171,8 +204,12 @@ def entry_of(path: Path, first_document: int, num_documents: int, made_with: str
                 return None
     except (SafetensorError, OSError):
         return None
-    digest = hashlib.sha256(crc_D.numpy().tobytes()).hexdigest()[:16]
-    return FileEntry(path.name, first_document, num_documents, num_targets, path.stat().st_size, digest)
+    size = path.stat().st_size
+    return FileEntry(path.name, first_document, num_documents, num_targets, size, _digest(crc_D))
+
+
+def _digest(crc_D: Tensor) -> str:
+    return hashlib.sha256(crc_D.numpy().tobytes()).hexdigest()[:16]
 
 
 class Reader:
@@ -206,10 +243,12 @@ class Reader:
         first, stop = (int(each) - start for each in self._offsets[document : document + 2])
         path, place = self._index.folder / entry.name, document - entry.first_document
         try:
-            file = self._file(path)
+            file = self._file(entry)
             found = TopK(*(file.get_slice(name)[first:stop] for name in ("log_p", "words", "log_rest")))
             crc = int(file.get_slice("crc32")[place : place + 1])
-        except (SafetensorError, OSError, ValueError, IndexError) as error:
+        except UserError:
+            raise
+        except (SafetensorError, OSError, ValueError, IndexError, RuntimeError) as error:
             raise UserError(f"logits.folder: {path} cannot be read ({error!s:.80})") from None
         if _checksum(found) != crc or not self._is_possible(found, stop - first):
             raise UserError(
@@ -219,22 +258,34 @@ class Reader:
         return found
 
     def _is_possible(self, found: TopK, num_targets: int) -> bool:
-        """Whether shapes and words are those of the index: a word that does not exist would end the process
-        on a GPU.
+        """Whether shapes, words and numbers can be those of a job with this index: a word that does not exist
+        would end the process on a GPU, and a NaN the training.
         """
         k, num_words = (int(self._index.made_with[key]) for key in ("logits.top_k", "vocab_size"))
-        if found.words_Tk.shape != (num_targets, k) or found.log_p_Tk.shape != (num_targets, k):
+        shapes = [(num_targets, k), (num_targets, k), (num_targets, len(self._index.temperatures))]
+        if [tuple(each.shape) for each in found] != shapes or found.words_Tk.dtype != torch.int32:
             return False
-        return int(found.words_Tk.min()) >= 0 and int(found.words_Tk.max()) < num_words
+        if int(found.words_Tk.min()) < 0 or int(found.words_Tk.max()) >= num_words:
+            return False
+        # Rounding to float16 may leave a probability a little above 1; a NaN fails the comparison.
+        return bool((found.log_p_Tk <= 1e-3).all() and not found.log_rest_TM.isnan().any())
 
-    def _file(self, path: Path) -> Any:
-        if path.name in self._open:
-            self._open.move_to_end(path.name)
+    def _file(self, entry: FileEntry) -> Any:
+        path = self._index.folder / entry.name
+        if entry.name in self._open:
+            self._open.move_to_end(entry.name)
         else:
-            self._open[path.name] = safe_open(os.fspath(path), framework="pt")
+            file: Any = safe_open(os.fspath(path), framework="pt")
+            made_with, crc_D = (file.metadata() or {}).get(_KEY), file.get_tensor("crc32")
+            if made_with != self._index.made_with_digest or _digest(crc_D) != entry.digest:
+                raise UserError(
+                    f"logits.folder: {path} is not the file that {INDEX} names (damaged, or of another "
+                    "job); remove the file and run precompute_logits again"
+                )
+            self._open[entry.name] = file
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        return self._open[path.name]
+        return self._open[entry.name]
 
 
 def _bounds(num_targets_D: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -114,6 +114,7 @@ class LogitsJob:
             )
         made_with = {
             "the teacher's weights": teacher.digest,
+            "the teacher's config.json": teacher.config_digest,
             "teacher.precision": cfg.teacher.precision,
             "compute_dtype": cfg.compute_dtype,
             "tokens": tokens_digest(tokenizer),

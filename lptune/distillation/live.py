@@ -2,13 +2,21 @@
 
 from contextlib import AbstractContextManager
 from datetime import date
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
+from lptune.checkpoint.files import read_json
 from lptune.config import DistillConfig
+from lptune.distillation.files import digest_of
 from lptune.distributed import World
+
+
+def config_digest(folder: Path) -> str:
+    """Identifies the content of config.json in a model's folder."""
+    return digest_of(read_json(folder / "config.json"))[:16]
 
 
 class LiveTeacher:
@@ -29,6 +37,11 @@ class LiveTeacher:
     def digest(self) -> str:
         """A digest that identifies the teacher's weights."""
         return checkpoint.weights_digest(self._base.folder)[:16]
+
+    @property
+    def config_digest(self) -> str:
+        """A digest of config.json, which decides what the weights compute."""
+        return config_digest(self._base.folder)
 
     def check_tokens(self, tokenizer: data.Tokenizer, vocab_size: int) -> None:
         """Raises UserError unless the teacher reads and predicts the same tokens as the student."""

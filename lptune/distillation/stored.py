@@ -10,7 +10,7 @@ from lptune import checkpoint, data, models, training
 from lptune.config import DistillConfig, UserError
 from lptune.distillation.files import Index, Reader, read_index
 from lptune.distillation.job import documents_digest, rows_of, tokens_digest
-from lptune.distillation.live import LiveTeacher
+from lptune.distillation.live import LiveTeacher, config_digest
 from lptune.distillation.top_k import at_temperature, fewer
 from lptune.distributed import World
 
@@ -129,10 +129,14 @@ def _complete_index(cfg: DistillConfig) -> Index:
         )
     path = cfg.teacher.path
     if path is not None and (its := Path(path).expanduser()).is_dir():
-        weights, stored = checkpoint.weights_digest(its)[:16], index.made_with["the teacher's weights"]
-        if weights != stored:
-            raise UserError(
-                f"teacher.path: {its} has other weights ({weights}) than the teacher of {folder} ({stored}); "
-                "set teacher.path=null, or choose the other folder"
-            )
+        for what, found in (
+            ("weights", checkpoint.weights_digest(its)[:16]),
+            ("config.json", config_digest(its)),
+        ):
+            stored = index.made_with[f"the teacher's {what}"]
+            if found != stored:
+                raise UserError(
+                    f"teacher.path: {its} has other {what} ({found}) than the teacher of {folder} "
+                    f"({stored}); set teacher.path=null, or choose the other folder"
+                )
     return index
