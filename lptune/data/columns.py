@@ -43,7 +43,7 @@ def refuse_unlearnable(values: Mapping[str, Any], used: Collection[str]) -> None
         if name in used or is_missing(value):
             continue
         lower = name.lower()
-        if lower == "label" and (value is False or str(value).lower() == "false"):
+        if lower in ("label", "kto_tag") and (value is False or str(value).lower() == "false"):
             raise RowError(
                 f"column {name!r} is false, which marks a bad answer (KTO), and every answer is learned; "
                 "remove the row"

@@ -61,6 +61,7 @@ def notes(prepared: Prepared) -> list[str]:
     [
         ({"label": False}, "column 'label' is false, which marks a bad answer"),
         ({"label": "False"}, "column 'label' is false"),  # CSV
+        ({"kto_tag": False}, "column 'kto_tag' is false"),
         ({"images": ["a.png"]}, "column 'images' holds images, and only text can be trained on"),
         ({"Image": {"bytes": "x"}}, "column 'Image' holds image"),
         ({"audio": "a.wav"}, "column 'audio' holds audio"),

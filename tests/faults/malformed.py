@@ -170,7 +170,6 @@ DATA: dict[str, tuple[str, bytes]] = {
     "text after": ("r.jsonl", _rows(GOOD_ROW)[:-1] + b" x\n"),
     "single quotes": ("r.jsonl", b"{'prompt': 'x'}\n"),
     "preferences": ("r.jsonl", _rows({"prompt": "x", "chosen": "y", "rejected": "z"})),
-    "label": ("r.jsonl", _rows({"prompt": "x", "completion": "y", "label": "z"})),
     "html": ("r.jsonl", b"<html>404</html>"),
     "lfs": ("r.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
     "trailing comma": ("r.jsonl", b'{"prompt": "x",}\n'),

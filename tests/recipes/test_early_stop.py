@@ -120,6 +120,9 @@ def test_it_needs_evaluations(tiny_config: Path) -> None:
 
 @pytest.mark.parametrize("path", catalog.recipes().values(), ids=catalog.recipes())
 def test_every_recipe_that_evaluates_asks_where_it_ends(path: Path) -> None:
-    """At the start, after an evaluation that a signal left over, and after each evaluation of the loop."""
-    if issubclass(recipe.config_class(path), EvaluatedConfig):
+    """At the start, after an evaluation that a signal left over, and after each evaluation of the loop.
+
+    precompute_logits takes the config of distill, and trains nothing.
+    """
+    if issubclass(recipe.config_class(path), EvaluatedConfig) and path.stem != "precompute_logits":
         assert path.read_text(encoding="utf-8").count("run.last_step(") == 3
