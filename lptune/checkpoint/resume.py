@@ -234,7 +234,20 @@ def check_unchanged(
     saved: RunState, now: RunState, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
 ) -> None:
     """Raises UserError if no step is left to train but the config has changed, since the change would have no
-    effect. The error gives each changed key with both values.
+    effect. The error gives each changed key with both values. Arguments: as of `changed_keys`.
+    """
+    if changed := changed_keys(saved, now, say, cls):
+        raise UserError(
+            f"{saved.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
+            "choose another output_dir for another run, raise num_steps to continue with the change, or undo "
+            "it (`lptune export` exports the checkpoint as it is)"
+        )
+
+
+def changed_keys(
+    saved: RunState, now: RunState, say: Callable[[str], None], cls: type[RunConfig] = FinetuneConfig
+) -> list[str]:
+    """Each key that decides the result and has changed, with both values.
 
     saved: the state of the last checkpoint. say: gets a line if the checkpoint cannot be compared completely,
     because another version of lptune wrote it. cls: the config class; its default is used for a key that the
@@ -245,22 +258,16 @@ def check_unchanged(
         say(
             f"note: {saved.path} does not say which config the run had, so nothing was compared with this one"
         )
-        return
+        return []
     known = key_paths(cls)
     if removed := [key for key in config if key not in known]:
         say(f"note: {saved.path}: not compared, since this version has no such key: {', '.join(removed)}")
     before = {key: config.get(key, default(cls, key)) for key in now.content["config"]}
-    changed = [
+    return [
         f"{key} {before[key]!r:.200} (now {value!r:.200})"
         for key, value in now.content["config"].items()
         if before[key] != value
     ]
-    if changed:
-        raise UserError(
-            f"{saved.folder}: no step is left to train, and it was trained with {', '.join(changed)}; "
-            "choose another output_dir for another run, raise num_steps to continue with the change, or undo "
-            "it (`lptune export` exports the checkpoint as it is)"
-        )
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

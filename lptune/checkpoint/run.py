@@ -33,7 +33,13 @@ from lptune.checkpoint.hf import Base, load_hf
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
 from lptune.checkpoint.reference import ReferenceFile
-from lptune.checkpoint.resume import check_fingerprint, check_unchanged, find_checkpoint, state_of_run
+from lptune.checkpoint.resume import (
+    changed_keys,
+    check_fingerprint,
+    check_unchanged,
+    find_checkpoint,
+    state_of_run,
+)
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
@@ -151,11 +157,16 @@ class Run:
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
-        left to train but the config has changed, or the export exists with other `export.*` settings.
+        left to train but the config has changed, or the export exists with other `export.*` settings. Where
+        steps are left, a line names the keys that have changed.
         """
-        if self._saved is None or self.step < num_steps:
+        if self._saved is None:
             return False
         assert self._state is not None, "check_continues comes first"
+        if self.step < num_steps:
+            if changed := changed_keys(self._saved, self._state, self._world.print, type(self._cfg)):
+                self._world.print(f"note: step {self.step} was trained with {', '.join(changed)}")
+            return False
         check_unchanged(self._saved, self._state, self._world.print, type(self._cfg))
         exports = self._cfg.export.enabled
         if exports and not self.folder.is_exported(step_of(self._to_export()), self._cfg.export):

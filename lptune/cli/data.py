@@ -54,7 +54,7 @@ def data(
     recipe_path, config_path, overrides = recipe.split(config_name, arguments)
     cfg = recipe.load(recipe_path, config_path, overrides)
     if not isinstance(cfg, RunConfig):
-        raise UserError(f"data: {recipe_path.stem} has no rows: its config is not a RunConfig")
+        raise UserError(f"data: {recipe_path.stem} does not train: it has no rows to show")
     tokenizer, rows, report = _prepare(cfg, held_out)
     from lptune.data import shown
 

@@ -66,7 +66,7 @@ def plan(
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
     cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
     if not isinstance(cfg, RunConfig):
-        raise UserError(f"plan: {recipe_path.stem} cannot be planned: its config is not a RunConfig")
+        raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
     if isinstance(cfg, PrecomputeConfig):
         raise UserError(
             "plan: precompute_logits has no training step to plan; it prints the size of its files before it "

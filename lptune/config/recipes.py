@@ -195,7 +195,7 @@ class PretrainConfig(EvaluatedConfig):
         if self.num_steps is not None:
             raise UserError(
                 f"num_tokens: {self.num_tokens} tokens and num_steps={self.num_steps} both set the length of "
-                "the run; give one of them"
+                "the run; set one of them to null"
             )
         self.schedule.check_fits(-(-self.num_tokens // self.tokens_per_step))
 

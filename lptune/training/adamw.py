@@ -1,13 +1,14 @@
 """torch's AdamW, which lists its moments for checkpoints; and one that averages the weights as well.
 
-    decay_n = min(decay, (1 + n) / (10 + n))              n: this parameter's updates, with this one
+    decay_n = min(decay, (1 + n) / (10 + n))              n: updates of this average, with this one
     ema     = decay_n * ema + (1 - decay_n) * weight      after each update; it starts as the initial weight
 
 Where the learning rate is still high, the average usually has a lower loss than the weights of any one step,
 as the mean of the last checkpoints has (checkpoint/average.py). The moving average takes 4 bytes per
 parameter, and needs no checkpoints.
 With the decay alone the initial weights would count for much in a run of about 1 / (1 - decay) steps; the
-smaller decay of the first updates is that of TensorFlow's ExponentialMovingAverage.
+smaller decay of the first updates is that of TensorFlow's ExponentialMovingAverage. Each average has a count
+of its own: one that a resumed run begins forgets the weights of its start as quickly.
 
 The averages are a third moment of the optimizer: sharded as the weights are, stored as `ema/NAME`, counted by
 `lptune plan`, kept to the bit in a step that is skipped. Nothing in training reads them.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lptune.distributed import on_this_rank
 from lptune.training.listed import ListsMoments
 
-_EMA = "ema"
+_EMA, _COUNT = "ema", "ema_step"
 
 
 class AdamW(ListsMoments, torch.optim.AdamW):
@@ -56,22 +57,24 @@ class AveragingAdamW(AdamW):
         begun = {p: p.detach().clone() for p in updated if _EMA not in self.state.get(p, {})}
         super().step()
         for parameter, initial in begun.items():
-            self.state[parameter][_EMA] = initial
+            self.state[parameter] |= {_EMA: initial, _COUNT: torch.zeros_like(self.state[parameter]["step"])}
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        is_updated: Tensor | float = 1.0 if found_inf is None else 1 - found_inf
         for parameter in updated:
-            num_updates = self.state[parameter]["step"]
-            weight = 1 - torch.clamp((1 + num_updates) / (10 + num_updates), max=self._decay)
-            if found_inf is not None:
-                weight *= 1 - found_inf
-            average = on_this_rank(self.state[parameter][_EMA])
-            average.lerp_(on_this_rank(parameter.detach()), weight)
+            state = self.state[parameter]
+            state[_COUNT] += is_updated
+            decay = torch.clamp((1 + state[_COUNT]) / (10 + state[_COUNT]), max=self._decay)
+            on_this_rank(state[_EMA]).lerp_(on_this_rank(parameter.detach()), (1 - decay) * is_updated)
 
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
-        """As in ListsMoments, and the averages. A parameter that a resume has frozen may have no average."""
+        """As in ListsMoments, and the averages with their counts. A parameter that a resume has frozen may
+        have no average.
+        """
         return super().stored(names, num_updates) | {
-            f"{_EMA}/{name}": self.state[parameter][_EMA]
+            f"{key}/{name}": self.state[parameter][key]
             for parameter, name in names.items()
             if _EMA in self.state.get(parameter, {})
+            for key in (_EMA, _COUNT)
         }
 
     def restored(
@@ -81,5 +84,7 @@ class AveragingAdamW(AdamW):
         listed = super().restored(names, saved, num_updates)
         for parameter, name in names.items():
             if f"{_EMA}/{name}" in saved:
-                listed[f"{_EMA}/{name}"] = self.state[parameter][_EMA] = self.new_moment(parameter, _EMA)
+                state = self.state[parameter]
+                state |= {_EMA: self.new_moment(parameter, _EMA), _COUNT: torch.zeros_like(state["step"])}
+                listed |= {f"{key}/{name}": state[key] for key in (_EMA, _COUNT)}
         return listed

@@ -21,7 +21,7 @@ def test_num_tokens_becomes_whole_steps_and_the_last_one_is_not_cut() -> None:
         assert cfg.tokens_per_step == 512
     assert pretrain("a.txt").given_num_steps is None
     assert pretrain("a.txt", num_steps=7).given_num_steps == 7
-    with pytest.raises(UserError, match="both set the length of the run; give one of them"):
+    with pytest.raises(UserError, match="both set the length of the run; set one of them to null"):
         pretrain("a.txt", num_tokens=5, num_steps=5)
 
 

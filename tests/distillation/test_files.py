@@ -19,6 +19,7 @@ from lptune.distillation.files import (
     write_file,
     write_index,
 )
+from lptune.distillation.job import LogitsJob
 from lptune.distillation.top_k import TopK
 
 COUNTS = np.array([3, 1, 4, 2, 5], dtype=np.int64)
@@ -151,6 +152,15 @@ def test_an_index_that_no_job_writes_is_one_line(index: Index, change: dict[str,
     write_index(index.folder, {**index.content, **change})
     with pytest.raises(UserError, match=r"logits\.json: is not an index of precompute_logits"):
         read_index(index.folder)
+
+
+def test_a_job_does_not_write_over_one_that_was_quicker(index: Index) -> None:
+    job = LogitsJob.__new__(LogitsJob)
+    job.folder, job._before = index.folder, index
+    job._check_as_read()
+    job._before = None  # there was no folder when the job began to read its data
+    with pytest.raises(UserError, match=r"another job has written to .* meanwhile; run again"):
+        job._check_as_read()
 
 
 @pytest.mark.parametrize(

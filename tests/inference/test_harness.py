@@ -248,7 +248,7 @@ ROLLING = "output_type: loglikelihood_rolling\ndoc_to_text: ''\n"
         (PLAIN + "metric_list: [{metric: acc, hf_evaluate: true}]\n", [], "hf_evaluate runs code of the hub"),
         (PLAIN + ROLLING + 'doc_to_target: "{{ text.__class__ }}"\n', [], "SecurityError: access to attr"),
         (PLAIN + "use_prompt: 'evil.yaml:x'\n", [], "line 5: use_prompt reads prompts of another file"),
-        (PLAIN + "unsafe_code: true\n", [], "line 5: unsafe_code runs what the model writes"),
+        (PLAIN + "unsafe_code: true\n", [], "line 5: unsafe_code decides whether code runs"),
         (PLAIN + ROLLING + 'doc_to_target: "{{ txt }}"\n', [], "UndefinedError: 'txt' is undefined"),
         (PLAIN.replace("rows.jsonl", "no.jsonl") + ROLLING, [], "a task cannot be read: FileNotFoundError"),
     ],

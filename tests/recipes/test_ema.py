@@ -33,7 +33,8 @@ def averages_of(run: Path, initial: dict[str, Tensor], first: int = 1) -> dict[s
     """By the definition, in float64, of updates `first` to NUM_STEPS."""
     averages = dict(initial)
     for update in range(first, NUM_STEPS + 1):
-        decay = min(DECAY, (1 + update) / (10 + update))
+        count = update - first + 1
+        decay = min(DECAY, (1 + count) / (10 + count))
         weights = weights_of(run, update)
         averages = {name: decay * averages[name] + (1 - decay) * weights[name] for name in averages}
     return averages
@@ -102,7 +103,8 @@ def test_averages_that_a_resumed_run_turns_on_begin_with_its_weights_on_two_rank
     run, first = tmp_path / "run", tmp_path / "first"
     run_recipe(*KEYS, f"output_dir={first}", *EVERY_STEP)
     assert not in_checkpoint(first)
-    run_recipe(*KEYS, EMA, f"resume={checkpoint_of(first, 3)}", *EVERY_STEP, ranks=2)
+    done = run_recipe(*KEYS, EMA, f"resume={checkpoint_of(first, 3)}", *EVERY_STEP, ranks=2)
+    assert f"note: step 3 was trained with optimizer.ema_decay 0.0 (now {DECAY})" in done.stdout
     assert_averages(in_checkpoint(run), averages_of(run, weights_of(first, 3), first=4))
     done = run_recipe(*KEYS, f"output_dir={tmp_path / 'off'}", f"resume={checkpoint_of(run, 5)}", code=2)
     assert "holds 'ema/" in done.stderr
