@@ -128,7 +128,7 @@ def test_formats_are_detected_from_the_columns(row: dict[str, Any], expected: st
         (
             {"prompt": "p", "chosen": "c", "rejected": "r"},
             {},
-            "preferences .* full_finetune .* set data.response_column=chosen",
+            "preferences .* this recipe .* set data.response_column=chosen",
         ),
         ({"text": "p"}, {"prompt_template": "{text}"}, "no column for the response"),
         (
