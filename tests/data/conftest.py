@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from lptune.data import Tokenizer, load_tokenizer
+from tests.helpers.chat_templates import config
 
 SPECIAL_TOKENS = [
     "<|endoftext|>",
@@ -76,3 +77,27 @@ def tokenizer_folder(tmp_path: Path, tokenizer_json: str) -> Callable[..., Path]
         return folder
 
     return make
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
+    """Without a chat template."""
+    return load_tokenizer(tokenizer_folder())
+
+
+@pytest.fixture
+def chat(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
+    """With the chat template of ChatML."""
+    return load_tokenizer(tokenizer_folder(**config("chatml")))
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    """`jsonl(row, …)` writes a file of rows and returns its path."""
+
+    def write(*rows: Any, name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write

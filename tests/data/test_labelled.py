@@ -1,6 +1,5 @@
 """Answers with a label: which rows are read, which answers count, what a label may be, what is dropped."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 
 from lptune.config import DataConfig, SourceConfig, UserError
-from lptune.data import Prepared, Rows, Tokenizer, cache_key, load_tokenizer, prepare
-from tests.helpers.chat_templates import config
+from lptune.data import Prepared, Rows, Tokenizer, cache_key, prepare
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,26 +18,6 @@ GOOD = {"role": "assistant", "content": "The capital of France is Paris."}
 BAD = {"role": "assistant", "content": "Two plus two is four."}
 ROW = {"prompt": "What is two?", "completion": "Two plus two.", "label": True}
 PREFERENCE = {"prompt": "What is two?", "chosen": "Two plus two.", "rejected": "Paris, thank you."}
-
-
-@pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder())
-
-
-@pytest.fixture
-def chat(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(**config("chatml")))
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., str]:
-    def write(*rows: Any, name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write
 
 
 def run(source: Any, tokenizer: Tokenizer, *, labelled: bool = True, **keys: Any) -> Prepared:

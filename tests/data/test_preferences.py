@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lptune.config import DataConfig, SourceConfig, UserError
-from lptune.data import Loader, Prepared, Rows, Tokenizer, cache_key, load_tokenizer, prepare
-from tests.helpers.chat_templates import config
+from lptune.data import Loader, Prepared, Rows, Tokenizer, cache_key, prepare
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,26 +23,6 @@ SHAREGPT = {
     "chosen": {"from": "gpt", "value": GOOD["content"]},
     "rejected": {"from": "gpt", "value": BAD["content"]},
 }
-
-
-@pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder())
-
-
-@pytest.fixture
-def chat(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(**config("chatml")))
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., str]:
-    def write(*rows: Any, name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write
 
 
 def run(source: Any, tokenizer: Tokenizer, *, preferences: bool = True, **keys: Any) -> Prepared:

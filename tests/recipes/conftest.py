@@ -63,3 +63,20 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[float]:
     """Training losses by step, at full precision."""
     return [record["loss"] for record in read_metrics(folder) if "loss" in record]
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run that have a held-out loss."""
+    return [record for record in read_metrics(folder) if "eval_loss" in record]
+
+
+def runner(recipe: str, config: Path) -> Run:
+    """As `run_recipe`, for another recipe and config; for fixtures that serve a module."""
+
+    def call(*overrides: str, ranks: int = 1, code: int = 0) -> Finished:
+        arguments = ["run", recipe, "--config", str(config), *overrides]
+        done = warm.lptune(arguments, folder=config.parent, ranks=ranks, timeout_s=300)
+        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return call

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import warm
-from tests.helpers.cold import Finished
 from tests.helpers.tiny_recipe import write_config, write_preferences
-from tests.recipes.conftest import losses, read_metrics
+from tests.recipes.conftest import Run, evaluations, losses, read_metrics, runner
 
 NUM_STEPS = 8
-Dpo = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +31,15 @@ def dpo_config(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def dpo(dpo_config: Path) -> Dpo:
-    def call(*overrides: str, ranks: int = 1, code: int = 0) -> Finished:
-        arguments = ["run", "full_dpo", "--config", str(dpo_config), *overrides]
-        done = warm.lptune(arguments, folder=dpo_config.parent, ranks=ranks, timeout_s=300)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    return call
+def dpo(dpo_config: Path) -> Run:
+    return runner("full_dpo", dpo_config)
 
 
 @pytest.fixture(scope="module")
-def whole(dpo: Dpo, dpo_config: Path) -> Path:
+def whole(dpo: Run, dpo_config: Path) -> Path:
     """The folder of an uninterrupted run on one rank."""
     dpo()
     return dpo_config.parent / "whole"
-
-
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run) if "eval_loss" in record]
 
 
 def test_metrics_are_those_of_the_export_in_transformers(
@@ -110,7 +97,7 @@ def test_each_step_is_recorded_with_the_metrics_of_its_preferences(whole: Path) 
 
 
 @pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise"])
-def test_two_ranks_equal_one(dpo: Dpo, tmp_path: Path, kind: str) -> None:
+def test_two_ranks_equal_one(dpo: Run, tmp_path: Path, kind: str) -> None:
     emulate = f"precision.emulate={str(kind.startswith('float8')).lower()}"
     for ranks in (1, 2):
         dpo(
@@ -132,7 +119,7 @@ def test_two_ranks_equal_one(dpo: Dpo, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "float8_delayed"])
 def test_killed_at_any_time_the_run_continues_bitwise(
-    dpo: Dpo, dpo_config: Path, whole: Path, tmp_path: Path, kind: str
+    dpo: Run, dpo_config: Path, whole: Path, tmp_path: Path, kind: str
 ) -> None:
     """Killed between the reference and the first checkpoint, and after it; then the reference is lost."""
     common = [f"precision.kind={kind}", f"precision.emulate={str(kind != 'none').lower()}"]
@@ -161,7 +148,7 @@ def test_killed_at_any_time_the_run_continues_bitwise(
 
 
 def test_the_reference_is_read_by_any_number_of_ranks_and_made_anew_if_it_does_not_fit(
-    dpo: Dpo, tmp_path: Path
+    dpo: Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     path = run / "reference.safetensors"
@@ -193,7 +180,7 @@ def test_the_reference_is_read_by_any_number_of_ranks_and_made_anew_if_it_does_n
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo"])
 def test_other_losses_train_and_only_those_with_a_reference_keep_one(
-    dpo: Dpo, tmp_path: Path, loss: str
+    dpo: Run, tmp_path: Path, loss: str
 ) -> None:
     run = tmp_path / "run"
     dpo(f"preference.loss={loss}", f"output_dir={run}", "export.enabled=false", "precision.kind=int8_rowcol")

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from safetensors.torch import load_file
 from lptune.config import DataConfig
 from lptune.data import Rows, load_tokenizer, prepare
 from tests.helpers import warm
-from tests.helpers.cold import Finished
 from tests.helpers.tiny_recipe import write_config, write_labelled, write_preferences
-from tests.recipes.conftest import losses, read_metrics
+from tests.recipes.conftest import Run, evaluations, losses, read_metrics, runner
 
 NUM_STEPS = 8
-Kto = Callable[..., Finished]
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +37,15 @@ def kto_config(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def kto(kto_config: Path) -> Kto:
-    def call(*overrides: str, ranks: int = 1, code: int = 0) -> Finished:
-        arguments = ["run", "full_kto", "--config", str(kto_config), *overrides]
-        done = warm.lptune(arguments, folder=kto_config.parent, ranks=ranks, timeout_s=300)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    return call
+def kto(kto_config: Path) -> Run:
+    return runner("full_kto", kto_config)
 
 
 @pytest.fixture(scope="module")
-def whole(kto: Kto, kto_config: Path) -> Path:
+def whole(kto: Run, kto_config: Path) -> Path:
     """The folder of an uninterrupted run on one rank."""
     kto()
     return kto_config.parent / "whole"
-
-
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run) if "eval_loss" in record]
 
 
 def _rows(config: Path, checkpoint: Path) -> tuple[Rows, Rows]:
@@ -140,7 +127,7 @@ def test_each_step_is_recorded_with_its_metrics(whole: Path) -> None:
     ],
 )
 def test_the_loss_depends_neither_on_ranks_nor_on_the_micro_batch_size(
-    kto: Kto, tmp_path: Path, kind: str, ranks: int, micro_batch_size: int
+    kto: Run, tmp_path: Path, kind: str, ranks: int, micro_batch_size: int
 ) -> None:
     emulate = f"precision.emulate={str(kind.startswith('float8')).lower()}"
     common = [
@@ -163,7 +150,7 @@ def test_the_loss_depends_neither_on_ranks_nor_on_the_micro_batch_size(
 
 
 def test_killed_at_any_time_the_run_continues_bitwise(
-    kto: Kto, kto_config: Path, whole: Path, tmp_path: Path
+    kto: Run, kto_config: Path, whole: Path, tmp_path: Path
 ) -> None:
     """Killed between the reference and the first checkpoint, and after it; then the reference is lost. Other
     kinds: tests/faults.
@@ -189,7 +176,7 @@ def test_killed_at_any_time_the_run_continues_bitwise(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_is_not_continued_with_other_labels(kto: Kto, tmp_path: Path) -> None:
+def test_a_run_is_not_continued_with_other_labels(kto: Run, tmp_path: Path) -> None:
     source = tmp_path / "labelled.jsonl"
     text = write_labelled(source, 60).read_text()
     keys = (
@@ -211,7 +198,7 @@ def test_a_run_is_not_continued_with_other_labels(kto: Kto, tmp_path: Path) -> N
 
 
 def test_preferences_train_as_two_answers_and_the_data_command_shows_them(
-    kto: Kto, kto_config: Path, tmp_path: Path
+    kto: Run, kto_config: Path, tmp_path: Path
 ) -> None:
     source = write_preferences(tmp_path / "preferences.jsonl", 80)
     done = kto(
