@@ -20,6 +20,7 @@ from lptune.data.documents import Documents, offsets_of
 from lptune.data.packing import one_document_per_row, pack
 from lptune.distributed.shards import local_rows
 from tests.helpers.ranks import run_ranks
+from tests.helpers.trl_peer import loss_of
 
 pytest.importorskip("transformers")
 
@@ -335,15 +336,8 @@ def _trl_loss(rows: data.Rows, model: Twins, before: Twins, folder: Path) -> Ten
     """The mean loss of TRL's KTOTrainer over all answers, as one batch, with the mismatched answers of ours:
     TRL rotates those of a batch in their order, ours rotate within a packed row.
     """
-    import datasets
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
     from trl import KTOConfig, KTOTrainer
 
-    # Required, and used for its padding only: the examples are tokens.
-    words = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
     examples = []
     for i in range(NUM_ANSWERS):
         example: dict[str, Any] = {"label": bool(rows.documents.is_desirable_N[i])}
@@ -358,18 +352,7 @@ def _trl_loss(rows: data.Rows, model: Twins, before: Twins, folder: Path) -> Ten
         undesirable_weight=LOSS.undesirable_weight, per_device_train_batch_size=NUM_ANSWERS, use_cpu=True,
         bf16=False, report_to=[], train_sampling_strategy="sequential",
     )  # fmt: skip
-
-    class Trainer(KTOTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset
-
-    trainer = Trainer(
-        model=model.theirs, ref_model=before.theirs, args=settings, processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(examples),
-    )  # fmt: skip
-    (batch,) = trainer.get_train_dataloader()
-    mean: Tensor = trainer.compute_loss(trainer.model, batch)
-    return mean
+    return loss_of(KTOTrainer, settings, model.theirs, before.theirs, examples)
 
 
 @pytest.mark.parametrize(

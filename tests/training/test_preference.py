@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 from lptune.models import PRESETS
 from tests.helpers.models_oracle import Twins, twins
+from tests.helpers.trl_peer import loss_of
 
 batch_loss = load_main(catalog.recipes()["full_dpo"]).__globals__["batch_loss"]
 
@@ -258,15 +259,8 @@ def _trl_loss(
     rows: data.Rows, model: Twins, before: Twins, loss: PreferenceLossConfig, folder: Path
 ) -> Tensor:
     """The mean loss of TRL's DPOTrainer over all preferences, as one batch."""
-    import datasets
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
-    # Required, and used for its padding only: the examples are tokens.
-    words = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
     examples = []
     for i in range(0, 2 * NUM_PREFERENCES, 2):
         example = dict[str, list[int]]()
@@ -280,18 +274,7 @@ def _trl_loss(
         output_dir=str(folder), loss_type=["sigmoid" if loss.loss == "dpo" else "ipo"], beta=loss.beta,
         per_device_train_batch_size=NUM_PREFERENCES, use_cpu=True, bf16=False, report_to=[],
     )  # fmt: skip
-
-    class Trainer(DPOTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset
-
-    trainer = Trainer(
-        model=model.theirs, ref_model=before.theirs, args=settings, processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list(examples),
-    )  # fmt: skip
-    (batch,) = trainer.get_train_dataloader()
-    mean: Tensor = trainer.compute_loss(trainer.model, batch)
-    return mean
+    return loss_of(DPOTrainer, settings, model.theirs, before.theirs, examples)
 
 
 @pytest.mark.parametrize(
