@@ -30,6 +30,7 @@ from lptune.distributed.parallelize import (
     parallelize,
     reshard,
     sync_gradients,
+    uses_fsdp,
 )
 from lptune.distributed.session import World, print_line, session
 from lptune.distributed.shards import (
@@ -100,6 +101,7 @@ __all__ = [
     "session",
     "side_group",
     "sync_gradients",
+    "uses_fsdp",
     "verify_collectives",
     "whole_piece",
     "zeros_by_rows",

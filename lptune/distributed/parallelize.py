@@ -6,10 +6,11 @@
     3. compilation of each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
        all blocks of a kind; compilation of a Decoder's head with the objective of a chunk;
     4. wrapping the weights that the precision plan gathers in 8 bits;
-    5. `fully_shard`, block by block and then the root (embeddings, final norm, head).
+    5. `fully_shard`, block by block and then the root (embeddings, final norm, head); on one rank, which has
+       nothing to gather, compute weights (linear/weights/compute_weights.py).
 
 Parameters stay float32 (with int8_weight_only: INT8): they are the master weights. FSDP gathers a block in
-the compute dtype or in 8 bits and reduces gradients in float32.
+the compute dtype or in 8 bits and reduces gradients in float32; compute weights are the same tensors.
 """
 
 import functools
@@ -38,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lptune.config import ParallelConfig, UserError
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder
-from lptune.linear import LowPrecision, gather_in_8_bits
+from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_compute_weights
 from lptune.models import Decoder, activate_attention
 
 BatchT = TypeVar("BatchT")
@@ -87,7 +88,8 @@ def parallelize(
     """Cuts, checkpoints, compiles and shards `model`, usually on meta, in place.
 
     Every rank calls it with the same model. Afterwards parameters are DTensors, cut over the mesh axis
-    `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP).
+    `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP). On one rank they
+    stay plain tensors (`uses_fsdp`).
 
     For a Decoder that is all. For any other model, blocks: the modules to gather, compile and recompute one
     by one; plan: for tensor parallelism, module name or glob -> style (styles.py). Raises UserError if the
@@ -119,6 +121,10 @@ def parallelize(
         compile_chunk_loss(model.chunk_loss)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
+    forward_methods = ("hidden_states",) if isinstance(model, Decoder) else ()
+    if not uses_fsdp(cfg.parallel, world.size):
+        use_compute_weights(model, compute_dtype, world.mesh, forward_methods)
+        return
     mp_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
@@ -129,13 +135,20 @@ def parallelize(
     if cfg.parallel.cpu_offload:
         shard["offload_policy"] = CPUOffloadPolicy()
     for block in each:
-        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward)
+        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward is not False)
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
     fully_shard(model, **shard, reshard_after_forward=False)
-    if isinstance(model, Decoder):
-        register_fsdp_forward_method(model, "hidden_states")
+    for name in forward_methods:
+        register_fsdp_forward_method(model, name)
     prefetch(each, cfg.parallel.prefetch_blocks)
+
+
+def uses_fsdp(parallel: ParallelConfig, num_ranks: int) -> bool:
+    """Whether `parallelize` shards by FSDP2. On one rank it does so only where that saves memory: to free
+    each block's weights after forward (reshard_after_forward=true), or to keep them in host memory.
+    """
+    return num_ranks > 1 or parallel.cpu_offload or parallel.reshard_after_forward is True
 
 
 def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
@@ -160,6 +173,9 @@ def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> No
     """Sets whether the next backward reduces gradients over ranks: in the last micro-batch, or with `each` in
     every one. Gradients of replicas (HSDP) are reduced in the last micro-batch only.
     """
+    if (weights := ComputeWeights.of(model)) is not None:
+        weights.keep = not is_last  # each backward adds to the gradients
+        return
     assert isinstance(model, FSDPModule), "parallelize() comes first"
     model.set_requires_gradient_sync(is_last or each)
     model.set_requires_all_reduce(is_last)
@@ -182,12 +198,14 @@ def accumulate(
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered weights, so that `model.parameters()` are the sharded ones.
+    """Frees gathered weights, so that `model.parameters()` are the sharded ones; on one rank, the masters.
 
     After a forward without a backward (an evaluation), FSDP leaves the gathered weights of modules that do
     not reshard after forward. Code that reads parameters by name calls this first.
     """
     for module in model.modules():
+        if (weights := ComputeWeights.of(module)) is not None:
+            weights.take_out()
         if isinstance(module, FSDPModule):
             module.reshard()
 

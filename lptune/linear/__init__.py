@@ -21,6 +21,7 @@ from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
 from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.row_tensor import RowTensor, pack_rows, unpack_rows
@@ -28,6 +29,7 @@ from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored
 
 __all__ = [
     "PLAN_COLUMNS",
+    "ComputeWeights",
     "DelayedScaling",
     "FirstStep",
     "GatheredWeight",
@@ -65,6 +67,7 @@ __all__ = [
     "stored_beside",
     "unconvert",
     "unpack_rows",
+    "use_compute_weights",
     "verify_step",
     "weights_changed",
 ]

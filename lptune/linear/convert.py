@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
 from lptune.hardware.planned import planned
@@ -22,6 +21,7 @@ from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.steps.verify_step import verify_first_update
+from lptune.linear.weights.compute_weights import is_sharded
 
 
 def convert(
@@ -57,7 +57,7 @@ def convert(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
-    if not precision.is_none and any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not precision.is_none and is_sharded(model):
         raise UserError("convert() comes before fully_shard; this model is sharded already")
     if precision.is_none:
         plans = [

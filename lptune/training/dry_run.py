@@ -169,6 +169,8 @@ def dry_run(
         raise UserError("parallel.cpu_offload: a CPU has no other memory to move to; set it to false")
     # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
     parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
+    if offloads and world_size == 1:
+        parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # so that FSDP is used, as there
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
     with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
@@ -283,6 +285,9 @@ def _run_steps(
                 stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
                 total.update({each: count * stands_for for each, count in log.collectives.items()})
             log.collectives.clear()
+        for each in (model, teacher):
+            if (weights := linear.ComputeWeights.of(each)) is not None:
+                log.label(memory.GATHERED, weights.tensors())
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
         log.phase("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here

@@ -72,7 +72,9 @@ def remedies(
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     parallel = cfg.parallel
-    if not parallel.reshard_after_forward:
+    if parallel.reshard_after_forward is not True and (
+        world_size == 1 or parallel.reshard_after_forward is False
+    ):
         yield {"parallel.reshard_after_forward": True}
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
     num_data_ranks = world_size // parallel.tensor

@@ -37,6 +37,7 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "device": "cpu",
     "compute_dtype": "float32",
     "compile": "none",
+    "parallel.reshard_after_forward": "true",
     "activation_checkpointing": "full",
     "data.eval_source": "x.jsonl",
     "optimizer.beta1": 0.5,

@@ -71,8 +71,8 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
     gradients = {"loss": torch.tensor(world.sum(total))}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        assert isinstance(parameter.grad, DTensor)
-        gradients[name] = parameter.grad.full_tensor()
+        assert isinstance(parameter.grad, DTensor) == distributed.uses_fsdp(cfg.parallel, world.size)
+        gradients[name] = distributed.full_tensor(parameter.grad)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     return gradients
 
@@ -188,22 +188,27 @@ def test_a_block_of_your_own_is_recomputed_with_the_dropout_of_its_forward(mode:
         assert torch.equal(gradient(mode), gradient("none"))
 
 
-def test_parameters_are_float32_dtensors_and_names_stay() -> None:
+@pytest.mark.parametrize("reshard", [True, None])
+def test_parameters_are_float32_and_names_stay(reshard: bool | None) -> None:
+    parallel = ParallelConfig(reshard_after_forward=reshard)
     with distributed.session("cpu") as world:
         model = models.build_on_meta(_decoder_config(tied=False))
         names = [name for name, _ in model.named_parameters()]
         linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
         distributed.parallelize(
-            model, world, _config(activation_checkpointing="full", compute_dtype="bfloat16")
+            model,
+            world,
+            _config(activation_checkpointing="full", compute_dtype="bfloat16", parallel=parallel),
         )
         assert [name for name, _ in model.named_parameters()] == names
-        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+        assert all(isinstance(p, DTensor) == (reshard is True) for p in model.parameters())
+        assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_an_evaluation_leaves_no_gathered_parameter_behind_after_reshard() -> None:
     with distributed.session("cpu") as world:
         model = models.build_on_meta(_decoder_config(tied=False))
-        distributed.parallelize(model, world, _config())
+        distributed.parallelize(model, world, _config(parallel=ParallelConfig(reshard_after_forward=True)))
         model.to_empty(device="cpu")
         model.reset_buffers("cpu")
         with torch.no_grad():
@@ -267,7 +272,9 @@ def test_offloaded_weights_are_pinned_and_gathered_alike(kind: str, pinned_addre
     for offload in (False, True):
         cfg = _config(
             precision=PrecisionConfig(kind=kind),
-            parallel=ParallelConfig(cpu_offload=offload, reduce_every_micro_batch=offload),
+            parallel=ParallelConfig(
+                cpu_offload=offload, reduce_every_micro_batch=offload, reshard_after_forward=True
+            ),
         )
         with distributed.session("cpu") as world:
             results.append(_gradients(world, cfg, tied=False))

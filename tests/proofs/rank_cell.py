@@ -125,7 +125,9 @@ def run_rank(rank: int, num_ranks: int, cell: Cell) -> Outcome:
 
 
 def _config(cell: Cell) -> FinetuneConfig:
-    parallel = ParallelConfig(replicate=_REPLICATE[cell.ranks] if cell.has("HSDP") else 1)
+    replicate = _REPLICATE[cell.ranks] if cell.has("HSDP") else 1
+    # So that FSDP shards on one rank, too.
+    parallel = ParallelConfig(replicate=replicate, reshard_after_forward=True)
     if cell.is_3d:
         sequence = cell.feature != "whole sequences"
         parallel = ParallelConfig(replicate=2, tensor=2, sequence=sequence)

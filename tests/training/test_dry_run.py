@@ -23,6 +23,11 @@ NUM_MICRO_BATCHES = 4
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
+    1: [
+        ({"kind": "int8_rowcol"}, {}),
+        ({"kind": "none"}, {}),
+        ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}),
+    ],
     2: [
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}),
         ({"kind": "int8_tensorwise"}, {}),
@@ -98,7 +103,9 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
             log.phase("end")
             exchanged.append(sorted([*each, count] for each, count in counted.items()))
     assert not updated.skipped
-    assert all(torch.isfinite(state["exp_avg"].to_local()).all() for state in optimizer.state.values())
+    assert all(
+        torch.isfinite(distributed.on_this_rank(state["exp_avg"])).all() for state in optimizer.state.values()
+    )
     return {
         "collectives": exchanged,
         memory.PARAMETERS: memory.storage_bytes(model.parameters()),
@@ -110,7 +117,7 @@ def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[st
     }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, num_ranks: int) -> None:
     run_ranks(num_ranks, _steps, str(tmp_path), CASES[num_ranks])
     for number, (precision, parallel) in enumerate(CASES[num_ranks]):
@@ -123,9 +130,12 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
             in_first != expected
         )
         assert found.checkpoint_bytes == 12 * found.num_parameters
-        assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
-        # The update's: losses and squares of gradients, two float64 of every rank.
-        assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
+        if num_ranks == 1:
+            assert not expected
+        else:
+            assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
+            # The update's: losses and squares of gradients, two float64 of every rank.
+            assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
         for rank in range(num_ranks):
             took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
             assert took["collectives"] == [in_first, expected], (precision, parallel)
@@ -137,10 +147,25 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
             assert found.resting[memory.GRADIENTS] == 0
             # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
             # exchanged, its two threads let go of a moment later than the fake group does.
-            late = 2 * max(each.num_bytes for each in found.collectives)
+            late = 2 * max((each.num_bytes for each in found.collectives), default=0)
+            if num_ranks == 1 and "reshard_after_forward" not in parallel:
+                # Of each parameter a copy in bf16; or in 8 bits, with a scale for each row.
+                copies = found.peaks["backward"][memory.GATHERED]
+                assert copies == _copied_bytes(precision["kind"])
             for phase in ("forward", "backward"):
                 peak = found.peaks[phase].total() - found.resting[memory.OPTIMIZER]
                 assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
+
+
+def _copied_bytes(kind: str) -> int:
+    model = models.build_on_meta(_model_config())
+    linear.convert(model, kind, device=torch.device("cpu"))
+    total = 0
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            is_low = isinstance(module, linear.LowPrecisionLinear)
+            total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
+    return total
 
 
 @pytest.mark.parametrize("kind", ["none", "int8_weight_only"])

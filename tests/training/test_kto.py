@@ -156,8 +156,7 @@ def of_one_step(
     metrics = training.kto_metrics(sums_M, z, world)
     found = {f"metric {name}": torch.tensor(value) for name, value in metrics.items()}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, torch.distributed.tensor.DTensor)
-        found[name] = parameter.grad.full_tensor()
+        found[name] = distributed.full_tensor(parameter.grad)
     return found
 
 

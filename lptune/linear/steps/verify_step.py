@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
 from lptune.linear.dtensors import on_this_rank
 from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.weights.compute_weights import ComputeWeights
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
 
 
@@ -292,9 +293,11 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> list[str]:
     """One message if FSDP did not gather the layer's weight as planned, else none. model: None: was freed."""
     found = None if layer.number is None else gathered_bytes(layer.number)
-    if layer.spec is None or not isinstance(weight, DTensor):
+    is_copied = ComputeWeights.of(model) is not None
+    if layer.spec is None or not (is_copied or isinstance(weight, DTensor)):
         return []
-    if layer.spec.gathers_low and not is_master(weight) and found is None and _is_sharded(model, weight):
+    is_gathered = is_copied or _is_sharded(model, weight)
+    if layer.spec.gathers_low and not is_master(weight) and found is None and is_gathered:
         return [
             f"layer {layer.name}: its weight was to be gathered in 8 bits, and FSDP gathers it in compute "
             "dtype; call linear.gather_in_8_bits(model, compute_dtype) after convert() and before "

@@ -186,8 +186,12 @@ def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
     return rows * (kind_of(spec).header_bytes + shape[1])
 
 
-def planned_bytes(weight: DTensor, spec: LinearSpec) -> int:
-    """`gather_bytes` of a weight that FSDP shards. Under tensor parallelism FSDP gathers this rank's part."""
+def planned_bytes(weight: Tensor, spec: LinearSpec) -> int:
+    """`gather_bytes` of a weight that FSDP shards. Under tensor parallelism FSDP gathers this rank's part. Of
+    a weight that is whole on one rank: the bytes of its 8-bit copy, which needs no headers.
+    """
+    if not isinstance(weight, DTensor):
+        return weight.numel()
     local = weight.to_local()
     rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
     return gather_bytes((rows, local.shape[1]), num_gathering_ranks(weight), spec)

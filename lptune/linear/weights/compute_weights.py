@@ -1,0 +1,238 @@
+"""Weights on one rank: copies in the precision of the forward pass, without FSDP.
+
+FSDP2 on one rank has nothing to gather, and still casts each weight, copies it into a buffer, copies its
+gradient into another buffer and that one into a third: 24 bytes read and written for each parameter, where
+the cast and one copy of the gradient take 12. Here a parameter has two tensors:
+
+    master          the parameter: float32, ordinary. The optimizer, checkpoints and your own code see it.
+    compute weight  its copy in the compute dtype, or in 8 bits where the plan says `low`. It is in the place
+                    of the master in its module from the beginning of forward to the end of backward.
+
+    before forward  Masters are copied: once in a step, however many micro-batches it has. Compute weights
+                    take the places of the masters.
+    backward        When a compute weight has its gradient, that is added to the master's, in float32, and
+                    freed.
+    afterwards      The masters are back: at the end of backward, or of a forward without gradients.
+
+Masters are copied again after a backward, unless it is known that no update follows (`keep`), and when
+torch's version counters tell of a write, such as by `load_state_dict`. The counters alone would not do: fused
+optimizers do not count their writes. The copies are the tensors that FSDP2 would have made, bit for bit, and
+so are the gradients. They stay allocated: 2 bytes for each parameter, 1 in 8 bits.
+
+A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from lptune.linear.weights.master_weight import MasterWeight
+from lptune.linear.weights.row_tensor import RowTensor
+
+_ATTRIBUTE = "_compute_weights"
+_UNKNOWN = -1
+
+
+@dataclass
+class _Copied:
+    """A master with its compute weight."""
+
+    master: nn.Parameter
+    weight: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    """The modules that have it, and under which names: several for a tied weight."""
+    version: int
+    """The master's when it was copied last, or _UNKNOWN."""
+
+
+class ComputeWeights:
+    """The compute weights of one model. Made by `use_compute_weights`."""
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh) -> None:
+        """mesh: of one rank; rows that are quantized ask it for their position."""
+        self._model, self._dtype, self._mesh = model, compute_dtype, mesh
+        self._copied: list[_Copied] = []
+        self._in_place = False
+        self.keep = False
+        """Whether the weights stay as they are after the next backward: more micro-batches follow."""
+
+    @staticmethod
+    def of(model: nn.Module | None) -> "ComputeWeights | None":
+        """Those of `model`; None if it has none, for example because FSDP shards it."""
+        return None if model is None else vars(model).get(_ATTRIBUTE)
+
+    def tensors(self) -> list[Tensor]:
+        """All compute weights that exist."""
+        return [each.weight for each in self._copied]
+
+    def put_in_place(self) -> None:
+        """Copies the masters that changed, and puts the compute weights into their modules."""
+        if not self._in_place:
+            self._find_masters()
+        self._copy_again()
+        self._put()
+
+    def _put(self) -> None:
+        if not self._in_place:
+            self._swap(lambda each: each.weight)
+            self._in_place = True
+
+    @torch.no_grad()
+    def _copy_again(self) -> None:
+        stale = [each for each in self._copied if each.version != _version(each.master)]
+        plain = [each for each in stale if not isinstance(each.master, MasterWeight)]
+        if plain:
+            torch._foreach_copy_([each.weight for each in plain], [each.master for each in plain])
+        for each in stale:
+            if isinstance(each.master, MasterWeight):
+                assert isinstance(each.weight, RowTensor)
+                new = self._copy(each.master)
+                assert isinstance(new, RowTensor)
+                for name, part in zip(new.PARTS, new.parts(), strict=True):
+                    setattr(each.weight, name, part)
+            each.version = _version(each.master)
+
+    def take_out(self) -> None:
+        """Puts the masters back into their modules."""
+        if self._in_place:
+            self._swap(lambda each: each.master)
+            self._in_place = False
+
+    def _swap(self, chosen: Callable[[_Copied], nn.Parameter]) -> None:
+        for each in self._copied:
+            for module, name in each.places:
+                module._parameters[name] = chosen(each)
+
+    def _find_masters(self) -> None:
+        """Makes `_copied` fit the model: parameters may have been loaded, moved, frozen or tied since."""
+        known = {id(each.master): each for each in self._copied}
+        found: dict[int, _Copied] = {}
+        for module in self._model.modules():
+            for name, master in module._parameters.items():
+                if master is None or not self._needs_copy(master):
+                    continue
+                if id(master) not in found:
+                    old = known.get(id(master))
+                    found[id(master)] = old if old and _fits(old) else self._new(master)
+                    found[id(master)].places = []
+                found[id(master)].places.append((module, name))
+        self._copied = list(found.values())
+
+    def _needs_copy(self, master: Tensor) -> bool:
+        if isinstance(master, RowTensor):
+            return isinstance(master, MasterWeight)
+        return master.is_floating_point() and master.dtype != self._dtype
+
+    def _new(self, master: nn.Parameter) -> _Copied:
+        weight = nn.Parameter(self._copy(master), requires_grad=master.requires_grad)
+        if master.requires_grad:
+            weight.register_post_accumulate_grad_hook(_adds_to(master))
+        return _Copied(master, weight, [], _version(master))
+
+    def _copy(self, master: Tensor) -> Tensor:
+        if isinstance(master, MasterWeight):
+            return master.whole(master.rows_to_send(self._mesh), self._dtype)
+        return master.detach().to(self._dtype)
+
+    def before_forward(self, *_: Any) -> None:
+        """A forward hook of the model."""
+        self.put_in_place()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the model."""
+        if torch.is_grad_enabled():
+            self.watch(output)
+        else:
+            self.take_out()
+
+    def watch(self, output: Any) -> None:
+        """Makes the backward of the tensors in `output` find the compute weights in their modules, which a
+        recomputed forward reads, and the masters be back when it ends.
+        """
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self._put()  # as in forward: a new copy would be of other values, if they changed
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self.take_out()
+        if not self.keep:
+            for each in self._copied:
+                each.version = _UNKNOWN
+
+
+def use_compute_weights(
+    model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, methods: tuple[str, ...] = ()
+) -> None:
+    """Gives `model`, on one rank, compute weights in `compute_dtype`; in place. Instead of `fully_shard`, and
+    as there after `gather_in_8_bits`.
+
+    methods: names of further methods of `model` that run forward. After one of them without gradients the
+    compute weights stay, for what the caller computes with them next; `take_out` ends that.
+    """
+    weights = ComputeWeights(model, compute_dtype, mesh)
+    object.__setattr__(model, _ATTRIBUTE, weights)
+    model.register_forward_pre_hook(weights.before_forward)
+    model.register_forward_hook(weights.after_forward)
+    for name in methods:
+        setattr(model, name, _as_forward(getattr(model, name), weights))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` or, on one rank, `use_compute_weights` was applied to a module of `model`."""
+    return any(
+        isinstance(each, FSDPModule) or ComputeWeights.of(each) is not None for each in model.modules()
+    )
+
+
+def _as_forward(method: Callable[..., Any], weights: ComputeWeights) -> Callable[..., Any]:
+    def with_compute_weights(*args: Any, **kwargs: Any) -> Any:
+        weights.put_in_place()
+        output = method(*args, **kwargs)
+        if torch.is_grad_enabled():
+            weights.watch(output)
+        return output
+
+    return with_compute_weights
+
+
+def _adds_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def add(weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad += gradient
+
+    return add
+
+
+def _version(master: Tensor) -> int:
+    """Changes with each write to `master`. The operators of a RowTensor write to its parts alone, or are
+    counted for the whole alone.
+    """
+    return master._version + sum(part._version for part in _parts(master))
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    if isinstance(tensor, RowTensor):
+        yield from tensor.parts()
+
+
+def _fits(old: _Copied) -> bool:
+    weight, master = old.weight, old.master
+    return (weight.shape, weight.device, weight.requires_grad) == (
+        master.shape,
+        master.device,
+        master.requires_grad,
+    )

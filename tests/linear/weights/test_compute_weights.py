@@ -1,0 +1,287 @@
+"""On one rank: compute weights have the bits of FSDP2, and give the masters back."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lptune import distributed, linear, models
+from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from lptune.linear import ComputeWeights, GatheredWeight, Int8Weight, MasterWeight
+from lptune.training import Update, build_optimizer
+
+NUM_STEPS, NUM_MICRO_BATCHES, BATCH, SEQ_LEN = 3, 2, 2, 32
+
+
+@pytest.fixture
+def world() -> Iterator[distributed.World]:
+    with distributed.session("cpu") as world:
+        yield world
+
+
+def _execution(reshard: bool | None, **keys: Any) -> distributed.Execution:
+    keys = {"compile": "none"} | keys
+    return distributed.Execution(parallel=ParallelConfig(reshard_after_forward=reshard), **keys)
+
+
+def _model(
+    world: distributed.World, execution: distributed.Execution, kind: str = "none", preset: str = "llama3_1"
+) -> tuple[models.Decoder, linear.Plan]:
+    model = models.build_on_meta(models.config_from_dict(models.PRESETS[preset]["tiny"], "test"))
+    precision = PrecisionConfig(kind=kind, emulate=kind.startswith(("float8", "mx")))
+    plan = linear.convert(model, precision, device=world.device)
+    distributed.parallelize(model, world, execution)
+    distributed.materialize(model, world, execution)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            distributed.on_this_rank(parameter).copy_(model.initial_value(name, seed=0))
+    return model, plan
+
+
+def _tokens(model: models.Decoder, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (BATCH, SEQ_LEN), generator=generator)
+
+
+def _train(
+    world: distributed.World, reshard: bool | None, kind: str, preset: str, **keys: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """(loss and gradient norm of each step and a held-out loss, the final weights by name)."""
+    execution = _execution(reshard, **keys)
+    model, plan = _model(world, execution, kind, preset)
+    assert (ComputeWeights.of(model) is None) == (reshard is True)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    low = linear.LowPrecision(model, plan, optimizer, world=world, seed=0)
+    update = Update(model, optimizer, world, 1.0, low)
+    found = []
+    for step in range(NUM_STEPS):
+        with low.step(step, NUM_MICRO_BATCHES):
+            loss_sum, batches = torch.zeros(()), range(NUM_MICRO_BATCHES)
+            for number in distributed.accumulate(model, batches, world, execution, low):
+                tokens_BS = _tokens(model, NUM_MICRO_BATCHES * step + number)
+                loss = model(tokens_BS, None, tokens_BS)
+                (loss / 100).backward()
+                loss_sum += loss.detach()
+        found.append(tuple(update(loss_sum, 100)))
+        with torch.no_grad():
+            found.append(model(tokens_BS, None, tokens_BS).item())
+        distributed.reshard(model)
+    weights = {
+        name: distributed.full_tensor(linear.dequantized(each)) for name, each in model.named_parameters()
+    }
+    return found, weights
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["none", *linear.KINDS])
+def test_bits_are_those_of_fsdp(world: distributed.World, kind: str, compute_dtype: str) -> None:
+    """With a tied head, whose weight has two gradients in each backward; with recomputation in backward."""
+    keys = {"compute_dtype": compute_dtype, "activation_checkpointing": "full"}
+    fsdp = _train(world, True, kind, "llama3_2", **keys)
+    plain = _train(world, None, kind, "llama3_2", **keys)
+    assert plain[0] == fsdp[0]
+    assert len({repr(each) for each in plain[0]}) == len(plain[0]), "each step has weights of its own"
+    assert plain[1].keys() == fsdp[1].keys()
+    for name, weight in plain[1].items():
+        assert torch.equal(weight, fsdp[1][name]), name
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_weight_only"])
+def test_compiled_blocks_have_the_same_bits(world: distributed.World, kind: str) -> None:
+    torch._dynamo.reset()  # there is a limit of graphs in a process
+    assert (
+        _train(world, True, kind, "llama3_1", compile="block")[0]
+        == (_train(world, False, kind, "llama3_1", compile="block")[0])
+    )
+
+
+class _Copies(TorchDispatchMode):
+    """How often a whole weight of one shape is cast, copied or quantized."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.names = shape, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # it calls operators on its parts, which come here
+        name = func._schema.name
+        if name in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "lptune::quantize_rows"):
+            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            if any(tuple(each.shape) == self.shape for each in (first, *args[0])):
+                self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_is_quantized_once_in_a_step(world: distributed.World) -> None:
+    execution = _execution(None)
+    model, plan = _model(world, execution, "int8_rowcol")
+    optimizer = build_optimizer(model, OptimizerConfig())
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
+    shape = tuple(model.model.layers[0].mlp.gate_proj.weight.shape)
+    num_weights = sum(tuple(each.shape) == shape for each in model.parameters())
+    for _ in range(2):
+        with _Copies(shape) as copies:
+            batches = range(3)
+            for number in distributed.accumulate(model, batches, world, execution, _Open(low)):
+                tokens_BS = _tokens(model, number)
+                model(tokens_BS, None, tokens_BS).backward()
+        assert copies.names.count("lptune::quantize_rows") == num_weights
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Open:
+    """A LowPrecision outside of a step."""
+
+    def __init__(self, low: linear.LowPrecision) -> None:
+        self._low = low
+
+    def micro_batch(self, number: int) -> None:
+        pass
+
+
+def _is_masters(model: nn.Module) -> bool:
+    return all(each.dtype == torch.float32 for each in model.parameters())
+
+
+def test_the_masters_are_back_after_each_pass(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None), "int8_rowcol")
+    masters, tokens_BS = dict(model.named_parameters()), _tokens(model, 0)
+
+    def holds_masters() -> bool:
+        now = dict(model.named_parameters())
+        return now.keys() == masters.keys() and all(now[name] is each for name, each in masters.items())
+
+    loss = model(tokens_BS, None, tokens_BS)
+    head, gate = model.lm_head.weight, model.model.layers[0].mlp.gate_proj.weight
+    assert head.dtype == torch.bfloat16
+    assert isinstance(gate, GatheredWeight)
+    loss.backward()
+    assert holds_masters()
+    for name, each in masters.items():
+        assert each.grad is not None, name
+        assert type(each.grad) is Tensor, name
+        assert each.grad.dtype == torch.float32, name
+    with torch.no_grad():
+        model(tokens_BS, None, tokens_BS)
+    assert holds_masters()
+    with torch.no_grad():
+        hidden_BSH = model.hidden_states(tokens_BS)
+        assert model.logits_of(hidden_BSH[0]).dtype == torch.bfloat16  # the head's weight is still there
+    distributed.reshard(model)
+    assert holds_masters()
+    with contextlib.suppress(IndexError):
+        model(tokens_BS + 10**6, None, tokens_BS)
+    distributed.reshard(model)
+    assert holds_masters()
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise"])
+def test_a_write_to_a_master_is_seen(world: distributed.World, kind: str) -> None:
+    model, _ = _model(world, _execution(None), kind)
+    tokens_BS = _tokens(model, 0)
+
+    @torch.no_grad()
+    def loss() -> float:
+        return model(tokens_BS, None, tokens_BS).item()
+
+    first = loss()
+    saved = {name: each.clone() for name, each in model.state_dict().items()}
+    layer = model.model.layers[0].mlp.gate_proj
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    second = loss()
+    assert second != first
+    model.load_state_dict(saved)
+    assert loss() == first
+    with torch.no_grad():
+        linear.plain_rows(layer.weight).mul_(3.0)  # as a checkpoint is loaded
+    assert loss() == second
+    model.load_state_dict(saved, assign=True)
+    assert loss() == first
+
+
+def test_an_update_is_seen_though_fused_kernels_count_no_write(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    tokens_BS = _tokens(model, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for _ in range(3):
+        loss = model(tokens_BS, None, tokens_BS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_two_forwards_before_two_backwards(world: distributed.World) -> None:
+    """The second backward recomputes a forward after the first one has put the masters back."""
+    gradients = []
+    for together in (True, False):
+        model, _ = _model(world, _execution(None, activation_checkpointing="full"), "int8_rowcol")
+        one, other = (model(tokens, None, tokens) for tokens in (_tokens(model, 1), _tokens(model, 2)))
+        if together:
+            (one + other).backward()
+        else:
+            one.backward()
+            other.backward()
+        assert _is_masters(model)
+        gradients.append([each.grad for each in model.parameters()])
+    for sum_of_two, each in zip(*gradients, strict=True):
+        assert sum_of_two is not None
+        assert each is not None
+        # bf16 gradients are added in bf16 within one backward.
+        torch.testing.assert_close(sum_of_two, each, rtol=2**-7, atol=2**-7 * each.abs().max().item())
+
+
+def test_freezing_later(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    tokens_BS = _tokens(model, 0)
+    model(tokens_BS, None, tokens_BS).backward()
+    model.zero_grad()
+    frozen = model.model.layers[0].self_attn.q_proj.weight
+    frozen.requires_grad_(False)
+    model(tokens_BS, None, tokens_BS).backward()
+    assert frozen.grad is None
+    assert sum(each.grad is None for each in model.parameters()) == 1
+    frozen.requires_grad_(True)
+    model(tokens_BS, None, tokens_BS).backward()
+    assert frozen.grad is not None
+
+
+def test_only_weights_of_another_dtype_are_copied(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None), "int8_weight_only")
+    weights = ComputeWeights.of(model)
+    assert weights is not None
+    weights.put_in_place()
+    stored = [each for each in model.parameters() if isinstance(each, Int8Weight)]
+    assert len(stored) == 7 * len(model.model.layers), "stored in INT8, and used as it is"
+    assert all(each.dtype == torch.bfloat16 for each in weights.tensors())
+    assert len(weights.tensors()) + len(stored) == len(list(model.parameters()))
+    weights.take_out()
+
+    model, _ = _model(world, _execution(None, compute_dtype="float32"))
+    weights = ComputeWeights.of(model)
+    assert weights is not None
+    weights.put_in_place()
+    assert weights.tensors() == []
+
+
+def test_a_weight_that_is_not_copied_in_8_bits_is_a_fault(world: distributed.World) -> None:
+    model, plan = _model(world, _execution(None), "int8_rowcol")
+    layer = model.model.layers[1].mlp.up_proj
+    assert isinstance(layer.weight, MasterWeight)
+    layer.weight = nn.Parameter(linear.plain_rows(layer.weight.detach()).clone())
+    low = linear.LowPrecision(model, plan, world=world)
+    tokens_BS = _tokens(model, 0)
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match=r"layers\.1\.mlp\.up_proj.*in high precision"),
+        low.step(0, 1),
+    ):
+        model(tokens_BS, None, tokens_BS).backward()
