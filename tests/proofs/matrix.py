@@ -3,7 +3,7 @@
     python -m tests.proofs.matrix [--only TEXT] [--write docs/matrix.md]
 
 A cell trains a tiny decoder for three steps through `parallelize` (or, for `whole`, compiled in one graph
-without FSDP under autocast) and checks, on every converted layer,
+without it, under autocast) and checks, on every converted layer,
 
 - counts: each of the three steps ran the planned 8-bit GEMMs and no other, recomputed as the mode says;
 - graphs: one for all blocks of the model and one for its head and loss, and none compiled after the first
@@ -57,8 +57,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "checkpointing": ("none", "selective", "full"),
     "model": ("tied head", "frozen layer", "bias"),
 }
-# FSDP's hooks cut a model into embedding, block (one graph for all), norm and head.
-_GRAPHS = {"none": 0, "block": 2, "model": 4, "whole": 1}
+# `model`: FSDP's hooks would cut the graph; on one rank there are none.
+_GRAPHS = {"none": 0, "block": 2, "model": 1, "whole": 1}
 NUM_STEPS, BATCH, SEQ_LEN = 3, 2, 32
 
 
@@ -329,8 +329,8 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         + ", ".join(f"{gemm} {ratio:.2f}" for gemm, ratio in worst.items())
         + ".",
         "",
-        "`compile`: `none`, `block` and `model` as in a config, under FSDP2 of one rank; `whole` is the",
-        "whole model in one graph, without FSDP and under autocast. Graphs of all three steps: "
+        "`compile`: `none`, `block` and `model` as in a config, on one rank, which needs no FSDP; `whole` is",
+        "the whole model in one graph under autocast, without `parallelize`. Graphs of all three steps: "
         + ", ".join(f"`{mode}` {number}" for mode, number in _GRAPHS.items())
         + ".",
         "",
