@@ -80,3 +80,12 @@ def test_each_op_has_the_parameters_of_a_function_of_its_name() -> None:
         function = getattr(kernels, name, None) or getattr(stochastic, name)
         arguments = declared[name]._schema.arguments
         assert [each.name for each in arguments] == list(inspect.signature(function).parameters), name
+
+
+def test_an_op_has_no_gradient_and_torch_says_so() -> None:
+    x = torch.randn(2, 2, requires_grad=True)
+    with pytest.warns(UserWarning, match="lptune::cast: an autograd kernel was not registered"):
+        (kernels.cast(x, torch.bfloat16).sum() * x.sum()).backward()
+    assert x.grad is not None
+    expected = kernels.cast(x.detach(), torch.bfloat16).sum().expand(2, 2)
+    assert torch.equal(x.grad, expected.float())
