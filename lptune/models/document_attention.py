@@ -10,7 +10,8 @@ The number and the lengths of documents are data, and differ from batch to batch
 inside a custom op, which the compiler never looks into: one compiled graph serves all batches.
 
 - **A document's result does not depend on what it is packed with.** The kernel gets the same shapes in every
-  row and batch. (Documents of one length could share a call; the kernel may then choose other blocks.)
+  row and batch. (Documents of one length could share a call; the kernel may then choose other blocks.) With
+  another number of threads, gradients may differ in their last bits, as those of `sdpa` in float32 do.
 - **Grouped queries** need no copies: the kernel reads the key head of a query head in place, and sums the
   gradients of its query heads.
 - **Short documents compute their gradients in float32**, also in bfloat16. torch's backward in bfloat16 calls
