@@ -317,6 +317,7 @@ def _attention_ops() -> frozenset[Any]:
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default,
+            torch.ops.lptune.document_attention.default,
             *_varlen_ops(),
         }
     )

@@ -1,4 +1,4 @@
-"""Attention over packed rows: one formula, five backends. `choose_backend` chooses one for each forward.
+"""Attention over packed rows: one formula, six backends. `choose_backend` chooses one for each forward.
 
     scores = softcap(q @ k.T * scale);  out = softmax(scores where visible, in float32) @ v
 
@@ -9,6 +9,8 @@
   cuDNN. Layers with a window use `varlen`.
 - `flex` (CUDA, soft-capped): flash attention has no soft-cap. flex_attention compiles the soft-cap into its
   kernel, and skips blocks in which nothing is visible.
+- `documents` (CPU, rows of several documents): torch's flash attention for the CPU, called for each document,
+  so that it too computes nothing for pairs of different documents (document_attention.py).
 - `sdpa` (all other cases): scaled_dot_product_attention with a boolean mask, which is made once per forward
   and kind of layer.
 - `explicit` (soft-capped, not on CUDA): the formula as written. It keeps all scores of a layer in memory.
@@ -34,22 +36,34 @@ from lptune.hardware.constant import constant_result
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import tries
 from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.document_attention import attend_documents
 from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask
 
-BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "explicit")
+BACKENDS = ("varlen", "cudnn", "flex", "documents", "sdpa", "explicit")
 
 # The largest head size of the flash kernels that varlen uses.
 _VARLEN_MAX_HEAD_DIM = 256
 _CUDNN_MAX_HEAD_DIM = 128
+# In float32, smaller rows (query heads * head size * tokens) are faster with a mask: there a call for each
+# document costs more than the scores that it saves. In bfloat16, a mask is slower at any size, except
+# for documents of about 5 tokens.
+_MIN_FLOAT32_ROW = 2**15
 
 
 def choose_backend(
-    config: DecoderConfig, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    one_document_per_row: bool = False,
+    seq_len: int | None = None,
 ) -> str:
     """The backend, one of BACKENDS, for a model on this device in this compute dtype. Depends only on the
-    arguments and LPTUNE_TRY. one_document_per_row: whether no row has several documents.
+    arguments and LPTUNE_TRY. one_document_per_row: whether no row has several documents. seq_len: of the
+    rows, in tokens; None: long.
     """
-    is_cuda = (planned_device_type() or device.type) == "cuda"
+    device_type = planned_device_type() or device.type
+    is_cuda = device_type == "cuda"
     if config.attention_softcap is not None:
         return "flex" if is_cuda else "explicit"
     has_flash = (
@@ -61,7 +75,12 @@ def choose_backend(
     )
     if has_flash and one_document_per_row and config.head_dim <= _CUDNN_MAX_HEAD_DIM:
         return "cudnn" if tries("cudnn_attention") else "varlen"
-    return "varlen" if has_flash else "sdpa"
+    if has_flash:
+        return "varlen"
+    if device_type != "cpu" or one_document_per_row:
+        return "sdpa"
+    row_size = config.num_heads * config.head_dim * seq_len if seq_len is not None else _MIN_FLOAT32_ROW
+    return "sdpa" if dtype == torch.float32 and row_size < _MIN_FLOAT32_ROW else "documents"
 
 
 def activate_attention(device: torch.device) -> None:
@@ -119,7 +138,9 @@ def make_visibility(
         return Visibility(offsets=offsets)
     if backend == "flex":
         return Visibility(blocks=visibility_blocks(documents, batch, seq_len, window, device))
-    if backend == "sdpa" and documents is None and window is None:
+    if backend == "documents" and documents is not None:
+        return Visibility(document_offsets=documents.offsets)
+    if backend in ("sdpa", "documents") and documents is None and window is None:
         return Visibility()  # causal attention needs no mask, and the kernels skip half of the work
     return Visibility(mask_B1SS=visibility_mask(documents, seq_len, window, device))
 
@@ -133,7 +154,8 @@ def make_visibilities(
     dtype: torch.dtype,
 ) -> dict[LayerConfig, Visibility]:
     """One Visibility for each distinct LayerConfig. Those with the same window share it."""
-    backend = choose_backend(config, device, dtype, one_document_per_row=documents is None)
+    is_single = documents is None
+    backend = choose_backend(config, device, dtype, one_document_per_row=is_single, seq_len=seq_len)
     windows = dict.fromkeys(layer.window for layer in config.layer_kinds)
     by_window = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
     return {layer: by_window[layer.window] for layer in config.layer_kinds}
@@ -160,6 +182,9 @@ def attend(
         # flex cannot run on the fake tensors of a dry run. varlen saves the same tensors for backward.
         assert softcap is None or planned_device_type(), "varlen attention cannot soft-cap"
         return _varlen(q_BSND, k_BSMD, v_BSMD, visible.offsets, scale, window)
+    if visible.document_offsets is not None:
+        assert softcap is None, "attention by documents cannot soft-cap"
+        return attend_documents(q_BSND, k_BSMD, v_BSMD, visible.document_offsets, scale, window)
     q_BNSD, k_BMSD, v_BMSD = (x.transpose(1, 2) for x in (q_BSND, k_BSMD, v_BSMD))
     if visible.blocks is not None:
         out_BNSD = _flex(q_BNSD, k_BMSD, v_BMSD, visible, scale, softcap)

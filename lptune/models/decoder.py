@@ -16,7 +16,7 @@ vocabulary.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -301,10 +301,18 @@ class Decoder(nn.Module):
         return words_of(self.lm_head, self.config.vocab_size).gather(logits_BV)
 
     def attention_backend(
-        self, device: torch.device, dtype: torch.dtype, *, one_document_per_row: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        one_document_per_row: bool = False,
+        seq_len: int | None = None,
     ) -> str:
-        """The attention backend that forward uses on this device in this compute dtype."""
-        return choose_backend(self.config, device, dtype, one_document_per_row=one_document_per_row)
+        """The attention backend that forward uses for rows of `seq_len` tokens (None: long ones) on this
+        device in this compute dtype.
+        """
+        options: dict[str, Any] = {"one_document_per_row": one_document_per_row, "seq_len": seq_len}
+        return choose_backend(self.config, device, dtype, **options)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Recomputes the rope frequencies, which no checkpoint stores. device: None: where they are."""

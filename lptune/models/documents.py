@@ -48,7 +48,7 @@ class DocumentBounds(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees, in the form of one attention backend. If the first three are None: every
+    """Which keys a query sees, in the form of one attention backend. If the first four are None: every
     earlier key.
     """
 
@@ -57,6 +57,8 @@ class Visibility(NamedTuple):
     has the places of the cache."""
     offsets: Tensor | None = None
     """For varlen: `DocumentBounds.offsets`."""
+    document_offsets: Tensor | None = None
+    """For documents: `DocumentBounds.offsets`."""
     blocks: "BlockMask | None" = None
     """For flex_attention: the blocks in which any key is visible."""
     past: "LayerCache | None" = None

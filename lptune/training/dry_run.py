@@ -194,7 +194,8 @@ def dry_run(
             # Layer handles are real tensors: their values identify a layer.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
-            backend = model.attention_backend(world.device, getattr(torch, cfg.compute_dtype))
+            compute_dtype = getattr(torch, cfg.compute_dtype)
+            backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes = _run_steps(
                 model, teacher, plan, world, eager, num_micro_batches, log
             )

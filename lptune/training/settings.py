@@ -41,7 +41,7 @@ def describe_run(
         )
     compute_dtype = getattr(torch, cfg.compute_dtype)
     attention = model.attention_backend(
-        world.device, compute_dtype, one_document_per_row=one_document_per_row
+        world.device, compute_dtype, one_document_per_row=one_document_per_row, seq_len=cfg.data.seq_len
     )
     backend = plan.backend(world.device.type)
     lines.append(

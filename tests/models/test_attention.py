@@ -74,6 +74,11 @@ def test_sdpa_computes_the_formula(window: int | None, is_packed: bool) -> None:
 
 
 @pytest.mark.parametrize(("window", "is_packed"), CASES)
+def test_documents_computes_the_formula(window: int | None, is_packed: bool) -> None:
+    _check("documents", window, None, is_packed)
+
+
+@pytest.mark.parametrize(("window", "is_packed"), CASES)
 def test_explicit_computes_the_formula_with_a_cap(window: int | None, is_packed: bool) -> None:
     _check("explicit", window, 2.0, is_packed)
 
@@ -207,6 +212,8 @@ def test_varlen_accepts_our_call(fake_cuda: None, window: int | None) -> None:
         ("varlen", "smollm3-tiny"),
         ("flex", "gemma2-tiny"),
         ("flex", "mistral-tiny"),
+        ("documents", "gemma3-tiny"),
+        ("documents", "phi4-tiny"),
     ],
 )
 def test_a_model_gives_the_same_logits_with_every_backend(
@@ -227,8 +234,8 @@ def test_a_model_gives_the_same_logits_with_every_backend(
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "capability", "backend"),
     [
-        ("llama3_2-tiny", "cpu", torch.float32, None, "sdpa"),
-        ("llama3_2-tiny", "cpu", torch.bfloat16, None, "sdpa"),
+        ("llama3_2-tiny", "cpu", torch.float32, None, "documents"),
+        ("llama3_2-tiny", "cpu", torch.bfloat16, None, "documents"),
         ("gemma2-tiny", "cpu", torch.float32, None, "explicit"),
         ("llama3_2-tiny", "cuda", torch.bfloat16, (9, 0), "varlen"),
         ("llama3_2-tiny", "cuda", torch.float32, (9, 0), "sdpa"),
@@ -247,6 +254,14 @@ def test_the_backend_follows_from_model_device_and_dtype(
 ) -> None:
     monkeypatch.setattr(attention, "_compute_capability", lambda device: capability)
     assert choose_backend(config_from_dict(CHECKPOINTS[name]), torch.device(device), dtype) == backend
+
+
+def test_on_a_cpu_rows_of_one_document_and_small_float32_rows_keep_sdpa() -> None:
+    config = config_from_dict(CHECKPOINTS["llama3_2-tiny"])  # 4 heads of 16
+    chosen = functools.partial(choose_backend, config, CPU)
+    assert chosen(torch.bfloat16, one_document_per_row=True) == "sdpa"
+    assert [chosen(torch.float32, seq_len=length) for length in (511, 512)] == ["sdpa", "documents"]
+    assert chosen(torch.bfloat16, seq_len=16) == "documents"
 
 
 def test_one_mask_is_made_per_window_and_forward(monkeypatch: pytest.MonkeyPatch) -> None:
