@@ -76,7 +76,8 @@ def test_each_op_has_the_parameters_of_a_function_of_its_name() -> None:
     ops = vars(torch.ops.lptune).items()
     declared = {name: each.default for name, each in ops if isinstance(each, torch._ops.OpOverloadPacket)}
     assert "quantize_rows" in declared
-    for name in declared.keys() - {"toy_halves"}:
+    others = {"toy_halves", "document_attention", "document_attention_backward"}  # not made by @op
+    for name in declared.keys() - others:
         function = getattr(kernels, name, None) or getattr(stochastic, name)
         arguments = declared[name]._schema.arguments
         assert [each.name for each in arguments] == list(inspect.signature(function).parameters), name
