@@ -77,9 +77,10 @@ def main(cfg: FinetuneConfig) -> None:
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
                     with low.step(step, num_passes=len(batches)):
                         loss_sum = torch.zeros((), device=world.device)
+                        weight = world.data_size / num_targets  # FSDP averages over ranks
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss = batch_loss(model, batch, world)
-                            (loss * (world.data_size / num_targets)).backward()  # FSDP averages over ranks
+                            loss = batch_loss(model, batch, world, weight)
+                            (loss * weight).backward()
                             loss_sum += loss.detach()
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                     training.set_learning_rate(optimizer, lr)
@@ -112,10 +113,13 @@ def main(cfg: FinetuneConfig) -> None:
         training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, "after training")
 
 
-def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
-    """The cross-entropy, summed over the targets of the batch, float32."""
+def batch_loss(
+    model: models.Decoder, batch: data.Batch, world: distributed.World, weight: float = 1.0
+) -> Tensor:
+    """The cross-entropy, summed over the targets of the batch, float32. weight: its factor in backward."""
     batch = batch.to(world.device)
-    loss: Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
+    documents = models.DocumentBounds.of(batch)
+    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, expected_gradient=weight)
     return loss
 
 

@@ -2,8 +2,9 @@
 
 With V = 128,256 words, the float32 logits of 8,192 tokens take 4 GB, and so does their gradient. So the
 tokens go through the head in chunks: the logits of a chunk are computed, reduced to one number (or one number
-per token) and freed. Backward computes them again. This costs one more GEMM of the head per step. If a batch
-fits into one chunk, nothing is recomputed.
+per token) and freed. If they were reduced to one number, their gradient is computed at the same time
+(one_pass.py). Otherwise backward computes them again, which costs one more GEMM of the head per token. If a
+batch fits into one chunk, autograd keeps the logits.
 
 In a chunk, two tensors of the size of its logits exist at most, in the dtype of the head's output: the logits
 and their gradient (one gradient for each differentiable `for_each_token`; the objectives of loss.py have
@@ -18,6 +19,7 @@ Shapes: T tokens, t tokens of a chunk, b tokens of a block, H hidden, V vocabula
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lptune.hardware.planned import planned_device_type
 from lptune.hardware.trials import tries
+from lptune.models.one_pass import NotInOnePassError, sum_in_one_pass
 from lptune.models.words import Words
 
 MAX_LOGITS_PER_CHUNK = 2**27
@@ -49,26 +52,47 @@ def max_logits_per_chunk(device: torch.device) -> int:
 
 
 def in_chunks(
-    of_chunk: Callable[..., Tensor], tensors: Sequence[Tensor], width: int, *, max_logits: int | None = None
+    of_chunk: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    width: int,
+    *,
+    max_logits: int | None = None,
+    parameters: Sequence[Tensor] | None = None,
+    expected_gradient: float = 1.0,
 ) -> Tensor:
     """Same as `of_chunk(*tensors)`, but computed in chunks of rows.
 
     tensors: T rows each. of_chunk: called with t rows of each tensor; returns a number, and the results are
     added, or (t, …), and they are concatenated. width: logits per row. max_logits: a chunk has at most
     max_logits / width rows; None: `max_logits_per_chunk`. If there is more than one chunk, backward calls
-    `of_chunk` again for each.
+    `of_chunk` again for each. But if it returns a number, and `parameters` are those it depends on, forward
+    computes the gradients, for this `expected_gradient` of the number (one_pass.py).
     """
     num_tokens, max_logits = len(tensors[0]), max_logits or max_logits_per_chunk(tensors[0].device)
     num_chunks = max(1, -(-num_tokens * width // max_logits))
     if num_chunks == 1:
         return of_chunk(*tensors)
     chunk_tokens = -(-num_tokens // num_chunks)
+    if parameters is not None and _computes_gradients(tensors, parameters):
+        with suppress(NotInOnePassError):
+            return sum_in_one_pass(of_chunk, tensors, parameters, chunk_tokens, expected_gradient)
     parts: list[Tensor] = [
         # A chunk uses no random numbers, so the state of the generator need not be saved and restored.
         checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(*(torch.split(each, chunk_tokens) for each in tensors), strict=True)
     ]
     return torch.cat(parts) if parts[0].dim() else sum(parts[1:], parts[0])
+
+
+def _computes_gradients(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether forward computes the gradients of a number."""
+    if (
+        torch.compiler.is_compiling()
+    ):  # one graph of all chunks; torch.compile cannot trace torch.autograd.grad
+        return False
+    trained = [each for each in (*tensors, *parameters) if each.requires_grad]
+    # A hook would see the gradient of each chunk, and that of all chunks as well.
+    return torch.is_grad_enabled() and bool(trained) and not any(each._backward_hooks for each in parameters)
 
 
 class Logits:

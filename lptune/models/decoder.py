@@ -27,7 +27,13 @@ from lptune.models.cache import KVCache
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.documents import DocumentBounds, Visibility
-from lptune.models.loss import IGNORE_INDEX, Objective, check_serves_parts, summed_cross_entropy
+from lptune.models.loss import (
+    IGNORE_INDEX,
+    Objective,
+    check_serves_parts,
+    is_number,
+    summed_cross_entropy,
+)
 from lptune.models.rope import Rope, RopeTable, apply_rope
 from lptune.models.words import words_of
 
@@ -258,6 +264,7 @@ class Decoder(nn.Module):
         documents: DocumentBounds | None = None,
         labels_BS: Tensor | None = None,
         loss: Objective = summed_cross_entropy,
+        expected_gradient: float = 1.0,
     ) -> Tensor:
         """Without labels: logits (B, S, V) in the compute dtype. With labels: the objective `loss`, float32,
         either a number, the sum over labels != -100, or (B, S) numbers, 0 where the label is -100.
@@ -265,6 +272,9 @@ class Decoder(nn.Module):
         tokens_BS: int64. labels_BS: int64; labels_BS[b, s] is the token to predict at (b, s), already
         shifted. documents: None if each row is one document. With labels, the logits of all tokens are never
         in memory together (chunks.py).
+
+        expected_gradient: the factor by which you multiply the sum before backward. Any other number than 0
+        is correct, but with several chunks it rounds the gradient once more (one_pass.py).
         """
         hidden_BSH = self.model(tokens_BS, documents)
         words = words_of(self.lm_head, self.config.vocab_size)
@@ -274,7 +284,10 @@ class Decoder(nn.Module):
             check_serves_parts(loss)
         of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
         tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
-        found = in_chunks(of_chunk, tensors, words.width)
+        parameters = tuple(self.lm_head.parameters()) if is_number(loss) else None
+        found = in_chunks(
+            of_chunk, tensors, words.width, parameters=parameters, expected_gradient=expected_gradient
+        )
         # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
         return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
 

@@ -43,6 +43,9 @@ class Objective(Protocol):
     If the vocabulary is cut, `values` sees the logits of one part of the words, and asks `Logits.words` for
     maxima and sums over all parts. A class whose `values` does so sets `serves_parts = True`. A decoder with
     a cut vocabulary refuses any other objective.
+
+    A class whose `result` is a number sets `is_number = True`. Then the head takes three GEMMs for each token
+    instead of four if there are several chunks (one_pass.py).
     """
 
     @property
@@ -67,13 +70,23 @@ def check_serves_parts(loss: Objective) -> None:
     if isinstance(loss, WeightedSum):
         for each in loss.objectives:
             check_serves_parts(each)
-    owner = next(cls for cls in type(loss).__mro__ if "values" in vars(cls))
+    owner = _owner(loss, "values")
     if not vars(owner).get("serves_parts", False):
         raise ValueError(
             f"{owner.__name__} would see a part of the vocabulary, which tensor parallelism cut; take maxima "
             "and sums over words by `logits.words` (docs/models.md) and set serves_parts = True in it, or "
             "train with parallel.tensor=1"
         )
+
+
+def is_number(loss: Objective) -> bool:
+    """Whether the class that defines `result` says that the result is a number."""
+    return bool(vars(_owner(loss, "result")).get("is_number", False))
+
+
+def _owner(loss: Objective, method: str) -> type:
+    """The class of which `loss` has `method`."""
+    return next(cls for cls in type(loss).__mro__ if method in vars(cls))
 
 
 class LogProbabilities:
@@ -96,6 +109,8 @@ class LogProbabilities:
 
 class SummedCrossEntropy(LogProbabilities):
     """Same as F.cross_entropy(logits.float(), labels_t, ignore_index=-100, reduction="sum")."""
+
+    is_number = True
 
     def result(self, values_t: Tensor, labels_t: Tensor) -> Tensor:
         # nll_loss adds in the same order as F.cross_entropy. The label 0 selects the only column.

@@ -59,6 +59,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
+@torch.no_grad()
 def grad_squares(model: nn.Module) -> Tensor:
     """This rank's share of the squared global norm of all gradients: 0-dimensional, float64.
 
@@ -67,10 +68,10 @@ def grad_squares(model: nn.Module) -> Tensor:
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     mine = [on_this_rank(gradient) for gradient in gradients if _counts_here(gradient)]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in mine]
-    if not norms:
+    if not mine:
         device = next((parameter.device for parameter in model.parameters()), None)
         return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(mine, 2, dtype=torch.float32)  # few launches, not one for each gradient
     return torch.stack(norms).to(torch.float64).square().sum()
 
 
@@ -80,7 +81,19 @@ def _counts_here(gradient: Tensor) -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+@torch.no_grad()
 def scale_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
-    """Multiplies all gradients by max_norm / norm where that is below 1; 0: leaves them."""
-    if max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=False)
+    """Multiplies all gradients by max_norm / norm where that is below 1; 0: leaves them.
+
+    The factor and the bits are those of nn.utils.clip_grads_with_norm_. That calls DTensor's dispatch for
+    each gradient; here the parts on this rank are multiplied together. torch's fused AdamW could divide by
+    the factor as `grad_scale` while it reads the gradients, which would save reading them here; it would
+    write them back all the same, and change the bits of each clipped step.
+    """
+    gradients = [on_this_rank(p.grad) for p in model.parameters() if p.grad is not None]
+    if not max_norm or not gradients:
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for device in {gradient.device for gradient in gradients}:
+        here = [gradient for gradient in gradients if gradient.device == device]
+        torch._foreach_mul_(here, factor.to(device))

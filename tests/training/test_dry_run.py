@@ -5,6 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lptune import distributed, linear, models, training
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from lptune.distributed import record_collectives
+from lptune.models import chunks
 from lptune.training import memory
 from lptune.training.dry_run import dry_run
 from tests.helpers.ranks import run_ranks
@@ -55,10 +57,10 @@ def _config(num_data_ranks: int, precision: dict[str, Any], parallel: dict[str, 
     )
 
 
-def _model_config() -> models.DecoderConfig:
+def _model_config(vocab_size: int = 131) -> models.DecoderConfig:
     content = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
     # 131 rows divide by no number of ranks, so that something is padded.
-    return models.config_from_dict(content | {"vocab_size": 131}, "test")
+    return models.config_from_dict(content | {"vocab_size": vocab_size}, "test")
 
 
 def _steps(rank: int, num_ranks: int, folder: str, cases: list[Case]) -> None:
@@ -70,10 +72,12 @@ def _steps(rank: int, num_ranks: int, folder: str, cases: list[Case]) -> None:
             (Path(folder) / f"{number}-{rank}.json").write_text(json.dumps(took))
 
 
-def _step(world: distributed.World, precision: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+def _step(
+    world: distributed.World, precision: dict[str, Any], parallel: dict[str, Any], vocab_size: int = 131
+) -> dict[str, Any]:
     """The step of a recipe with values in it; what it took."""
     cfg = _config(world.data_size, precision, parallel)
-    model = models.build_on_meta(_model_config())
+    model = models.build_on_meta(_model_config(vocab_size))
     plan = linear.convert(model, cfg.precision, device=world.device)
     distributed.parallelize(model, world, cfg)
     with memory.MemoryLog() as log:
@@ -166,6 +170,27 @@ def _copied_bytes(kind: str) -> int:
             is_low = isinstance(module, linear.LowPrecisionLinear)
             total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
     return total
+
+
+def _step_in_chunks(rank: int, num_ranks: int, path: str) -> None:
+    with distributed.session("cpu", ParallelConfig()) as world, mock.patch.object(*_CHUNKS_OF_20):
+        Path(path).write_text(json.dumps(_step(world, {"kind": "none"}, {}, _MANY)["peaks"]))
+
+
+_MANY = 4096
+"""Words of which the head is the largest part of the peak."""
+_CHUNKS_OF_20 = (chunks, "MAX_LOGITS_PER_CHUNK", 20 * _MANY)
+
+
+def test_it_tells_the_memory_of_a_loss_in_chunks(tmp_path: Path) -> None:
+    run_ranks(1, _step_in_chunks, str(tmp_path / "peaks.json"))
+    took = json.loads((tmp_path / "peaks.json").read_text())
+    whole = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
+    with mock.patch.object(*_CHUNKS_OF_20):
+        found = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
+    for phase in ("forward", "backward"):
+        assert took[phase] == found.peaks[phase].total() - found.resting[memory.OPTIMIZER], phase
+        assert found.peaks[phase] != whole.peaks[phase], phase
 
 
 @pytest.mark.parametrize("kind", ["none", "int8_weight_only"])

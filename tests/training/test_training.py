@@ -1,14 +1,19 @@
 """Schedules, optimizer groups, clipping, greedy answers, metrics."""
 
+import copy
 import itertools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, training
 from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig, UserError
@@ -102,6 +107,52 @@ def test_clipping_reports_the_norm_before_and_bounds_the_norm_after() -> None:
     model.weight.grad.fill_(3.0)
     training.clip_grad_norm(model, 0.0)
     assert (model.weight.grad == 3.0).all()
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators that run on plain tensors, views and copies to the same device apart."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its operators on local tensors come here
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_norm_and_clipping_are_one_operator_each_for_all_gradients(is_sharded: bool) -> None:
+    names = []
+    with distributed.session("cpu") as world:
+        for num_layers in (1, 7):
+            model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_layers)))
+            if is_sharded:
+                fully_shard(model, mesh=world.mesh)
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 3.0)
+            with _Operators() as operators:
+                training.clip_grad_norm(model, 1.0)
+            names.append([name for name in operators.names if name not in ("detach", "view")])
+    assert names[0] == names[1]
+    assert names[0].count("_foreach_norm") == names[0].count("_foreach_mul_") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_clipped_gradients_have_the_bits_of_torch(dtype: torch.dtype, max_norm: float) -> None:
+    model = nn.Sequential(nn.Linear(31, 17), nn.Linear(17, 5)).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    twin = copy.deepcopy(model)
+    for ours, its in zip(model.parameters(), twin.parameters(), strict=True):
+        its.grad = ours.grad.clone()  # type: ignore[union-attr]
+    norm = training.clip_grad_norm(model, max_norm)
+    nn.utils.clip_grads_with_norm_(twin.parameters(), max_norm, norm)
+    for ours, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, its.grad)  # type: ignore[arg-type]
 
 
 def test_without_gradients_the_norm_is_zero_and_without_parameters_to_train_there_is_no_optimizer() -> None:
