@@ -86,9 +86,7 @@ def in_chunks(
 
 def _computes_gradients(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
     """Whether forward computes the gradients of a number."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # one graph of all chunks; torch.compile cannot trace torch.autograd.grad
+    if torch.compiler.is_compiling():  # compile=model: torch.compile cannot trace torch.autograd.grad
         return False
     trained = [each for each in (*tensors, *parameters) if each.requires_grad]
     # A hook would see the gradient of each chunk, and that of all chunks as well.
