@@ -80,7 +80,7 @@ def main() -> int:
         variants, first = prepare(names, setting, results)
         try:
             agrees = check(first, config, rows.num_targets)
-            steps = measure(variants, args.rounds)
+            steps = measure(variants, args.rounds, results)
             results.content["load"].append(os.getloadavg())
             table(steps, first, args.batch * args.seq_len, results)
             loads = " and ".join(f"{load[0]:.1f}" for load in results.content["load"])
@@ -190,14 +190,18 @@ def check(first: dict[str, Step], config: dict[str, Any], num_targets: int) -> b
     return agrees
 
 
-def measure(variants: dict[str, Callable[[], Step]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of one step of each variant in each round. Each round begins with another variant."""
+def measure(variants: dict[str, Callable[[], Step]], rounds: int, results: Results) -> dict[str, list[float]]:
+    """Seconds of one step of each variant in each round. Each round begins with another variant.
+
+    The file has the seconds after each round, so that an interruption loses one round.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)
     for _ in range(rounds):
         for name in order:
             seconds[name].append(variants[name]().seconds)
         order = order[1:] + order[:1]
+        results.update(seconds=seconds)
     return seconds
 
 
