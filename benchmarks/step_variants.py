@@ -17,7 +17,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,7 @@ def _lptune(setting: Setting, kind: str, torchao_kind: str | None) -> Callable[[
         needs_gpu = "float8" in torchao_kind and not _has_float8()
         what = "torchao's float8 needs a GPU of compute capability 8.9" if needs_gpu else "no torchao here"
         raise NotHere(what)
+    own_code(model.model.layers)
     if torchao_kind is not None:
         # torchao's layers break the graph of a block, which lptune's own compilation does not allow.
         distributed.compile_forward(model.model.layers, execution.compile, fullgraph=False)
@@ -191,6 +193,24 @@ def _lptune(setting: Setting, kind: str, torchao_kind: str | None) -> Callable[[
             return tuple(update(loss_sum, num_targets))
 
     return once
+
+
+def own_code(modules: Iterable[nn.Module]) -> None:
+    """Gives the forward of `modules`, which are of one class, a code object of their own, in place.
+
+    Dynamo keeps compiled graphs by code object. A graph that ends at a break in torchao's first layer guards
+    nothing that comes after it, so the blocks of the other variants would match it too, and run the rest
+    eagerly, in spite of fullgraph.
+    """
+    copies: dict[type[nn.Module], Any] = {}
+    for module in modules:
+        forward = type(module).forward
+        if type(module) not in copies:
+            code = forward.__code__.replace(co_name="forward")
+            copies[type(module)] = types.FunctionType(
+                code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+        module.forward = types.MethodType(copies[type(module)], module)  # type: ignore[method-assign]
 
 
 def _has_float8() -> bool:
