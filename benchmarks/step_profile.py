@@ -44,8 +44,8 @@ PURPOSES = {
     GEMMS: r"^lptune::\w*mm$|^(aten|mkldnn|torchao)::\w*(mm|addmm|bmm|linear\w*|matmul)$",
     ELEMENTWISE: r"graph_\d+_(cpp|kernel)|^triton_|^cpp_fused|kernel_cpp",
     HEAD: r"nll_loss|log_softmax|cross_entropy",
-    COPIES: r"^aten::(copy_|_to_copy|to|clone|contiguous|cat)$|memcpy",
 }
+COPYING = r"^aten::(copy_|_to_copy|to|clone|contiguous|cat)$|memcpy"
 PROFILED_STEPS = 3
 ROUNDS = 9
 
@@ -116,7 +116,8 @@ def purpose_by_name(event: Any) -> str:
         for purpose, pattern in PURPOSES.items():
             if re.search(pattern, name):
                 return purpose
-    return OTHER
+    # A copy serves the range that it is in, so copies are what is left.
+    return COPIES if any(re.search(COPYING, name) for name in names) else OTHER
 
 
 def by_purpose(costs: list[Cost]) -> dict[str, float]:
