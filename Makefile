@@ -6,7 +6,7 @@ BIN := .venv/bin
 TORCH := $(shell grep -o '^torch==[^ ]*' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench gpu-first docs lock
+.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench bench-step gpu-first docs lock
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
@@ -19,6 +19,7 @@ help:
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
+	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
 	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
 	@echo "make docs         check the links of the documentation"
 	@echo "make lock         renew requirements/ci.txt from pyproject.toml"
@@ -134,6 +135,10 @@ check: .venv/.installed
 bench: .venv/.installed
 	@set -e; for name in linear kernels numerics checkpoint; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
+
+# torchtune goes into .venv-torchtune, since it needs an older torchao. ARGS="--rounds 20 --profile none" and the like.
+bench-step: .venv/.installed
+	$(BIN)/python benchmarks/step.py $(ARGS)
 
 gpu-first:
 	bash benchmarks/gpu_first.sh

@@ -86,6 +86,11 @@ class Results:
         self._write()
         return row
 
+    def update(self, **facts: Any) -> None:
+        """Adds facts beside the rows, or replaces them, and writes the file."""
+        self.content.update(facts)
+        self._write()
+
     def __enter__(self) -> Self:
         return self
 
