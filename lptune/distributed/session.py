@@ -31,6 +31,7 @@ from lptune.config import (
     printable,
     too_many_ranks_error,
 )
+from lptune.hardware.host_memory import keep_freed_memory
 from lptune.hardware.trials import check_trials
 from lptune.launch import preemption
 
@@ -211,6 +212,7 @@ def session(
         here = torch.device("cuda", local_rank)
     else:
         here = torch.device("cpu")
+        keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
         with _meeting(rank, size):

@@ -1,0 +1,43 @@
+"""The next step reuses the pages of the last one."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from tests.helpers import cold
+
+PROGRAM = """
+import json, resource, torch
+from lptune.hardware.host_memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    blocks = [torch.ones(48 * 2**20, dtype=torch.uint8) for _ in range(4)]  # glibc maps each by itself
+
+kept = keep_freed_memory()
+found = []
+for _ in range(8):
+    before = faults()
+    step()
+    found.append(faults() - before)
+print(json.dumps([kept, found]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+@pytest.mark.parametrize("own", [False, True])
+def test_later_steps_touch_no_new_page(own: bool) -> None:
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        pytest.skip("the environment has settings for malloc")
+    done = cold.run("-c", PROGRAM, **({"MALLOC_ARENA_MAX": "2"} if own else {}))
+    assert done.returncode == 0, done.stderr
+    kept, faults = json.loads(done.stdout)
+    assert kept == (not own), "settings of one's own are left alone"
+    if kept:
+        assert max(faults[4:]) < faults[0] / 10, "the first steps make room"
+    else:
+        assert min(faults[1:]) > faults[0] / 2
