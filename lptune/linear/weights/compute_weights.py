@@ -244,6 +244,12 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+def has_compute_weight(model: nn.Module | None, weight: Tensor) -> bool:
+    """Whether `weight`, of `model`, is in a part of it to which `use_compute_weights` was applied."""
+    parts = [each for each in model.modules() if ComputeWeights.of(each) is not None] if model else []
+    return any(each is weight for part in parts for each in part.parameters())
+
+
 def _as_forward(method: Callable[..., Any], weights: ComputeWeights) -> Callable[..., Any]:
     def with_compute_weights(*args: Any, **kwargs: Any) -> Any:
         weights.put_in_place()

@@ -277,6 +277,22 @@ def test_only_weights_of_another_dtype_are_copied(world: distributed.World) -> N
     assert weights.tensors() == []
 
 
+@pytest.mark.parametrize("kind", ["int8_tensorwise", "int8_rowcol"])
+def test_a_part_of_a_model_may_have_them(world: distributed.World, kind: str) -> None:
+    """A policy with a head of its own, of which only the decoder is parallelized."""
+    whole, execution = nn.Module(), _execution(None)
+    whole.decoder = models.build_on_meta(models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test"))
+    plan = linear.convert(whole, PrecisionConfig(kind=kind), device=world.device)
+    distributed.parallelize(whole.decoder, world, execution)
+    distributed.materialize(whole.decoder, world, execution)
+    with torch.no_grad():
+        for name, parameter in whole.decoder.named_parameters():
+            parameter.copy_(whole.decoder.initial_value(name, seed=0))
+    low, tokens_BS = linear.LowPrecision(whole, plan, world=world), _tokens(whole.decoder, 0)
+    with low.step(0, 1):
+        whole.decoder(tokens_BS, None, tokens_BS).backward()
+
+
 def test_a_weight_that_is_not_copied_in_8_bits_is_a_fault(world: distributed.World) -> None:
     model, plan = _model(world, _execution(None), "int8_rowcol")
     layer = model.model.layers[1].mlp.up_proj
