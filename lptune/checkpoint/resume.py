@@ -38,7 +38,7 @@ _TEMPLATE = "the text of data.chat_template"
 
 _WITHOUT_EFFECT = re.compile(
     r"(output_dir|resume|num_epochs|num_tokens|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
-    r"|data\.(?!eval_s)\w+)"
+    r"|parallel\.reshard_after_forward|data\.(?!eval_s)\w+)"
 )
 """Keys that do not change the weights and metrics of a run, and keys that are compared in another way: the
 model and the training rows by digests, the export by export.json, num_epochs and num_tokens by the number of

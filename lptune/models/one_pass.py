@@ -87,8 +87,7 @@ class _OnePass(torch.autograd.Function):
             with torch.enable_grad():
                 value = of_chunk(*chunk)
             leaves = [each for each in (*chunk, *parameters) if each.requires_grad]
-            if start == 0:
-                _check(value, leaves)
+            _check(value, leaves)
             values.append(value.detach())
             gradients = iter(
                 torch.autograd.grad(value, leaves, torch.full_like(value, expected), allow_unused=True)

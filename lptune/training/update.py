@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from lptune.config import DivergedError
-from lptune.distributed import World, on_this_rank
+from lptune.distributed import World, on_this_rank, reshard
 from lptune.linear import LowPrecision
 from lptune.training.adamw import AdamW
 from lptune.training.int8_adamw import Int8AdamW
@@ -115,6 +115,7 @@ class Update:
         Returns the loss and the gradient norm, float64 of shape (2,), on the device.
         """
         world, model, optimizer = self._world, self._model, self._optimizer
+        reshard(model)  # a forward after backward, for a metric, may have left other weights in it
         # Tensor-parallel ranks hold the same loss: only that of the first counts.
         mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)
         squares = grad_squares(model).to(world.device)

@@ -20,6 +20,7 @@ WITHOUT_EFFECT = {
     "resume": "none",
     "num_epochs": 7,  # with num_steps given
     "precision.verify": False,
+    "parallel.reshard_after_forward": True,  # the default was true once
     "logging.tensorboard": True,
     "logging.wandb_project": "p",
     "logging.trackio_project": "p",
@@ -37,7 +38,6 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "device": "cpu",
     "compute_dtype": "float32",
     "compile": "none",
-    "parallel.reshard_after_forward": "true",
     "activation_checkpointing": "full",
     "data.eval_source": "x.jsonl",
     "optimizer.beta1": 0.5,

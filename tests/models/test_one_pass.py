@@ -300,3 +300,16 @@ def test_the_peak_is_a_float32_sum_one_gradient_of_the_weight_and_one_of_the_log
     # Both before and after g, and the sum.
     assert peaks["backward"] == pytest.approx(4 * hidden + 4 * weight + 2 * weight, rel=1e-3)
     assert after == pytest.approx(2 * hidden + 2 * weight, rel=1e-3)
+
+
+def test_another_trained_tensor_in_a_later_chunk_is_found() -> None:
+    """Its gradient would be lost."""
+    hidden_TH, weight_HV = torch.arange(32.0).view(8, 4), nn.Parameter(torch.ones(4, 4))
+    factor = nn.Parameter(torch.ones(()))
+
+    def of_chunk(hidden_tH: Tensor) -> Tensor:
+        total = (hidden_tH @ weight_HV).sum()
+        return total if hidden_tH[0, 0] == 0 else total * factor
+
+    in_chunks(of_chunk, [hidden_TH], 4, max_logits=16, parameters=[weight_HV]).backward()
+    assert factor.grad == 4 * hidden_TH[4:].sum()

@@ -36,7 +36,7 @@ from lptune.config import UserError
 from lptune.kernels import LIVE
 from lptune.linear.kind import kind_of
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.weights.compute_weights import ComputeWeights
+from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.master_weight import MasterWeight, is_master
 from lptune.linear.weights.weight_amax import max_over_ranks, shard_amaxes
 
@@ -56,7 +56,7 @@ class PrecomputedScales:
             kind = kind_of(module.spec)
             if kind.row_scales or kind.has_history:
                 continue  # no collective: scales are of a rank's own rows, or from past steps
-            if ComputeWeights.of(model) is not None:
+            if has_compute_weight(model, module.weight):
                 continue  # one rank: nothing to agree on, and one copy in a step
             if not isinstance(module.weight, DTensor):
                 raise UserError(

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
 from lptune.linear.dtensors import on_this_rank
 from lptune.linear.plan import LayerPlan, Plan
-from lptune.linear.weights.compute_weights import ComputeWeights
+from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
 
 
@@ -293,7 +293,7 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> list[str]:
     """One message if FSDP did not gather the layer's weight as planned, else none. model: None: was freed."""
     found = None if layer.number is None else gathered_bytes(layer.number)
-    is_copied = ComputeWeights.of(model) is not None
+    is_copied = has_compute_weight(model, weight)
     if layer.spec is None or not (is_copied or isinstance(weight, DTensor)):
         return []
     is_gathered = is_copied or _is_sharded(model, weight)

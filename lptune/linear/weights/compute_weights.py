@@ -14,22 +14,26 @@ the cast and one copy of the gradient take 12. Here a parameter has two tensors:
                     freed.
     afterwards      The masters are back: at the end of backward, or of a forward without gradients.
 
-Masters are copied again after a backward, unless it is known that no update follows (`keep`), and when
-torch's version counters tell of a write, such as by `load_state_dict`. The counters alone would not do: fused
-optimizers do not count their writes. The copies are the tensors that FSDP2 would have made, bit for bit, and
+Masters are copied again after a backward, unless it is known that no update follows (`keep`), after a step
+of their optimizer, and when torch's version counters tell of a write, such as by `load_state_dict`. The
+counters alone would not do: fused optimizers and writes to `.data` are not counted. So a trained master is
+also copied again after a forward without gradients, between which and the next one a loop may exchange
+weights for their averages. The copies are the tensors that FSDP2 would have made, bit for bit, and
 so are the gradients. They stay allocated: 2 bytes for each parameter, 1 in 8 bits.
 
 A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from lptune.linear.weights.master_weight import MasterWeight
@@ -58,7 +62,8 @@ class ComputeWeights:
         """mesh: of one rank; rows that are quantized ask it for their position."""
         self._model, self._dtype, self._mesh = model, compute_dtype, mesh
         self._copied: list[_Copied] = []
-        self._in_place = False
+        self._in_place = self._updates_follow = False
+        _ALL.add(self)
         self.keep = False
         """Whether the weights stay as they are after the next backward: more micro-batches follow."""
 
@@ -73,14 +78,19 @@ class ComputeWeights:
 
     def put_in_place(self) -> None:
         """Copies the masters that changed, and puts the compute weights into their modules."""
-        if not self._in_place:
+        self.take_out()  # a forward before this one may have had no backward
+        # A compute weight that evaluation in inference mode makes must serve training too.
+        with torch.inference_mode(False):
             self._find_masters()
-        self._copy_again()
+            if self._updates_follow:
+                self.masters_changed(lambda _: True)
+                self._updates_follow = False
+            self._copy_again()
         self._put()
 
     def _put(self) -> None:
         if not self._in_place:
-            self._swap(lambda each: each.weight)
+            self._swap(lambda each: (each.master, each.weight))
             self._in_place = True
 
     @torch.no_grad()
@@ -101,13 +111,21 @@ class ComputeWeights:
     def take_out(self) -> None:
         """Puts the masters back into their modules."""
         if self._in_place:
-            self._swap(lambda each: each.master)
+            self._swap(lambda each: (each.weight, each.master))
             self._in_place = False
 
-    def _swap(self, chosen: Callable[[_Copied], nn.Parameter]) -> None:
+    def _swap(self, old_and_new: Callable[[_Copied], tuple[nn.Parameter, nn.Parameter]]) -> None:
         for each in self._copied:
+            old, new = old_and_new(each)
             for module, name in each.places:
-                module._parameters[name] = chosen(each)
+                if module._parameters.get(name) is old:  # not one that was assigned since
+                    module._parameters[name] = new
+
+    def masters_changed(self, written: Callable[[Tensor], bool]) -> None:
+        """Makes the next forward copy those masters again of which `written` is true."""
+        for each in self._copied:
+            if written(each.master):
+                each.version = _UNKNOWN
 
     def _find_masters(self) -> None:
         """Makes `_copied` fit the model: parameters may have been loaded, moved, frozen or tied since."""
@@ -132,9 +150,15 @@ class ComputeWeights:
     def _new(self, master: nn.Parameter) -> _Copied:
         weight = nn.Parameter(self._copy(master), requires_grad=master.requires_grad)
         if master.requires_grad:
-            weight.register_post_accumulate_grad_hook(_adds_to(master))
+            # Weak references: Python's garbage collector does not look into the hooks of a tensor.
+            weight.register_post_accumulate_grad_hook(_adds_to(master, weakref.ref(self)))
         return _Copied(master, weight, [], _version(master))
 
+    def has_gradients(self) -> None:
+        """A backward runs, of which `watch` does not know if it found no tensor in the output."""
+        self._updates_follow |= not self.keep
+
+    @torch.no_grad()
     def _copy(self, master: Tensor) -> Tensor:
         if isinstance(master, MasterWeight):
             return master.whole(master.rows_to_send(self._mesh), self._dtype)
@@ -150,6 +174,12 @@ class ComputeWeights:
             self.watch(output)
         else:
             self.take_out()
+            if not self.keep:
+                self.masters_changed(lambda master: master.requires_grad)
+
+    def before_parameters(self, *_: Any, **__: Any) -> None:
+        """A hook of the model's state_dict and load_state_dict."""
+        self.take_out()
 
     def watch(self, output: Any) -> None:
         """Makes the backward of the tensors in `output` find the compute weights in their modules, which a
@@ -165,9 +195,25 @@ class ComputeWeights:
 
     def _after_backward(self) -> None:
         self.take_out()
-        if not self.keep:
-            for each in self._copied:
-                each.version = _UNKNOWN
+        self.has_gradients()
+
+    def __deepcopy__(self, memo: object) -> Never:
+        raise TypeError(
+            "a model cannot be copied after parallelize(): compiled parts and methods of the copy would be "
+            "those of the original; build another model and load_state_dict() into it"
+        )
+
+
+_ALL: "weakref.WeakSet[ComputeWeights]" = weakref.WeakSet()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for each in _ALL:
+        each.masters_changed(lambda master: id(master) in updated)
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def use_compute_weights(
@@ -183,6 +229,10 @@ def use_compute_weights(
     object.__setattr__(model, _ATTRIBUTE, weights)
     model.register_forward_pre_hook(weights.before_forward)
     model.register_forward_hook(weights.after_forward)
+    # These read and write all parameters, also between forward and backward.
+    model.register_state_dict_pre_hook(weights.before_parameters)
+    model.register_load_state_dict_pre_hook(weights.before_parameters)
+    model.zero_grad = _with_masters(model.zero_grad, weights)  # type: ignore[method-assign]
     for name in methods:
         setattr(model, name, _as_forward(getattr(model, name), weights))
 
@@ -192,6 +242,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(
         isinstance(each, FSDPModule) or ComputeWeights.of(each) is not None for each in model.modules()
     )
+
+
+def has_compute_weight(model: nn.Module | None, weight: Tensor) -> bool:
+    """Whether `weight`, of `model`, is in a part of it to which `use_compute_weights` was applied."""
+    parts = [each for each in model.modules() if ComputeWeights.of(each) is not None] if model else []
+    return any(each is weight for part in parts for each in part.parameters())
 
 
 def _as_forward(method: Callable[..., Any], weights: ComputeWeights) -> Callable[..., Any]:
@@ -205,7 +261,7 @@ def _as_forward(method: Callable[..., Any], weights: ComputeWeights) -> Callable
     return with_compute_weights
 
 
-def _adds_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+def _adds_to(master: nn.Parameter, weights: Callable[[], ComputeWeights | None]) -> Callable[[Tensor], None]:
     def add(weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
@@ -213,8 +269,20 @@ def _adds_to(master: nn.Parameter) -> Callable[[Tensor], None]:
             master.grad = gradient.to(master.dtype)
         else:
             master.grad += gradient
+        if (found := weights()) is not None:
+            found.has_gradients()
+        for hook in list((master._post_accumulate_grad_hooks or {}).values()):  # as FSDP2 calls them
+            hook(master)
 
     return add
+
+
+def _with_masters(method: Callable[..., Any], weights: ComputeWeights) -> Callable[..., Any]:
+    def with_masters(*args: Any, **kwargs: Any) -> Any:
+        weights.take_out()
+        return method(*args, **kwargs)
+
+    return with_masters
 
 
 def _version(master: Tensor) -> int:

@@ -1,7 +1,11 @@
 """On one rank: compute weights have the bits of FSDP2, and give the masters back."""
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -273,6 +277,22 @@ def test_only_weights_of_another_dtype_are_copied(world: distributed.World) -> N
     assert weights.tensors() == []
 
 
+@pytest.mark.parametrize("kind", ["int8_tensorwise", "int8_rowcol"])
+def test_a_part_of_a_model_may_have_them(world: distributed.World, kind: str) -> None:
+    """A policy with a head of its own, of which only the decoder is parallelized."""
+    whole, execution = nn.Module(), _execution(None)
+    whole.decoder = models.build_on_meta(models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test"))
+    plan = linear.convert(whole, PrecisionConfig(kind=kind), device=world.device)
+    distributed.parallelize(whole.decoder, world, execution)
+    distributed.materialize(whole.decoder, world, execution)
+    with torch.no_grad():
+        for name, parameter in whole.decoder.named_parameters():
+            parameter.copy_(whole.decoder.initial_value(name, seed=0))
+    low, tokens_BS = linear.LowPrecision(whole, plan, world=world), _tokens(whole.decoder, 0)
+    with low.step(0, 1):
+        whole.decoder(tokens_BS, None, tokens_BS).backward()
+
+
 def test_a_weight_that_is_not_copied_in_8_bits_is_a_fault(world: distributed.World) -> None:
     model, plan = _model(world, _execution(None), "int8_rowcol")
     layer = model.model.layers[1].mlp.up_proj
@@ -285,3 +305,183 @@ def test_a_weight_that_is_not_copied_in_8_bits_is_a_fault(world: distributed.Wor
         low.step(0, 1),
     ):
         model(tokens_BS, None, tokens_BS).backward()
+
+
+class _Own(nn.Module):
+    """A user's model, whose output `wrap` makes of the logits."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.wrap = nn.Embedding(50, 16), nn.Linear(16, 50), wrap
+
+    def forward(self, tokens_BS: Tensor) -> Any:
+        return self.wrap(self.head(self.embedding(tokens_BS)))
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+
+
+def _losses(
+    world: distributed.World,
+    *,
+    wrap: Callable[[Tensor], Any] = lambda logits: logits,
+    logits_of: Callable[[Any], Tensor] = lambda output: output,
+    before_backward: Callable[[nn.Module], object] = lambda model: None,
+    after_backward: Callable[[nn.Module], object] = lambda model: None,
+) -> list[float]:
+    """Of each step with a fused optimizer, which counts no writes. Gradients are set to None before backward,
+    by the optimizer unless `before_backward` does it.
+    """
+    model, tokens_BS = _Own(wrap), torch.arange(20).view(2, 10)
+    distributed.parallelize(model, world, _execution(None))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for _ in range(4):
+        logits_BSV = logits_of(model(tokens_BS))
+        loss = nn.functional.cross_entropy(logits_BSV.float().flatten(0, 1), tokens_BS.flatten())
+        if before_backward(model) is None:
+            optimizer.zero_grad()
+        loss.backward()
+        after_backward(model)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_weights_are_trained_whatever_forward_returns(world: distributed.World) -> None:
+    """Also where no hook can be put on an output: in an object, or on a view that is changed in place."""
+    expected = _losses(world)
+    assert len(set(expected)) == 4
+    assert _losses(world, wrap=_Output, logits_of=lambda output: output.logits) == expected
+    twice = {"wrap": lambda x: x.transpose(0, 1).transpose(0, 1), "logits_of": lambda x: x.div_(1)}
+    assert _losses(world, **twice) == expected
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_between_backward_and_the_update_keeps_no_old_weights(
+    world: distributed.World, grad: bool
+) -> None:
+    tokens_BS = torch.arange(20).view(2, 10)
+
+    def look(model: nn.Module) -> None:
+        with torch.set_grad_enabled(grad):
+            model(tokens_BS)
+
+    assert _losses(world, after_backward=look) == _losses(world)
+
+
+def test_zero_grad_between_forward_and_backward_is_of_the_masters(world: distributed.World) -> None:
+    def zero(model: nn.Module) -> bool:
+        model.zero_grad()
+        return True
+
+    assert _losses(world, before_backward=zero) == _losses(world)
+
+
+def test_a_last_micro_batch_without_backward_keeps_no_old_weights(world: distributed.World) -> None:
+    execution = _execution(None)
+    model, plan = _model(world, execution)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    low, tokens_BS = linear.LowPrecision(model, plan, optimizer, world=world), _tokens(model, 0)
+    losses = []
+    for step in range(3):
+        with low.step(step, 1):
+            for number in distributed.accumulate(model, range(2), world, execution, low):
+                if number == 0:
+                    loss = model(tokens_BS, None, tokens_BS)
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_writes_to_data_between_evaluations_are_seen(world: distributed.World) -> None:
+    """As by a library that exchanges weights for their averages; such writes are not counted."""
+    model, _ = _model(world, _execution(None), "int8_rowcol")
+    tokens_BS, losses = _tokens(model, 0), []
+    for factor in (1.0, 2.0, 0.5):
+        for each in model.parameters():
+            each.data.mul_(factor)
+        with torch.no_grad():
+            losses.append(model(tokens_BS, None, tokens_BS).item())
+    assert losses[0] == losses[2] != losses[1]
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol"])
+def test_state_dict_and_load_state_dict_are_of_the_masters(world: distributed.World, kind: str) -> None:
+    """Also after a forward whose backward an error prevented."""
+    model, _ = _model(world, _execution(None), kind)
+    tokens_BS = _tokens(model, 0)
+    loss = model(tokens_BS, None, tokens_BS)
+    saved = {name: each.clone() for name, each in model.state_dict().items()}
+    assert {each.dtype for each in saved.values()} == {torch.float32}
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    assert model(tokens_BS, None, tokens_BS) != loss
+    model.load_state_dict(saved)
+    assert model(tokens_BS, None, tokens_BS) == loss
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol"])
+def test_evaluation_in_inference_mode_comes_before_training(world: distributed.World, kind: str) -> None:
+    model, _ = _model(world, _execution(None), kind)
+    tokens_BS = _tokens(model, 0)
+    with torch.inference_mode():
+        evaluated = model(tokens_BS, None, tokens_BS).item()
+    loss = model(tokens_BS, None, tokens_BS)
+    loss.backward()
+    assert loss.item() == evaluated
+
+
+def test_a_parameter_that_replaces_another_after_forward_stays(world: distributed.World) -> None:
+    model, tokens_BS = _Own(lambda logits: logits), torch.arange(20).view(2, 10)
+    distributed.parallelize(model, world, _execution(None))
+    model(tokens_BS)  # without a backward
+    model.head.weight = new = nn.Parameter(torch.zeros(50, 16))
+    model(tokens_BS).sum().backward()
+    assert model.head.weight is new
+    assert new.grad is not None
+
+
+def test_hooks_of_a_master_run_when_its_gradient_is_there(world: distributed.World) -> None:
+    """As FSDP2 runs them: an update in backward."""
+    model, _ = _model(world, _execution(None), preset="llama3_2")
+    seen = list[Tensor]()
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(seen.append)
+    tokens_BS = _tokens(model, 0)
+    model(tokens_BS, None, tokens_BS).backward()
+    assert {id(each) for each in seen} == {id(each) for each in model.parameters()}
+    assert len(seen) == len(list(model.parameters()))
+
+
+def test_a_copy_of_the_model_is_refused(world: distributed.World) -> None:
+    """Its `hidden_states` would be those of the original, and its gradients lost. FSDP2 refuses it too."""
+    model, _ = _model(world, _execution(None))
+    with pytest.raises(TypeError, match="cannot be copied after parallelize"):
+        copy.deepcopy(model)
+
+
+def test_the_memory_of_a_model_that_was_trained_is_freed(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    tokens_BS = _tokens(model, 0)
+    model(tokens_BS, None, tokens_BS).backward()
+    masters = [weakref.ref(each) for each in model.parameters()]
+    del model
+    gc.collect()
+    assert all(each() is None for each in masters)
+
+
+def test_an_update_reads_the_gradients_of_masters(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    update = Update(model, build_optimizer(model, OptimizerConfig()), world, 1.0)
+    tokens_BS = _tokens(model, 0)
+    loss = model(tokens_BS, None, tokens_BS)
+    loss.backward()
+    model(tokens_BS, None, tokens_BS)  # for a metric, and not in torch.no_grad()
+    assert update(loss, 1).grad_norm > 0
