@@ -58,7 +58,9 @@ def convert(
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
     if not precision.is_none and is_sharded(model):
-        raise UserError("convert() comes before fully_shard; this model is sharded already")
+        raise UserError(
+            "convert() comes before fully_shard and parallelize(); this model has been through one"
+        )
     if precision.is_none:
         plans = [
             LayerPlan(name, m.in_features, m.out_features, None, is_frozen=not m.weight.requires_grad)

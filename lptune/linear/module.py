@@ -177,7 +177,9 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     rows are rounded to it before they are quantized. Raises UserError after `fully_shard`.
     """
     if is_sharded(model):
-        raise UserError("gather_in_8_bits() comes before fully_shard; this model is sharded already")
+        raise UserError(
+            "gather_in_8_bits() comes before fully_shard and parallelize(); this model has been through one"
+        )
     layers = [each for each in model.modules() if isinstance(each, LowPrecisionLinear)]
     chosen = [each for each in layers if each.spec.gathers_low and not is_master(each.weight)]
     for layer in chosen:

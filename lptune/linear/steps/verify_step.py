@@ -299,7 +299,7 @@ def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> 
     is_gathered = is_copied or _is_sharded(model, weight)
     if layer.spec.gathers_low and not is_master(weight) and found is None and is_gathered:
         return [
-            f"layer {layer.name}: its weight was to be gathered in 8 bits, and FSDP gathers it in compute "
+            f"layer {layer.name}: its weight was to be gathered in 8 bits, and comes in compute "
             "dtype; call linear.gather_in_8_bits(model, compute_dtype) after convert() and before "
             "fully_shard, or set precision.all_gather=high"
         ]
