@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.config import UserError
-from lptune.linear import LinearSpec, QuantizedTokens, kind_of, pack_rows, unpack_rows
+from lptune.kernels import pack_rows, unpack_rows
+from lptune.linear import LinearSpec, QuantizedTokens, kind_of
 from lptune.models import Words
 from lptune.numerics import FORMATS, nan_as_inf
 

@@ -12,12 +12,14 @@ from lptune.kernels.delayed import (
     quantize_delayed,
 )
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
+from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
     quantize_blocks,
     quantize_by_amax,
     quantize_columns,
     quantize_mx,
     quantize_mx_rows_and_columns,
+    quantize_packed_rows,
     quantize_row_and_column_blocks,
     quantize_rows,
     quantize_rows_and_columns,
@@ -56,6 +58,7 @@ __all__ = [
     "GEMMS",
     "GRAD_INPUT",
     "GRAD_WEIGHT",
+    "HEADER_BYTES",
     "KEY",
     "LIVE",
     "MICRO_BATCH",
@@ -63,6 +66,8 @@ __all__ = [
     "NUMBER",
     "OUTPUT",
     "OPERANDS",
+    "Packed",
+    "Quantized",
     "RECOMPUTED",
     "WEIGHT",
     "AmaxSource",
@@ -77,6 +82,7 @@ __all__ = [
     "handle_of_part",
     "layer_handle",
     "note_gather",
+    "pack_rows",
     "quantize_blocks",
     "quantize_by_amax",
     "quantize_columns",
@@ -84,6 +90,7 @@ __all__ = [
     "quantize_delayed",
     "quantize_mx",
     "quantize_mx_rows_and_columns",
+    "quantize_packed_rows",
     "quantize_row_and_column_blocks",
     "quantize_rows",
     "quantize_rows_stochastic",
@@ -97,5 +104,6 @@ __all__ = [
     "scaled_mm",
     "transposed_copy",
     "type_of",
+    "unpack_rows",
     "weight_only_mm",
 ]

@@ -11,6 +11,11 @@ of `x * multiplier_1K`, columns of `x * multiplier_M1`, with the product rounded
 want both operands of an 8-bit GEMM contiguous along the contraction ("K-major"; another layout costs 1.5x to
 2.6x on Hopper). The cheapest moment to transpose a matrix is when it is written.
 
+`rounded_to` rounds x to another dtype first: weights are quantized from the compute dtype, and masters are
+float32. Kernels round in registers, where a separate cast would write a copy and read it again.
+
+`quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py).
+
 `quantize_by_amax` quantizes some rows of a matrix whose other rows are on other ranks: the caller gives the
 amax of the whole matrix.
 """
@@ -25,6 +30,7 @@ from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.fakes import empty_blocks, empty_columns, empty_mx, empty_q, empty_rows, empty_tensor
 from lptune.kernels.op import op
+from lptune.kernels.packed_rows import HEADER_BYTES, empty_buffer, pack_rows
 from lptune.numerics import (
     FORMATS,
     QuantizedBlocks,
@@ -43,21 +49,57 @@ def quantize_rows(
     multiplier_1K: Tensor | None = None,
     power_of_two: bool = False,
     transposed: bool = False,
+    rounded_to: torch.dtype | None = None,
 ) -> QuantizedRows:
     """`numerics.quantize_rows(x_MK * multiplier_1K)`. x_MK: bfloat16, float16 or float32, any strides.
 
     fmt: a key of `numerics.FORMATS`. multiplier_1K: float32. transposed: q_MK is stored column by column.
+    rounded_to: bfloat16, float16 or float32, to which x_MK is rounded first; None: its own dtype.
     """
     backend = _backend(x_MK, fmt, power_of_two)
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
-        return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed))
+        return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed, rounded_to))
     if backend == "native":
-        q, scale = native.quantize_rows(x_MK, multiplier_1K)
+        q, scale = native.quantize_rows(x_MK, multiplier_1K, rounded_to)
     else:
-        folded = _fold(x_MK, multiplier_1K)
+        folded = _fold(_rounded(x_MK, rounded_to), multiplier_1K)
         q, scale = numerics.quantize_rows(folded, FORMATS[fmt], power_of_two=power_of_two)
     return QuantizedRows(_store(q, transposed), scale)
+
+
+def _empty_packed(x_MK: Tensor, num_rows: int) -> Tensor:
+    return empty_buffer(x_MK, num_rows, x_MK.shape[1])
+
+
+@op(fake=_empty_packed)
+def quantize_packed_rows(
+    x_MK: Tensor,
+    num_rows: int,
+    fmt: str,
+    *,
+    power_of_two: bool = False,
+    rounded_to: torch.dtype | None = None,
+) -> Tensor:
+    """`pack_rows(quantize_rows(x_MK, fmt, ...), num_rows)`, uint8 (num_rows, HEADER_BYTES + K).
+
+    num_rows: at least M. K: a multiple of 4. Other arguments as for `quantize_rows`. `unpack_rows` returns q
+    and scale as views of the buffer, which an op cannot.
+    """
+    backend, (m, k) = _backend(x_MK, fmt, power_of_two), x_MK.shape
+    if backend == "reference" or x_MK.numel() == 0:
+        x_MK = _rounded(x_MK, rounded_to)
+        return pack_rows(numerics.quantize_rows(x_MK, FORMATS[fmt], power_of_two=power_of_two), num_rows)
+    buffer = empty_buffer(x_MK, num_rows, k)
+    buffer[m:].zero_()
+    # The kernels write a scale and zeros over the whole header.
+    out = buffer[:m, HEADER_BYTES:].view(torch.int8), buffer[:m, :HEADER_BYTES].view(torch.float32)
+    if backend == "triton":
+        quantize = triton_kernels().quantize_rows
+        quantize(x_MK.contiguous(), None, fmt, power_of_two, False, rounded_to, out)
+    else:
+        native.quantize_rows(x_MK, None, rounded_to, out)
+    return buffer
 
 
 @op(fake=empty_columns)
@@ -259,6 +301,10 @@ def _has_tile(x: Tensor, rows: int, columns: int) -> bool:
     """Whether Triton quantizes x: its tiles are powers of two on each side and hold whole blocks."""
     whole = all(size <= 128 and size & (size - 1) == 0 for size in (rows, columns))
     return whole and choose_backend("quantize", x.device.type) == "triton"
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
 
 
 def _fold(x: Tensor, multiplier: Tensor | None) -> Tensor:

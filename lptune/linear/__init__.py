@@ -24,7 +24,7 @@ from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError,
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
-from lptune.linear.weights.row_tensor import RowTensor, pack_rows, unpack_rows
+from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
@@ -60,13 +60,11 @@ __all__ = [
     "kinds",
     "local_part",
     "on_this_rank",
-    "pack_rows",
     "plain_rows",
     "predicted_errors",
     "row_scales",
     "stored_beside",
     "unconvert",
-    "unpack_rows",
     "use_compute_weights",
     "verify_step",
     "weights_changed",

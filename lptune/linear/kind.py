@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from lptune.config import KindKeys, PrecisionConfig
+from lptune.kernels import HEADER_BYTES, Packed, Quantized, pack_rows
 from lptune.linear.noise import Operands
-from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from lptune.linear.weights.weight_amax import Shard
 
 Agree = Callable[[Tensor], Tensor]
@@ -184,9 +184,18 @@ class Kind(ABC):
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         """8-bit rows of `shard`, bitwise equal to those that `forward` makes of the whole weight.
 
-        shard: its rows are in compute dtype. Raises ValueError if the kind's keys lack can_gather_low.
+        shard: its rows, of any float dtype, are first rounded to its compute dtype. Raises ValueError if the
+        kind's keys lack can_gather_low.
         """
         raise ValueError(f"{self.name} has no 8-bit gather of weights")
+
+    def pack_shard(self, spec: LinearSpec, shard: Shard, agree: Agree, num_rows: int) -> Packed:
+        """`quantize_shard` in a buffer of `num_rows` rows, for other ranks. A kind whose kernel writes to the
+        buffer overrides this; the bits stay the same.
+        """
+        sent = self.quantize_shard(spec, shard, agree)
+        buffer = pack_rows(sent, num_rows, self.header_bytes)
+        return Packed(buffer, None if self.row_scales else sent.scale)
 
     @property
     def header_bytes(self) -> int:

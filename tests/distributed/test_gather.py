@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
+from lptune.kernels import HEADER_BYTES, Packed, unpack_rows
 from lptune.linear import GatheredWeight, MasterWeight
-from lptune.linear.weights.row_tensor import HEADER_BYTES, Quantized
 from tests.helpers.ranks import run_ranks
 
 SIZES = (32, 144, 32, 16)
@@ -271,15 +271,15 @@ def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch,
             return _train(model, plan, world, torch.float32, num_steps=3)
 
     def one_ulp_off(*args: Any, **kwargs: Any) -> Any:
-        q, scale = quantize_shard(*args, **kwargs)
-        scale = scale.clone()
-        scale[-1] = torch.nextafter(scale[-1], torch.tensor(torch.inf))
-        return Quantized(q, scale)
+        buffer, scale = pack_shard(*args, **kwargs)
+        sent = unpack_rows(buffer, len(buffer), torch.int8).scale if scale is None else scale.clone()
+        sent[-1] = torch.nextafter(sent[-1], torch.tensor(torch.inf))
+        return Packed(buffer, None if scale is None else sent)
 
     expected = results()
     _assert_equal(results(), expected)
-    quantize_shard = linear.KINDS[kind].quantize_shard
-    monkeypatch.setattr(linear.KINDS[kind], "quantize_shard", one_ulp_off)
+    pack_shard = linear.KINDS[kind].pack_shard
+    monkeypatch.setattr(linear.KINDS[kind], "pack_shard", one_ulp_off)
     with pytest.raises(AssertionError):
         _assert_equal(results(), expected)
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear
 from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig, UserError
-from lptune.linear.weights.row_tensor import HEADER_BYTES
+from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import Ranks
 
 HIDDEN, INNER, ROWS, TOKENS = 64, 160, 2, 32

@@ -28,7 +28,7 @@ from lptune.config import (
     UserError,
 )
 from lptune.distributed.tensor_parallel import cut, cut_decoder
-from lptune.linear.weights.row_tensor import HEADER_BYTES
+from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 

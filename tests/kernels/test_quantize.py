@@ -11,6 +11,7 @@ from lptune import kernels, numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend
 from lptune.numerics import FORMATS
+from tests.helpers.hard_rows import hard_to_round
 
 SHAPES = [(1, 1), (3, 5), (65, 33), (128, 512), (1, 700), (700, 1), (0, 4), (4, 0)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -113,6 +114,73 @@ def test_what_backward_wants_twice_comes_in_one_call(fmt: str) -> None:
             assert (q.t() if transposed else q).is_contiguous()
 
 
+def _packed(x: Tensor, num_rows: int, fmt: str, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """The buffer of `x.to(dtype)`, from bytes of the reference in lptune.numerics."""
+    q, scale = numerics.quantize_rows(x.to(dtype), FORMATS[fmt], power_of_two=power_of_two)
+    unused = torch.zeros(len(x), 12, dtype=torch.uint8)
+    scale_bytes = torch.empty(len(x), 1).copy_(scale).view(torch.uint8)
+    rows = torch.cat([scale_bytes, unused, q.contiguous().view(torch.uint8)], 1)
+    return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(x)))
+
+
+def _assert_same_buffer(actual: Tensor, expected: Tensor) -> None:
+    """Byte for byte. Where the scale is NaN, q and the code of NaN are unspecified."""
+    assert actual.shape == expected.shape
+    is_nan = expected[:, :4].contiguous().view(torch.float32).isnan()[:, 0]
+    assert torch.equal(actual[:, :4].contiguous().view(torch.float32).isnan()[:, 0], is_nan)
+    assert torch.equal(actual[~is_nan], expected[~is_nan])
+    assert torch.equal(actual[:, 4:16], expected[:, 4:16])
+
+
+@pytest.mark.parametrize("fmt", list(FORMATS))
+@pytest.mark.parametrize("rounded_to", DTYPES)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_are_rounded_quantized_and_packed_as_one_after_the_other(
+    fmt: str, rounded_to: torch.dtype, power_of_two: bool
+) -> None:
+    inputs = [
+        hard_to_round(28),
+        *(_matrix(shape, dtype) for shape in [(1, 4), (7, 68), (0, 4)] for dtype in DTYPES),
+    ]
+    for x in [*inputs, hard_to_round(20)[::3, :12]]:
+        for num_rows in (len(x), len(x) + 3):
+            expected = _packed(x, num_rows, fmt, rounded_to, power_of_two)
+            options = {"power_of_two": power_of_two, "rounded_to": rounded_to}
+            buffer = kernels.quantize_packed_rows(x, num_rows, fmt, **options)
+            _assert_same_buffer(buffer, expected)
+            rows = kernels.quantize_rows(x, fmt, **options)
+            _assert_same_buffer(kernels.pack_rows(rows, num_rows), expected)
+            q, scale = kernels.unpack_rows(buffer, len(x), FORMATS[fmt].dtype)
+            finite = ~scale.isnan()[:, 0]
+            _assert_equal((q[finite], scale[finite]), (rows.q_MK[finite], rows.scale_M1[finite]))
+
+
+@pytest.mark.parametrize("rounded_to", DTYPES)
+def test_rows_are_rounded_before_they_are_multiplied(rounded_to: torch.dtype) -> None:
+    x, by_column = _matrix((65, 33), torch.float32), torch.rand(1, 33)
+    for transposed in (False, True):
+        actual = kernels.quantize_rows(
+            x, "int8", multiplier_1K=by_column, transposed=transposed, rounded_to=rounded_to
+        )
+        _assert_equal(actual, numerics.quantize_rows(x.to(rounded_to).float() * by_column))
+
+
+def test_every_byte_of_a_buffer_is_written() -> None:
+    x = _matrix((5, 12), torch.float32)
+    expected = _packed(x, 8, "int8", torch.bfloat16, False)
+    # torch then fills what it allocates.
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert (torch.empty(3, dtype=torch.uint8) == 255).all()
+        buffer = kernels.quantize_packed_rows(x, 8, "int8", rounded_to=torch.bfloat16)
+        repacked = kernels.pack_rows(kernels.unpack_rows(buffer, 5, torch.int8), 8)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert torch.equal(buffer, expected)
+    assert torch.equal(repacked, expected)
+
+
 def test_input_strides_do_not_matter() -> None:
     x = _matrix((40, 30), torch.float32).t()[::2]
     assert not x.is_contiguous()
@@ -139,7 +207,8 @@ def test_threads_do_not_change_the_bits() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             rows, columns = kernels.quantize_rows_and_columns(x, "int8")
-            results.append((*rows, *columns, *kernels.quantize_tensor(x, "int8")))
+            packed = kernels.quantize_packed_rows(x[:, :76].float(), 301, "int8", rounded_to=torch.float16)
+            results.append((*rows, *columns, *kernels.quantize_tensor(x, "int8"), packed))
     finally:
         torch.set_num_threads(before)
     _assert_equal(results[0], results[1])
@@ -153,6 +222,9 @@ def test_opcheck() -> None:
     for op, args in (
         (ops.quantize_rows, (x, "int8", vector, False, False)),
         (ops.quantize_rows, (x, "e4m3", None, True, True)),
+        (ops.quantize_rows, (x, "int8", None, False, True, torch.bfloat16)),
+        (ops.quantize_packed_rows, (x, 24, "int8", False, torch.bfloat16)),
+        (ops.quantize_packed_rows, (x, 30, "e4m3", True)),
         (ops.quantize_columns, (x, "int8", column, False, True)),
         (ops.quantize_rows_and_columns, (x, "int8", vector, False, True)),
         (ops.quantize_tensor, (x, "int8")),

@@ -50,25 +50,32 @@ def _check_bits(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
-def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bool) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bool, packs: bool) -> None:
+    """packs: a float32 weight, rounded to bfloat16 and packed; else an input with a multiplier."""
     arguments = {
-        "x_ptr": "*bf16",
+        "x_ptr": "*fp32" if packs else "*bf16",
         "multiplier_ptr": "*fp32",
         "q_ptr": "*i8",
         "scale_ptr": "*fp32",
         "K": "i32",
         "stride_m": "i32",
+        "q_stride_m": "i32",
+        "scale_stride_m": "i32" if packs else "1",
+        "ROUNDED_TO": "bfloat16" if packs else "",
         "FORMAT": "int8" if arch == 80 else "e4m3",
         "MAX": 127.0 if arch == 80 else 448.0,
         "POWER_OF_TWO": arch == 100,
-        "MULTIPLY": True,
+        "MULTIPLY": not packs,
         "HARDWARE_FLOAT8": arch > 80,
+        "SCALE_WIDTH": 4 if packs else 1,
         "BLOCK_K": block_k,
         "HELD": held,
     }
-    _check_bits(
-        compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
-    )
+    compiled = compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
+    _check_bits(compiled)
+    # The compiler must not drop the rounding, which is there and back.
+    assert bool(re.search(r"cvt\.rn\.bf16", compiled.ptx)) == packs
 
 
 @pytest.mark.parametrize("arch", ARCHS)

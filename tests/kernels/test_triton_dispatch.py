@@ -48,6 +48,7 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
     for transposed in (False, True):
         for call in (
             (ops.quantize_rows, (x, "int8", row, False, transposed)),
+            (ops.quantize_packed_rows, (x, 23, "e4m3", transposed, torch.float32)),
             (ops.quantize_columns, (x, "e4m3", column, True, transposed)),
             (ops.quantize_rows_and_columns, (x, "int8", row, False, transposed)),
             (ops.quantize_tensor, (x, "e5m2", False, transposed)),
@@ -58,6 +59,14 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
             (ops.quantize_mx_rows_and_columns, (x, "e4m3", transposed)),
         ):
             torch.library.opcheck(call[0].default, call[1], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_packed_rows_have_the_bits_of_the_reference() -> None:
+    x = _matrix(7, 36, torch.float32)
+    for rows, num_rows in ((x, 9), (x[:0], 2), (x.t()[:, :4], 36)):
+        buffer = kernels.quantize_packed_rows(rows, num_rows, "int8", rounded_to=torch.bfloat16)
+        expected = numerics.quantize_rows(rows.cpu().bfloat16())
+        assert same_bits(buffer, kernels.pack_rows(expected, num_rows))
 
 
 def test_a_block_that_no_tile_holds_is_quantized_by_the_reference() -> None:

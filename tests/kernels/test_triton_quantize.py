@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.numerics import FORMATS
+from tests.helpers.hard_rows import hard_to_round
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 from lptune.kernels.triton import launch, quantize  # isort: skip  # only once there is a device
@@ -194,6 +195,36 @@ def test_rows_longer_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> No
         quantize.quantize_rows(x.to(DEVICE), multiplier.to(DEVICE), "int8", False, False),
         numerics.quantize_rows(x.float() * multiplier),
     )
+
+
+@pytest.mark.parametrize("rounded_to", [BFLOAT16, FLOAT16, FLOAT32])
+@pytest.mark.parametrize("held", [True, False])
+def test_rows_are_rounded_first_and_written_to_rows_of_any_distance(
+    rounded_to: torch.dtype, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not held:
+        monkeypatch.setattr(quantize, "LONGEST_HELD_ROW", 64)
+    fmt, power_of_two = ("e4m3", True) if rounded_to == FLOAT16 else ("int8", False)
+    hard = hard_to_round(72)
+    x = torch.cat([_hard_rows(), hard[:255:16], hard[255:]])
+    expected = numerics.quantize_rows(x.to(rounded_to), FORMATS[fmt], power_of_two=power_of_two)
+    m, k = x.shape
+    buffer = torch.full((m + 1, 16 + k), 0x55, dtype=torch.uint8, device=DEVICE)
+    q, header = buffer[:m, 16:].view(torch.int8), buffer[:m, :16].view(torch.float32)
+    arguments = (x.to(DEVICE), None, fmt, power_of_two)
+    quantize.quantize_rows(*arguments, False, rounded_to, (q, header))
+    _agree((q.view(FORMATS[fmt].dtype), header[:, :1]), expected)
+    assert not header[:, 1:].any()
+    assert (buffer[m] == 0x55).all()
+    _agree(quantize.quantize_rows(*arguments, False, rounded_to), expected)
+
+
+@pytest.mark.parametrize("rounded_to", [BFLOAT16, FLOAT16])
+def test_rows_that_are_stored_by_columns_are_rounded_first(rounded_to: torch.dtype) -> None:
+    x = _matrix(12, 72)
+    expected = numerics.quantize_rows(x.to(rounded_to))
+    _agree(quantize.quantize_rows(x.to(DEVICE), None, "int8", False, True, rounded_to), expected)
+    _agree(quantize.quantize_rows(x.t().to(DEVICE).t(), None, "int8", False, False, rounded_to), expected)
 
 
 @pytest.mark.parametrize("config", quantize.TILE_CONFIGS)

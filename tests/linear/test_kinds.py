@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from lptune import linear
 from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
-from lptune.kernels import GEMMS
+from lptune.kernels import GEMMS, Quantized, pack_rows
 from lptune.kernels.backend import BACKENDS
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.autograd import low_precision_linear
-from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard, shard_amaxes
 from lptune.numerics import FORMATS
 from tests.helpers import cold
@@ -186,6 +185,29 @@ def test_a_weight_in_shards_is_the_weight_to_the_bit(kind: Kind) -> None:
     gathered = GatheredWeight(*whole, dtype=w_NK.dtype, block=kind.weight_block)
     for plain, low in zip(_gemms(kind, spec, w_NK), _gemms(kind, spec, gathered), strict=True):
         assert torch.equal(plain, low)
+
+
+@pytest.mark.parametrize("kind", GATHERED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_shard_has_the_bits_of_the_quantized_shard_in_compute_dtype(
+    kind: Kind, dtype: torch.dtype
+) -> None:
+    spec, w_NK = LinearSpec.from_config(_precision(kind)), _operands()[1].to(torch.float32) * (1 + 2.0**-9)
+    first, num_rows = N // 3, N - N // 3 + 2
+
+    def agree(_: torch.Tensor) -> torch.Tensor:
+        return shard_amaxes([Shard(w_NK, 0, N, kind.weight_block, dtype)])[0]
+
+    def shard(rows_MK: torch.Tensor) -> Shard:
+        return Shard(rows_MK, first, N, kind.weight_block, dtype)
+
+    expected = kind.quantize_shard(spec, shard(w_NK[first:].to(dtype)), agree)
+    quantized = kind.quantize_shard(spec, shard(w_NK[first:]), agree)
+    assert torch.equal(quantized.q_NK.view(torch.uint8), expected.q_NK.view(torch.uint8))
+    assert torch.equal(quantized.scale, expected.scale)
+    buffer, scale = kind.pack_shard(spec, shard(w_NK[first:]), agree, num_rows)
+    assert torch.equal(buffer, pack_rows(expected, num_rows, kind.header_bytes))
+    assert kind.row_scales if scale is None else torch.equal(scale, expected.scale)
 
 
 TOKENS = [kind for kind in KINDS.values() if kind.keys.tokens_low]

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from lptune import checkpoint, distributed, linear, models, numerics
 from lptune.cli import recipe
 from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, UserError, load_config
-from lptune.kernels import GRAD_INPUT, OUTPUT, quantize_rows, scaled_mm
+from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.kind import Agree
 from lptune.linear.noise import Operand, Operands, exact, known, rounded
-from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard
 from lptune.training.dry_run import dry_run
 from tests.helpers import tiny_run
@@ -93,7 +92,7 @@ class Ternary(Kind):
         return "int8 ternary rows"  # begins with the format that travels
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
-        return _ternary(shard.rows_MK)
+        return _ternary(shard.rows_MK.to(shard.compute_dtype))
 
     def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
         return 1, k

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.distributed import World
+from lptune.kernels import Packed, unpack_rows
 from lptune.linear.weights.master_weight import MasterWeight
-from lptune.linear.weights.row_tensor import Quantized
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun
 from tests.proofs import rank_cell, rank_matrix
@@ -43,9 +43,11 @@ def _with_a_stale_scale(rank: int, num_ranks: int, cell: Cell) -> Outcome:
     first: dict[int, torch.Tensor] = {}
     quantize = MasterWeight.rows_to_send
 
-    def with_first_scale(weight: MasterWeight, mesh: DeviceMesh) -> Quantized:
-        rows = quantize(weight, mesh)
-        return rows._replace(scale=first.setdefault(weight.number, rows.scale))
+    def with_first_scale(weight: MasterWeight, mesh: DeviceMesh, num_rows: int) -> Packed:
+        sent = quantize(weight, mesh, num_rows)
+        scale = unpack_rows(sent.buffer, num_rows, torch.int8).scale
+        scale.copy_(first.setdefault(weight.number, scale.clone()))
+        return sent
 
     with mock.patch.object(MasterWeight, "rows_to_send", with_first_scale):
         return rank_cell.run_rank(rank, num_ranks, cell)

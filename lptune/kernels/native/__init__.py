@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("quantize.cpp")
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
+_ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
 _NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _Result = tuple[Tensor, Tensor]
@@ -37,11 +38,37 @@ def available() -> bool:
     return _library() is not None
 
 
-def quantize_rows(x_MK: Tensor, multiplier_1K: Tensor | None) -> _Result:
-    """INT8 rows of `x * multiplier`: q (M, K) row by row, scale (M, 1)."""
-    x = _prepare(x_MK)
-    q, scale = _outputs(x, (x.shape[0], 1))
-    _call(x, multiplier_1K, (q, scale), None, None)
+def quantize_rows(
+    x_MK: Tensor,
+    multiplier_1K: Tensor | None,
+    rounded_to: torch.dtype | None = None,
+    out: _Result | None = None,
+) -> _Result:
+    """INT8 rows of `x * multiplier`: q (M, K) row by row, scale (M, 1). rounded_to: x is rounded to it first.
+
+    out: q and scale to write to; their rows may be any distance apart. A scale may have several columns: the
+    first is the scale, the others become 0.
+    """
+    library = _library()
+    assert library is not None
+    # Of the conversions that round, C++ has that of masters to the usual compute dtype.
+    rounds = (x_MK.dtype, rounded_to) == (torch.float32, torch.bfloat16)
+    x = _prepare(x_MK if rounds or rounded_to is None else x_MK.to(rounded_to))
+    multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
+    q, scale = out or _outputs(x, (x.shape[0], 1))
+    library.lptune_quantize_rows(
+        ctypes.c_void_p(x.data_ptr()),
+        _ROUNDED_TO_BFLOAT16 if rounds else int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_int64(q.stride(0)),
+        ctypes.c_void_p(scale.data_ptr()),
+        ctypes.c_int64(scale.stride(0)),
+        ctypes.c_int64(scale.shape[1]),
+        torch.get_num_threads(),
+    )
     return q, scale
 
 

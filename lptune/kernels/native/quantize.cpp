@@ -36,6 +36,21 @@ struct Float32 {
     static float amax(Magnitude m) { return as_float(m); }
 };
 
+// float32 that is rounded to bfloat16, ties to even, when it is read. Rounding keeps the order, so the amax is
+// rounded once and not element by element.
+struct RoundedToBFloat16 {
+    using Storage = float;
+    using Magnitude = uint32_t;
+    static float load(Storage v) {
+        const uint32_t bits = as_bits(v);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+        // The carry would make a number of a NaN with many payload bits.
+        return as_float((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : rounded);
+    }
+    static Magnitude magnitude(Storage v) { return as_bits(v) & 0x7fffffff; }
+    static float amax(Magnitude m) { return load(as_float(m)); }
+};
+
 struct Scale { float scale, inverse; };
 
 Scale scale_from_amax(float amax) {
@@ -75,6 +90,20 @@ void quantize_row(const typename T::Storage* x, const float* multiplier, int64_t
         for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
     }
     *scale = s.scale;
+}
+
+// Rows of x * multiplier (a vector over columns, or null) into q, whose rows begin q_stride bytes apart. Scales
+// are scale_stride floats apart, and each is the first of scale_width floats; the others become zero.
+template <typename T>
+void quantize_rows(const void* data, int64_t m, int64_t k, const float* multiplier, int8_t* q, int64_t q_stride,
+                   float* scale, int64_t scale_stride, int64_t scale_width, int num_threads) {
+    const auto* x = static_cast<const typename T::Storage*>(data);
+    #pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < m; ++row) {
+        float* header = scale + row * scale_stride;
+        std::fill(header, header + scale_width, 0.0f);
+        quantize_row<T>(x + row * k, multiplier, k, q + row * q_stride, header);
+    }
 }
 
 // Rows of x * row_multiplier (a vector over columns) into q_rows, columns of x * column_multiplier (a vector
@@ -230,6 +259,16 @@ void lptune_quantize(const void* x, int is_bfloat16, int64_t m, int64_t k, const
                      float* scale_columns, int num_threads) {
     (is_bfloat16 ? quantize<BFloat16> : quantize<Float32>)(
         x, m, k, row_multiplier, q_rows, scale_rows, column_multiplier, q_columns, scale_columns, num_threads);
+}
+
+// element: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16.
+void lptune_quantize_rows(const void* x, int element, int64_t m, int64_t k, const float* multiplier, int8_t* q,
+                          int64_t q_stride, float* scale, int64_t scale_stride, int64_t scale_width,
+                          int num_threads) {
+    const auto run = element == 0   ? quantize_rows<Float32>
+                     : element == 1 ? quantize_rows<BFloat16>
+                                    : quantize_rows<RoundedToBFloat16>;
+    run(x, m, k, multiplier, q, q_stride, scale, scale_stride, scale_width, num_threads);
 }
 
 void lptune_quantize_tensor(const void* x, int is_bfloat16, int64_t size, int8_t* q, float* scale,

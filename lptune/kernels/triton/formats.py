@@ -10,6 +10,8 @@ They give bitwise the results of `lptune.numerics`. On a GPU this needs:
 - rounding to an integer by adding 1.5 * 2**23. The last bit of the sum is worth 1, so the hardware rounds to
   nearest even, and the low byte of the sum is the int8. The product before must not be contracted into a
   fused multiply-add, which would skip a rounding: every launch has `enable_fp_fusion=False`.
+- rounding of float32 to bfloat16 by the conversion of the hardware since sm_80, and by integer arithmetic in
+  Triton's interpreter, whose conversion truncates.
 - rounding of float8 by the conversion of the hardware since sm_89, and by integer arithmetic elsewhere: on
   Ampere, and in Triton's interpreter, whose conversion rounds ties up and loses subnormals.
 """
@@ -25,6 +27,31 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 def magnitude_bits(x32):
     """|x| as int32, ordered like the numbers, NaN last. x32: float32."""
     return x32.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def round_input(x32, ROUNDED_TO: tl.constexpr):
+    """float32 values, rounded to another dtype and back. ROUNDED_TO: of `launch.rounding_of_input`."""
+    if ROUNDED_TO == "bfloat16":
+        return x32.to(tl.bfloat16).to(tl.float32)
+    elif ROUNDED_TO == "bfloat16 by integers":  # noqa: RET505
+        return _round_bfloat16(x32)
+    elif ROUNDED_TO == "float16":
+        return x32.to(tl.float16).to(tl.float32)
+    else:
+        tl.static_assert(ROUNDED_TO == "", "round_input knows no rounding to this dtype")
+        return x32
+
+
+@triton.jit
+def _round_bfloat16(x32):
+    """float32 values, rounded to bfloat16 and back by integer arithmetic."""
+    bits = x32.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Ties to even: half a step, minus one if the last kept bit is even, carries exactly when due.
+    rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & 0x7FFF0000
+    rounded = tl.where(magnitude > INFINITY_BITS, magnitude, rounded)
+    return (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.kernels.triton.tuning import Config, Tuner, bucket, cache_path
 from lptune.numerics import FORMATS
 
-__all__ = ["bucket", "capability", "has_tma", "num_processors", "rounding", "rounds_float8", "tuned"]
+__all__ = [
+    "bucket",
+    "capability",
+    "has_tma",
+    "num_processors",
+    "rounding",
+    "rounding_of_input",
+    "rounds_float8",
+    "tuned",
+]
 
 LAUNCHES, BATCHES = 10, 3
 """A measured time is the median over BATCHES batches of LAUNCHES launches each."""
@@ -31,6 +40,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 def rounds_float8(device: torch.device) -> bool:
     """Whether the hardware converts float32 to float8, as it does since Ada."""
     return capability(device) >= FLOAT8_CAPABILITY
+
+
+def rounding_of_input(x: torch.Tensor, rounded_to: torch.dtype | None) -> str:
+    """The name by which `formats.round_input` knows the rounding of x to `rounded_to`; "" for none."""
+    if rounded_to in (None, x.dtype, torch.float32):
+        return ""
+    if rounded_to == torch.bfloat16 and x.device.type != "cuda":
+        return "bfloat16 by integers"  # the interpreter's conversion truncates
+    return {torch.bfloat16: "bfloat16", torch.float16: "float16"}[rounded_to]
 
 
 def rounding(fmt: str) -> str:

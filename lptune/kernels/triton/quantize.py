@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lptune.kernels.triton import launch
-from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
+from lptune.kernels.triton.formats import magnitude_bits, round_input, round_to, scale_from_amax
 from lptune.numerics import FORMATS
 
 LONGEST_HELD_ROW = 16384  # 32 elements in each of 512 threads
@@ -49,6 +49,13 @@ TILES_PER_PROGRAM = 8  # tiles along the rows that a program of the first phase 
 
 
 @triton.jit
+def _load(x_ptr, multiplier_ptr, at, inside, ROUNDED_TO: tl.constexpr, MULTIPLY: tl.constexpr):
+    """The elements `at` of a row in float32: rounded, times the multiplier."""
+    x = round_input(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32), ROUNDED_TO)
+    return x * tl.load(multiplier_ptr + at, mask=inside, other=0.0) if MULTIPLY else x
+
+
+@triton.jit
 def rows_kernel(
     x_ptr,
     multiplier_ptr,
@@ -56,45 +63,47 @@ def rows_kernel(
     scale_ptr,
     K,
     stride_m,
+    q_stride_m,
+    scale_stride_m,
+    ROUNDED_TO: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     MULTIPLY: tl.constexpr,
     HARDWARE_FLOAT8: tl.constexpr,
+    SCALE_WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once."""
+    """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once.
+
+    ROUNDED_TO: as for `round_input`. SCALE_WIDTH: the floats of a row's scale; all but the first become 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_m
-    q_ptr += row * K
+    q_ptr += row * q_stride_m
     columns = tl.arange(0, BLOCK_K)
     if HELD:
         inside = columns < K
-        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        if MULTIPLY:
-            x = x * tl.load(multiplier_ptr + columns, mask=inside, other=0.0)
+        x = _load(x_ptr, multiplier_ptr, columns, inside, ROUNDED_TO, MULTIPLY)
         amax_bits = tl.max(magnitude_bits(x), axis=0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         tl.store(q_ptr + columns, round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8), mask=inside)
     else:
         largest = tl.zeros((BLOCK_K,), tl.int32)
         for start in range(0, K, BLOCK_K):
-            inside = columns < K - start
-            x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-            if MULTIPLY:
-                x = x * tl.load(multiplier_ptr + start + columns, mask=inside, other=0.0)
+            at = start + columns
+            x = _load(x_ptr, multiplier_ptr, at, at < K, ROUNDED_TO, MULTIPLY)
             bits = magnitude_bits(x)
             largest = tl.where(bits > largest, bits, largest)
         scale, inverse = scale_from_amax(tl.max(largest, axis=0), MAX, POWER_OF_TWO)
         for start in range(0, K, BLOCK_K):
-            inside = columns < K - start
-            x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-            if MULTIPLY:
-                x = x * tl.load(multiplier_ptr + start + columns, mask=inside, other=0.0)
+            at = start + columns
+            x = _load(x_ptr, multiplier_ptr, at, at < K, ROUNDED_TO, MULTIPLY)
             q = round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8)
-            tl.store(q_ptr + start + columns, q, mask=inside)
-    tl.store(scale_ptr + row, scale)
+            tl.store(q_ptr + at, q, mask=at < K)
+    first = tl.arange(0, SCALE_WIDTH)
+    tl.store(scale_ptr + row * scale_stride_m + first, tl.where(first == 0, scale, 0.0))
 
 
 @triton.jit
@@ -220,14 +229,21 @@ def quantize_rows(
     fmt: str,
     power_of_two: bool,
     transposed: bool,
+    rounded_to: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row."""
+    """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row.
+
+    out: int8 q and scale to write to, of an x that is not empty and stored row by row. Their rows may be any
+    distance apart. A scale may have several columns: the first is the scale, the others become 0.
+    """
     m, k = x_MK.shape
     if transposed or x_MK.stride(1) != 1 or m == 0 or k == 0:
+        assert out is None
+        x_MK = x_MK if rounded_to is None else x_MK.to(rounded_to)
         q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
         return q, scale
-    q = torch.empty(m, k, dtype=torch.int8, device=x_MK.device)
-    scale = torch.empty(m, 1, dtype=torch.float32, device=x_MK.device)
+    q, scale = out or (empty_q(x_MK, False), x_MK.new_empty(m, 1, dtype=torch.float32))
     held = k <= LONGEST_HELD_ROW
     block_k = triton.next_power_of_2(k) if held else 4096
     rows_kernel[(m,)](
@@ -237,11 +253,15 @@ def quantize_rows(
         scale,
         k,
         x_MK.stride(0),
+        q.stride(0),
+        scale.stride(0),
+        ROUNDED_TO=launch.rounding_of_input(x_MK, rounded_to),
         FORMAT=launch.rounding(fmt),
         MAX=FORMATS[fmt].max,
         POWER_OF_TWO=power_of_two,
         MULTIPLY=multiplier_1K is not None,
         HARDWARE_FLOAT8=launch.rounds_float8(x_MK.device),
+        SCALE_WIDTH=scale.shape[1],
         BLOCK_K=block_k,
         HELD=held,
         num_warps=rows_num_warps(block_k),

@@ -11,10 +11,9 @@ block, so ranks agree on the amaxes of blocks before they quantize their rows fo
 from torch import Tensor
 
 from lptune.config import KindKeys
-from lptune.kernels import quantize_blocks, quantize_row_and_column_blocks
+from lptune.kernels import Quantized, quantize_blocks, quantize_row_and_column_blocks
 from lptune.linear.kind import Agree, LinearSpec
 from lptune.linear.kinds.blockwise import Blockwise
-from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard, quantize_by_agreement
 from lptune.numerics import QuantizedBlocks
 

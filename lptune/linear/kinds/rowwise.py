@@ -36,9 +36,12 @@ from lptune.kernels import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
+    Packed,
+    Quantized,
     k_major,
     quantize_columns,
     quantize_columns_stochastic,
+    quantize_packed_rows,
     quantize_rows,
     quantize_rows_and_columns,
     quantize_rows_stochastic,
@@ -48,7 +51,6 @@ from lptune.kernels import (
 from lptune.linear.kind import Agree, Kind, LinearSpec
 from lptune.linear.noise import Operand, Operands, cast_error, known, rounded
 from lptune.linear.weights.master_weight import GatheredWeight
-from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard
 from lptune.numerics import (
     FORMATS,
@@ -158,7 +160,22 @@ class Rowwise(Kind):
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         """See Kind. FSDP does not divide rows, so row scales need no communication: `agree` is unused."""
-        return Quantized(*quantize_rows(shard.rows_MK, spec.fmt, power_of_two=spec.power_of_two))
+        return Quantized(
+            *quantize_rows(
+                shard.rows_MK, spec.fmt, power_of_two=spec.power_of_two, rounded_to=shard.compute_dtype
+            )
+        )
+
+    def pack_shard(self, spec: LinearSpec, shard: Shard, agree: Agree, num_rows: int) -> Packed:
+        """See Kind. One pass: a row is rounded, quantized and packed while it is in the cache."""
+        buffer = quantize_packed_rows(
+            shard.rows_MK,
+            num_rows,
+            spec.fmt,
+            power_of_two=spec.power_of_two,
+            rounded_to=shard.compute_dtype,
+        )
+        return Packed(buffer, None)
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
         return Quantized(*quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two))

@@ -19,6 +19,7 @@ from lptune.kernels import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
+    Quantized,
     k_major,
     quantize_by_amax,
     quantize_tensor,
@@ -30,7 +31,6 @@ from lptune.kernels import (
 from lptune.linear.kind import Agree, Kind, LinearSpec
 from lptune.linear.noise import Operand, Operands, rounded
 from lptune.linear.weights.master_weight import GatheredWeight
-from lptune.linear.weights.row_tensor import Quantized
 from lptune.linear.weights.weight_amax import Shard, quantize_by_agreement
 from lptune.numerics import QuantizedTensor, dequantize
 

@@ -104,7 +104,7 @@ class PrecomputedScales:
             for number, weight in sharded.items()
             if group in weight.device_mesh.get_all_groups()
         }
-        mine = shard_amaxes([master.shard(master.rows_NK, mesh) for master in masters.values()])
+        mine = shard_amaxes([master.shard(mesh) for master in masters.values()])
         flat_mine = torch.cat([amax_BC.flatten() for amax_BC in mine]).to(device)
         flat_whole = max_over_ranks(flat_mine, mesh)
         sizes = [amax_BC.numel() for amax_BC in mine]

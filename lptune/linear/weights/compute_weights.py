@@ -161,7 +161,7 @@ class ComputeWeights:
     @torch.no_grad()
     def _copy(self, master: Tensor) -> Tensor:
         if isinstance(master, MasterWeight):
-            return master.whole(master.rows_to_send(self._mesh), self._dtype)
+            return master.whole(master.quantized_rows(self._mesh), self._dtype)
         return master.detach().to(self._dtype)
 
     def before_forward(self, *_: Any) -> None:

@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
+from lptune.kernels import Packed, Quantized, pack_rows
 from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.weights.master_weight import plain_rows
-from lptune.linear.weights.row_tensor import GatheredByRows, Quantized, RowTensor
+from lptune.linear.weights.row_tensor import GatheredByRows, RowTensor
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
@@ -109,9 +110,9 @@ class Int8Weight(GatheredByRows):
         plain_args, plain_kwargs = tree_map_only(Int8Weight, Int8Weight.dequantize, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
+    def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
         """The stored q and scales."""
-        return Quantized(self.q_NK, self.scale_N1)
+        return Packed(pack_rows((self.q_NK, self.scale_N1), num_rows), None)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """An Int8Weight of the gathered q and scales."""

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
-from lptune.kernels import note_gather
+from lptune.kernels import Packed, Quantized, note_gather
 from lptune.linear.dtensors import as_sharded, on_this_rank
-from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, Quantized, RowTensor
+from lptune.linear.kind import Agree, LinearSpec, kind_of
+from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, RowTensor
 from lptune.linear.weights.weight_amax import Shard, first_row, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
@@ -111,21 +111,26 @@ class MasterWeight(GatheredByRows):
         """A MasterWeight whose rows are `value` itself, without a copy."""
         return self.rebuilt([value.detach()], value.dtype)
 
-    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
-        """The current rows, rounded to the compute dtype and quantized."""
-        shard = self.shard(self.rows_NK.to(self.compute_dtype), mesh)
+    def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
+        """The current rows, rounded to the compute dtype, quantized and packed."""
+        return kind_of(self.spec).pack_shard(self.spec, self.shard(mesh), self._agree(mesh), num_rows)
 
-        def agree(mine_BC: Tensor) -> Tensor:  # amaxes of B x C scale blocks; kinds with row scales need none
-            return whole_amax(self.number, mine_BC, mesh)
-
-        return kind_of(self.spec).quantize_shard(self.spec, shard, agree)
-
-    def shard(self, rows_NK: Tensor, mesh: DeviceMesh) -> Shard:
-        """`rows_NK`, this rank's rows in any float dtype, and their position in the weight. mesh: the axis
-        over which the weight is sharded.
+    def quantized_rows(self, mesh: DeviceMesh) -> Quantized:
+        """The current rows, rounded to the compute dtype and quantized, for a weight that is whole on this
+        rank. mesh: as in `rows_to_send`.
         """
-        first = first_row(self.full_rows, mesh)
-        return Shard(rows_NK, first, self.full_rows, kind_of(self.spec).weight_block, self.compute_dtype)
+        return kind_of(self.spec).quantize_shard(self.spec, self.shard(mesh), self._agree(mesh))
+
+    def _agree(self, mesh: DeviceMesh) -> Agree:
+        """Finds the amaxes (B, C) of the scale blocks over all ranks; kinds with row scales need none."""
+        return lambda mine_BC: whole_amax(self.number, mine_BC, mesh)
+
+    def shard(self, mesh: DeviceMesh) -> Shard:
+        """The current rows of this rank, and their position in the weight. mesh: the axis over which the
+        weight is sharded.
+        """
+        first, block = first_row(self.full_rows, mesh), kind_of(self.spec).weight_block
+        return Shard(self.rows_NK, first, self.full_rows, block, self.compute_dtype)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """A GatheredWeight; counts the gather. Raises UserError if `dtype`, from FSDP's mixed-precision

@@ -9,12 +9,9 @@ each of its parts. Its subclasses define what the parts mean:
     GatheredWeight      q and scale of a whole weight, from an 8-bit all-gather
     MasterWeight        the float32 rows that are quantized for every gather
 
-Ranks exchange one uint8 buffer with one row per row of the weight. It is a single tensor, because at world
-size 1 FSDP2 passes on only the first of several tensors. It is padded here, because FSDP2's hook with the
-padded size refuses a buffer of another width:
-
-    | scale, 4 bytes | 12 unused | q, K bytes |    one scale per row; a header of 16 bytes keeps rows aligned
-    | q, K bytes |                                 scales for more than one row, which all ranks know
+Ranks exchange one uint8 buffer with one row per row of the weight (lptune/kernels/packed_rows.py). It is a
+single tensor, because at world size 1 FSDP2 passes on only the first of several tensors. It is padded here,
+because FSDP2's hook with the padded size refuses a buffer of another width.
 
 FSDP does not divide rows, so a rank computes the row scales of its shard without communication. Other scales
 cover rows of several ranks. The ranks agree on these before the gather (weight_amax.py) and do not send them.
@@ -25,16 +22,16 @@ Shapes: N out_features (or this rank's rows of them), K in_features.
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from lptune.kernels import HEADER_BYTES, Packed, Quantized, unpack_rows
 from lptune.linear.dtensors import on_this_rank
 
-HEADER_BYTES = 16
 _aten = torch.ops.aten
 
 
@@ -169,19 +166,14 @@ def _restored(
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-class Quantized(NamedTuple):
-    """8-bit rows of a matrix, and the scales of these rows or of the whole matrix."""
-
-    q_NK: Tensor  # int8 or float8
-    scale: Tensor  # float32; (N, 1) for these rows; or (1, 1) or one per block, for the whole matrix
-
-
 class GatheredByRows(RowTensor):
     """A sharded parameter that FSDP2 gathers as 8-bit rows, by FSDP2's two hooks for tensor subclasses."""
 
     @abstractmethod
-    def rows_to_send(self, mesh: DeviceMesh) -> Quantized:
-        """This rank's rows in 8 bits. mesh: the axis over which the weight is sharded."""
+    def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
+        """This rank's rows in 8 bits, in a buffer of `num_rows` rows. mesh: the axis over which the weight is
+        sharded.
+        """
 
     @abstractmethod
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
@@ -202,9 +194,8 @@ class GatheredByRows(RowTensor):
         """Returns this rank's rows as one buffer, padded to the number of rows of the first rank, and the
         scale if it is not in the buffer.
         """
-        sent = self.rows_to_send(mesh)
-        buffer = pack_rows(sent, -(-self.full_rows // mesh.size()), self.header_bytes)
-        return (buffer,), None if self.header_bytes else sent.scale
+        sent = self.rows_to_send(mesh, -(-self.full_rows // mesh.size()))
+        return (sent.buffer,), sent.scale
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -239,31 +230,6 @@ class GatheredByRows(RowTensor):
                 # The scale was made on FSDP's stream. Its memory must not be reused before this stream reads.
                 metadata.record_stream(torch.accelerator.current_stream(metadata.device))
         return None
-
-
-def pack_rows(quantized: tuple[Tensor, Tensor], num_rows: int, header_bytes: int = HEADER_BYTES) -> Tensor:
-    """Packs 8-bit rows into a buffer, uint8 (num_rows, header_bytes + K). Missing rows are zero (padding).
-
-    quantized: q and scale. The scale is packed only if there is a header.
-    """
-    q_NK, scale = quantized
-    n, k = q_NK.shape
-    buffer = torch.zeros(num_rows, header_bytes + k, dtype=torch.uint8, device=q_NK.device)
-    mine = unpack_rows(buffer, n, q_NK.dtype, header_bytes)
-    mine.q_NK.copy_(q_NK)
-    if header_bytes:
-        mine.scale.copy_(scale)
-    return buffer
-
-
-def unpack_rows(
-    buffer: Tensor, num_rows: int, dtype: torch.dtype, header_bytes: int = HEADER_BYTES
-) -> Quantized:
-    """q and scale of the first `num_rows` rows of a buffer, as views. dtype: the 8-bit dtype of q. Without a
-    header, the scale has 0 columns.
-    """
-    rows = buffer[:num_rows]
-    return Quantized(rows[:, header_bytes:].view(dtype), rows[:, : min(4, header_bytes)].view(torch.float32))
 
 
 def is_matrix(tensor: Any) -> bool:

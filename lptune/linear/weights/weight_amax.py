@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lptune.kernels import LIVE, AmaxSource, quantize_by_amax
-from lptune.linear.weights.row_tensor import Quantized
+from lptune.kernels import LIVE, AmaxSource, Quantized, quantize_by_amax
 from lptune.numerics import nan_as_inf
 
 
@@ -99,10 +98,11 @@ def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
 
 
 def quantize_by_agreement(shard: Shard, fmt: str, agree: Callable[[Tensor], Tensor]) -> Quantized:
-    """Quantizes the rows of a shard, which are in compute dtype, with the scales of the whole weight.
+    """Quantizes the rows of a shard, rounded to the compute dtype, with the scales of the whole weight.
 
     agree: maps the amaxes (B, C) of this shard to those of the whole weight, equal on all ranks.
     """
+    shard = shard._replace(rows_MK=shard.rows_MK.to(shard.compute_dtype))
     (mine_BC,) = shard_amaxes([shard])
     return Quantized(
         *quantize_by_amax(shard.rows_MK, agree(mine_BC), fmt, block=shard.block, first_row=shard.first_row)

@@ -2,10 +2,13 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from lptune import linear
 from lptune.config import PrecisionConfig
@@ -88,3 +91,53 @@ def test_a_copy_of_a_layer_has_parts_of_its_own(kind: str) -> None:
     assert shared.weight is weight
     assert shared.number == model[0].number
     assert torch.equal(copy.deepcopy(weight).grad, weight.grad)
+
+
+class _Traffic(TorchDispatchMode):
+    """The operators that read or write, and the bytes of their tensors; views do neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.num_bytes = list[str](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.names.append(func._schema.name)
+            # A result that is an argument is written to, and was not read.
+            tensors = {
+                id(each): each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)
+            }
+            self.num_bytes += sum(each.numel() * each.element_size() for each in tensors.values())
+        return result
+
+
+class _Mesh:
+    """The axis of the first of three ranks."""
+
+    def size(self) -> int:
+        return 3
+
+    def get_local_rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", ["int8_rowcol", "float8_rowwise"])
+def test_a_gather_is_one_op_of_five_bytes_for_each_parameter(kind: str) -> None:
+    n, k, num_rows = 64, 96, 22  # ceil(64 / 3)
+    model = nn.Sequential(nn.Linear(k, n, bias=False))
+    linear.convert(model, PrecisionConfig(kind=kind, verify=False, emulate=True))  # type: ignore[arg-type]
+    linear.gather_in_8_bits(model, torch.bfloat16)
+    local = model[0].weight.detach()[:num_rows]
+    assert isinstance(local, MasterWeight)
+    mesh: Any = _Mesh()
+    with _Traffic() as traffic:
+        (buffer,), scale = local.fsdp_pre_all_gather(mesh)
+    assert buffer.shape == (num_rows, 16 + k)
+    assert scale is None
+    assert traffic.names == ["lptune::quantize_packed_rows"]
+    assert traffic.num_bytes == num_rows * (4 * k + 16 + k)
+    with _Traffic() as traffic:
+        local.quantized_rows(mesh)
+    assert traffic.names == ["lptune::quantize_rows"]
+    assert traffic.num_bytes == num_rows * (4 * k + 4 + k)
