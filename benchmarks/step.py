@@ -35,7 +35,17 @@ from typing import Any
 import step_profile  # benchmarks/step_profile.py
 import torch
 from harness import Results, device_name, parser, strict_compilation
-from step_variants import NotHere, Packed, Setting, Step, TorchtuneProcess, all_names, make, write_inputs
+from step_variants import (
+    NotHere,
+    Packed,
+    Setting,
+    Step,
+    TorchtuneProcess,
+    all_names,
+    fsdp_names,
+    make,
+    write_inputs,
+)
 
 from lptune import distributed, models
 from lptune.config import ParallelConfig
@@ -57,10 +67,8 @@ def main() -> int:
         torch._inductor.config.cpp.enable_kernel_profile = True
     rows = Packed.random(args.batch, args.seq_len, args.vocab, SEED)
     names = args.variant or [n for n in all_names() if not (args.no_torchtune and n.startswith("torchtune"))]
-    parallel = ParallelConfig(reshard_after_forward=not args.keep_gathered)
-    shared = {
-        name: getattr(args, name) for name in ("batch", "seq_len", "rounds", "threads", "keep_gathered")
-    }
+    parallel = ParallelConfig()
+    shared = {name: getattr(args, name) for name in ("batch", "seq_len", "rounds", "threads")}
     with (
         tempfile.TemporaryDirectory() as temporary,
         distributed.session("auto", parallel) as world,
@@ -95,16 +103,14 @@ def main() -> int:
 
 def parse() -> Any:
     arguments = parser(__doc__)
-    arguments.add_argument("--variant", nargs="+", choices=all_names(), metavar="NAME")
+    choices = [*all_names(), *fsdp_names()]
+    arguments.add_argument("--variant", nargs="+", choices=choices, metavar="NAME")
     arguments.add_argument("--rounds", type=int, default=10)
     arguments.add_argument(
         "--profile", action="append", default=[], metavar="NAME", help="its time by purpose"
     )
     arguments.add_argument("--no-torchtune", action="store_true", help="install and run none")
     arguments.add_argument("--torchtune-venv", type=Path, default=Path(".venv-torchtune"))
-    arguments.add_argument(
-        "--keep-gathered", action="store_true", help="parallel.reshard_after_forward=false"
-    )
     arguments.add_argument("--threads", type=int, default=2)
     sizes = {"layers": 2, "hidden": 2048, "heads": 16, "kv-heads": 8, "mlp": 5632, "vocab": 2020}
     for name, size in {**sizes, "batch": 4, "seq-len": 512}.items():

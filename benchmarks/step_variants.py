@@ -4,6 +4,7 @@ A variant is called for one step and returns its seconds, loss and gradient norm
 a name that cannot run here raises `NotHere` with the reason.
 
     none, int8_rowcol, ...     lptune's verbs as in recipes/full_finetune.py, one rank, blocks compiled
+    KIND-fsdp                  the same under FSDP2 on the one rank; runs if it is named
     torchao-KIND               the same loop with torchao's conversion in place of lptune's
     transformers[-compiled]    LlamaForCausalLM, float32 weights under torch.autocast(bfloat16), fused AdamW
     torchtune[-compiled]       step_torchtune.py in a venv of its own: weights and moments in bfloat16
@@ -137,9 +138,18 @@ def all_names() -> list[str]:
     return [*names, "transformers", "transformers-compiled", "torchtune", "torchtune-compiled"]
 
 
+def fsdp_names() -> list[str]:
+    """Further variants, which run if they are named."""
+    return [f"{kind}-fsdp" for kind in native_kinds()]
+
+
 def make(name: str, setting: Setting) -> Callable[[], Step]:
     """Builds the variant `name`. Raises NotHere if it cannot run on this machine."""
     whose, _, rest = name.partition("-")
+    if rest == "fsdp":
+        parallel = replace(setting.execution.parallel, reshard_after_forward=True)
+        setting = setting._replace(execution=replace(setting.execution, parallel=parallel))
+        name, rest = whose, ""
     if whose == "torchtune":
         return TorchtuneProcess(setting, rest or "eager")
     if whose == "transformers":
