@@ -17,9 +17,9 @@ the cast and one copy of the gradient take 12. Here a parameter has two tensors:
 Masters are copied again after a backward, unless it is known that no update follows (`keep`), after a step
 of their optimizer, and when torch's version counters tell of a write, such as by `load_state_dict`. The
 counters alone would not do: fused optimizers and writes to `.data` are not counted. So a trained master is
-also copied again after a forward without gradients, between which and the next one a loop may exchange
-weights for their averages. The copies are the tensors that FSDP2 would have made, bit for bit, and
-so are the gradients. They stay allocated: 2 bytes for each parameter, 1 in 8 bits.
+also copied again after each forward without gradients: before the next forward, a loop may exchange weights
+for their averages. Copies and gradients are those of FSDP2, bit for bit. The copies stay allocated: 2 bytes
+for each parameter, 1 in 8 bits.
 
 A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
 """
@@ -59,17 +59,17 @@ class ComputeWeights:
     """The compute weights of one model. Made by `use_compute_weights`."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh) -> None:
-        """mesh: of one rank; rows that are quantized ask it for their position."""
+        """mesh: of one rank. A MasterWeight finds by it which rows of the weight it has."""
         self._model, self._dtype, self._mesh = model, compute_dtype, mesh
         self._copied: list[_Copied] = []
         self._in_place = self._updates_follow = False
         _ALL.add(self)
         self.keep = False
-        """Whether the weights stay as they are after the next backward: more micro-batches follow."""
+        """Whether no update follows the next backward, because more micro-batches do."""
 
     @staticmethod
     def of(model: nn.Module | None) -> "ComputeWeights | None":
-        """Those of `model`; None if it has none, for example because FSDP shards it."""
+        """The compute weights of `model`; None if it has none, for example because FSDP shards it."""
         return None if model is None else vars(model).get(_ATTRIBUTE)
 
     def tensors(self) -> list[Tensor]:
@@ -101,6 +101,7 @@ class ComputeWeights:
             torch._foreach_copy_([each.weight for each in plain], [each.master for each in plain])
         for each in stale:
             if isinstance(each.master, MasterWeight):
+                # The parameter stays, because it has the hook. It gets new parts, which the quantizer made.
                 assert isinstance(each.weight, RowTensor)
                 new = self._copy(each.master)
                 assert isinstance(new, RowTensor)
@@ -150,12 +151,15 @@ class ComputeWeights:
     def _new(self, master: nn.Parameter) -> _Copied:
         weight = nn.Parameter(self._copy(master), requires_grad=master.requires_grad)
         if master.requires_grad:
-            # Weak references: Python's garbage collector does not look into the hooks of a tensor.
+            # A weak reference: Python's garbage collector does not look into the hooks of a tensor.
             weight.register_post_accumulate_grad_hook(_adds_to(master, weakref.ref(self)))
         return _Copied(master, weight, [], _version(master))
 
     def has_gradients(self) -> None:
-        """A backward runs, of which `watch` does not know if it found no tensor in the output."""
+        """Called in each backward: an update may follow, so the next forward copies masters again.
+
+        Each gradient calls it too: `watch` misses a backward if it found no tensor in the output.
+        """
         self._updates_follow |= not self.keep
 
     @torch.no_grad()
@@ -190,7 +194,7 @@ class ComputeWeights:
                 each.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
-        self._put()  # as in forward: a new copy would be of other values, if they changed
+        self._put()  # without a new copy: backward needs the values of forward, even if masters have changed
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
@@ -219,8 +223,8 @@ register_optimizer_step_post_hook(_after_step)
 def use_compute_weights(
     model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, methods: tuple[str, ...] = ()
 ) -> None:
-    """Gives `model`, on one rank, compute weights in `compute_dtype`; in place. Instead of `fully_shard`, and
-    as there after `gather_in_8_bits`.
+    """Gives `model`, on one rank, compute weights in `compute_dtype`; in place. It replaces `fully_shard`;
+    `gather_in_8_bits` comes before it too.
 
     methods: names of further methods of `model` that run forward. After one of them without gradients the
     compute weights stay, for what the caller computes with them next; `take_out` ends that.
@@ -238,14 +242,14 @@ def use_compute_weights(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` or, on one rank, `use_compute_weights` was applied to a module of `model`."""
+    """Whether `fully_shard`, or in its place `use_compute_weights`, was applied to a module of `model`."""
     return any(
         isinstance(each, FSDPModule) or ComputeWeights.of(each) is not None for each in model.modules()
     )
 
 
 def has_compute_weight(model: nn.Module | None, weight: Tensor) -> bool:
-    """Whether `weight`, of `model`, is in a part of it to which `use_compute_weights` was applied."""
+    """Whether `weight` is a parameter of a part of `model` to which `use_compute_weights` was applied."""
     parts = [each for each in model.modules() if ComputeWeights.of(each) is not None] if model else []
     return any(each is weight for part in parts for each in part.parameters())
 
@@ -286,8 +290,8 @@ def _with_masters(method: Callable[..., Any], weights: ComputeWeights) -> Callab
 
 
 def _version(master: Tensor) -> int:
-    """Changes with each write to `master`. The operators of a RowTensor write to its parts alone, or are
-    counted for the whole alone.
+    """Changes with each write to `master` that torch counts. For a RowTensor torch counts some writes for its
+    parts only, and others for the whole only.
     """
     return master._version + sum(part._version for part in _parts(master))
 
