@@ -9,7 +9,8 @@ which is uint8:
 The collective wants buffers of one size on all ranks, so a rank with fewer rows adds rows of zeros (padding).
 Unused bytes are zero as well: equal rows give equal buffers.
 
-`pack_rows` copies rows into a buffer. `quantize_packed_rows` (quantize.py) quantizes into it, without a copy.
+`pack_rows` copies rows into a buffer. The kernels of `quantize_packed_rows` (quantize.py) quantize into it,
+without a copy.
 
 Shapes: N rows, K elements in a row.
 """
@@ -44,7 +45,8 @@ def empty_buffer(like: Tensor, num_rows: int, k: int, header_bytes: int = HEADER
 def pack_rows(quantized: tuple[Tensor, Tensor], num_rows: int, header_bytes: int = HEADER_BYTES) -> Tensor:
     """Packs 8-bit rows into a buffer, uint8 (num_rows, header_bytes + K). Missing rows are zero (padding).
 
-    quantized: q and scale. The scale is packed only if there is a header; K must then be a multiple of 4.
+    quantized: q and scale. The scale is packed only if there is a header. K must then be a multiple of 4,
+    because the header is viewed as float32.
     """
     q_NK, scale = quantized
     n, k = q_NK.shape

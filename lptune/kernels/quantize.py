@@ -83,8 +83,8 @@ def quantize_packed_rows(
 ) -> Tensor:
     """`pack_rows(quantize_rows(x_MK, fmt, ...), num_rows)`, uint8 (num_rows, HEADER_BYTES + K).
 
-    num_rows: at least M. K: a multiple of 4. Other arguments as for `quantize_rows`. `unpack_rows` returns q
-    and scale as views of the buffer, which an op cannot.
+    num_rows: at least M. K: a multiple of 4. Other arguments as for `quantize_rows`. It returns the buffer
+    alone, since results of an op must not share memory; `unpack_rows` returns q and scale as views of it.
     """
     backend, (m, k) = _backend(x_MK, fmt, power_of_two), x_MK.shape
     if backend == "reference" or x_MK.numel() == 0:
@@ -96,6 +96,7 @@ def quantize_packed_rows(
     out = buffer[:m, HEADER_BYTES:].view(torch.int8), buffer[:m, :HEADER_BYTES].view(torch.float32)
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
+        # contiguous: with `out`, the kernel needs rows that are stored row by row.
         quantize(x_MK.contiguous(), None, fmt, power_of_two, False, rounded_to, out)
     else:
         native.quantize_rows(x_MK, None, rounded_to, out)

@@ -7,7 +7,8 @@ each layer. Here each document is a causal call of its own to torch's flash atte
 the future and needs no mask.
 
 The number and the lengths of documents are data, and differ from batch to batch. So the loop over them is
-inside a custom op, which the compiler never looks into: one compiled graph serves all batches.
+inside a custom op, which the compiler never looks into: one compiled graph serves all batches. It is torch's
+custom_op, because ops that `@op` makes (lptune/kernels/op.py) have no gradient.
 
 - **A document's result does not depend on what it is packed with.** The kernel gets the same shapes in every
   row and batch. (Documents of one length could share a call; the kernel may then choose other blocks.) With
@@ -61,6 +62,7 @@ def document_attention(
     tensors = (q_BSND, k_BSMD, v_BSMD, out_BSND, logsumexp_BSN)
     for q_1NLD, k_1MLD, v_1MLD, out_1NLD, logsumexp_1NL in _by_document(lengths, *tensors):
         mask_LL = _mask(q_1NLD, window)
+        # 0.0, True: no dropout, causal.
         found = flash(q_1NLD, k_1MLD, v_1MLD, 0.0, True, attn_mask=mask_LL, scale=scale)
         out_1NLD.copy_(found[0])
         logsumexp_1NL.copy_(found[1])
@@ -88,7 +90,7 @@ def document_attention_backward(
     for views in _by_document(lengths, *read, logsumexp_BSN, *grads):
         parts, logsumexp_1NL, parts_of_grads = views[:5], views[5], views[6:]
         is_short = logsumexp_1NL.shape[2] <= _FLOAT32_BACKWARD_TOKENS
-        if is_short and logsumexp_1NL.dtype == torch.float32:
+        if is_short and logsumexp_1NL.dtype == torch.float32:  # not for float64
             parts = tuple(part.float() for part in parts)
         mask_LL = _mask(parts[1], window)
         found = flash(*parts, logsumexp_1NL, 0.0, True, attn_mask=mask_LL, scale=scale)
@@ -159,7 +161,7 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # no zeros as the gradient of logsumexp
 
 
 def _backward(ctx: Any, grad_BSND: Tensor, _: Any) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,7 @@
 """The sum of an objective over chunks of tokens, and its gradients, in one pass over the chunks.
 
-An objective that is a number L is a sum over chunks c of tokens, and what follows it, a number g = dJ/dL,
-multiplies all gradients alike:
+If an objective is a number L, it is a sum over chunks c of tokens. Backward starts at a number J that you
+compute from L, and one number g = dJ/dL multiplies all gradients:
 
     L = sum over c of f(h_c, W)        dJ/dh_c = g * df/dh_c        dJ/dW = g * (sum over c of df/dW)
 
@@ -18,12 +18,12 @@ gradients and recomputes the logits.)
 Numerics: the gradient of the head is summed in float32 and rounded once. Recomputed chunks round it for each
 chunk, and add in its own dtype. The gradient of the hidden states has the bits of recomputed chunks if g = e.
 If not, it is rounded twice: in bfloat16 its error grows from about 1.7e-3 of its norm to 2.4e-3. A recipe
-knows g before forward, and says it.
+knows g before forward, and passes it as e.
 
 Memory at the peak, in addition to what is there before the loss: the gradient of h, T x H; the float32 sum of
 the gradient of W, and the gradient of W of one chunk in the dtype of W; a chunk's gradient of the logits.
-(While this gradient is computed, the logits and the temporary tensors of a block exist, and the chunk's
-gradient of W does not.)
+(While the gradient of the logits is computed, the logits and the temporary tensors of a block exist too, and
+the chunk's gradient of W does not yet.)
 
 A loss under grad mode that has no backward computes its gradients for nothing: evaluate in torch.no_grad(),
 where no gradient is computed.
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+# Backward scales a gradient in this many blocks, of at least MIN_BLOCK elements.
 BLOCKS = 16
 MIN_BLOCK = 2**20
 
@@ -100,7 +101,7 @@ class _OnePass(torch.autograd.Function):
                     _fill(each[rows], next(gradients))
             for i, gradient in enumerate(gradients):
                 sums[i] = _added(sums[i], gradient)
-                del gradient
+                del gradient  # the last one would exist beside the next chunk's logits
         ctx.expected = expected
         ctx.dtypes = [each.dtype for each in inputs]
         ctx.save_for_backward(*kept, *sums)
