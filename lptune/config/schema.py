@@ -136,9 +136,10 @@ class ParallelConfig:
     context: int = 1
     """Must be 1: torch's ring attention ignores the boundaries of packed documents (docs/distributed.md)."""
     reshard_after_forward: bool | None = None
-    """Free a block's gathered weights after forward and gather them again for backward. null: on several
-    ranks. One rank has nothing to gather: null and false keep a copy of the weights in the compute dtype or
-    in 8 bits, made once in a step; true frees it block by block, which saves 1 to 2 bytes per parameter."""
+    """Free a block's gathered weights after forward and gather them again for backward. null: true on
+    several ranks, false on one. One rank has nothing to gather: null and false keep a copy of the weights in
+    the compute dtype or in 8 bits, made once in a step; true frees it block by block, which saves 1 to 2
+    bytes per parameter."""
     reduce_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch, not once a step. This exchanges more bytes, but each rank
     then keeps only its share of the accumulated float32 gradients."""

@@ -171,10 +171,11 @@ def materialize(model: Decoder, world: World, cfg: Settings) -> None:
 
 def sync_gradients(model: nn.Module, is_last: bool, *, each: bool = False) -> None:
     """Sets whether the next backward reduces gradients over ranks: in the last micro-batch, or with `each` in
-    every one. Gradients of replicas (HSDP) are reduced in the last micro-batch only.
+    every one. Gradients of replicas (HSDP) are reduced in the last micro-batch only. On one rank: whether an
+    update may follow the next backward, so that masters are copied again.
     """
     if (weights := ComputeWeights.of(model)) is not None:
-        weights.keep = not is_last  # each backward adds to the gradients
+        weights.keep = not is_last
         return
     assert isinstance(model, FSDPModule), "parallelize() comes first"
     model.set_requires_gradient_sync(is_last or each)

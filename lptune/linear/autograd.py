@@ -4,9 +4,10 @@ The file of each kind (lptune/linear/kinds/) computes them. This file has what a
 
 - The weight is always cast to the compute dtype before it is quantized. So both orders give the same bits:
   gather in the compute dtype and then quantize, or quantize and then gather.
-- Autograd saves the weight itself, not its 8-bit copy. FSDP frees the weight after forward and gathers it
-  again for backward; saved 8-bit copies would keep the whole unsharded model in memory. Backward quantizes
-  the weight again and gets the same bits.
+- Autograd saves the weight itself, not the 8-bit values that forward made of it. FSDP frees the weight after
+  forward and gathers it again for backward; saved 8-bit values would keep the whole unsharded model in
+  memory. Backward quantizes the weight again and gets the same bits. A weight that comes in 8 bits (a
+  RowTensor) needs no quantizing: FSDP gathers it again, and one rank keeps it until the end of backward.
 """
 
 from typing import Any, NamedTuple
@@ -85,5 +86,5 @@ class _LowPrecisionLinear(torch.autograd.Function):
 def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(w_NK, RowTensor):  # stored or gathered in 8 bits
         return w_NK
-    # FSDP has cast the weight already. Without FSDP, `cast` is an op that the compiler cannot remove.
+    # After parallelize() or under FSDP the weight is cast already. The compiler cannot remove the op `cast`.
     return w_NK if w_NK.dtype == dtype else cast(w_NK, dtype)

@@ -65,15 +65,16 @@ class LowPrecision:
         verify: bool = True,
         watch: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """model: converted with `plan`; after `fully_shard`, if it is sharded at all. optimizers: all that
-        update its weights. plan: from `convert`.
+        """model: converted with `plan`; after `fully_shard` or `parallelize`, if one is called. optimizers:
+        all that update its weights. plan: from `convert`.
 
         world: of a session whose loop multiplies the loss by `data_size`, because FSDP averages gradients.
         None: LowPrecision takes the device from the model's parameters, and uses the process group, if any.
         seed: for the random bits. verify: compare the first step with the plan. watch: its context manager
         also surrounds the first step.
 
-        Raises UserError if weights are to be gathered in 8 bits and `model` is not sharded.
+        Raises UserError if `gather_in_8_bits` was called, but neither `fully_shard` nor `parallelize`, and a
+        weight has one scale, or one per block.
         """
         self._scales = PrecomputedScales(model, *optimizers)  # gathers find it by their layer number
         if world is None:

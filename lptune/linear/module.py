@@ -174,7 +174,7 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     """Makes FSDP gather those weights of `model` in 8 bits for which the plan says so; returns their number.
 
     Call it after `convert` and before `fully_shard`. compute_dtype: must equal fully_shard's param_dtype;
-    rows are rounded to it before they are quantized. Raises UserError after `fully_shard`.
+    rows are rounded to it before they are quantized. Raises UserError after `fully_shard` or `parallelize`.
     """
     if is_sharded(model):
         raise UserError(

@@ -170,7 +170,7 @@ def dry_run(
     # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
     parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
     if offloads and world_size == 1:
-        parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # so that FSDP is used, as there
+        parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
     with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len

@@ -1,8 +1,9 @@
 """AdamW on float32 master weights, and the global gradient norm.
 
 Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
-Parameters are therefore float32 here, and FSDP casts them to the compute dtype when it gathers. Weights that
-are stored in INT8 have no master: their update is rounded stochastically (int8_adamw.py).
+Parameters are therefore float32 here. For forward they are cast to the compute dtype, by FSDP when it gathers
+or on one rank by compute weights. Weights that are stored in INT8 have no master: their update is rounded
+stochastically (int8_adamw.py).
 """
 
 from typing import Any

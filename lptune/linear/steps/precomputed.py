@@ -3,7 +3,7 @@
 To quantize a weight with one scale, or one scale per block, for an 8-bit gather, a rank needs the amaxes of
 all ranks (weight_amax.py). Weights change once per step, so measuring them once per step is enough:
 
-    scales = PrecomputedScales(model, optimizer)     after fully_shard; linear.LowPrecision does this
+    scales = PrecomputedScales(model, optimizer)     after sharding; linear.LowPrecision does this
     ... train ...
 
 The first gather after a change measures all weights, and merges the amaxes in one all-reduce over the ranks
@@ -47,7 +47,9 @@ class PrecomputedScales:
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """model: after `fully_shard`, else UserError is raised. optimizers: all that update its weights."""
+        """model: after `fully_shard` or `parallelize`, else UserError is raised. optimizers: all that update
+        its weights.
+        """
         self._weights: dict[int, _Weight] = {}
         self._amaxes: dict[int, tuple[Tensor, Tensor]] = {}  # layer number: of this rank's rows, of all rows
         for name, module in model.named_modules():

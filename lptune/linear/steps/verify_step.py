@@ -50,7 +50,7 @@ class Verified:
     num_recomputed: int = 0
     """The GEMMs among these that activation checkpointing ran again in backward."""
     num_low_gathers: int = 0
-    """Weights that FSDP gathered in 8 bits; on a single rank FSDP does this without a collective."""
+    """Weights that came in 8 bits: gathered by FSDP, or on one rank quantized without a collective."""
     num_gathering_ranks: int = 1
     """Number of ranks over which weights were gathered."""
     low_precision_flops_fraction: float | None = None
@@ -291,7 +291,9 @@ def _trained(model: nn.Module, plan: Plan, executed: Executed) -> dict[str, tupl
 
 
 def _gather_fault(model: nn.Module | None, layer: LayerPlan, weight: Tensor) -> list[str]:
-    """One message if FSDP did not gather the layer's weight as planned, else none. model: None: was freed."""
+    """One message if the layer's weight was not gathered as planned (on one rank: not copied so), else none.
+    model: None: was freed.
+    """
     found = None if layer.number is None else gathered_bytes(layer.number)
     is_copied = has_compute_weight(model, weight)
     if layer.spec is None or not (is_copied or isinstance(weight, DTensor)):
