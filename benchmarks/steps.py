@@ -337,7 +337,7 @@ def main() -> int:
     common = [f"model.path={folder}", f"data.source={text}", f"num_steps={WARM_UP + TIMED}"]
     common += ["global_batch_size=4", "micro_batch_size=4", "data.seq_len=4096", "eval_every_steps=0"]
     common += ["checkpoint.at_end=false", "export.enabled=false", "resume=none"]
-    # On one rank gathered weights stay in memory, for all labels.
+    # On one rank a copy of the weights stays in memory, for all labels.
     common += ["parallel.reshard_after_forward=false", *args.override]
     has_torchao = (
         subprocess.run([sys.executable, "-c", "import torchao"], capture_output=True).returncode == 0

@@ -5,8 +5,9 @@ back. So each step gets its gradients and activations as pages that the kernel m
 GPUs torch has an allocator that keeps what was freed; on a CPU it calls malloc.
 
 `mallopt` makes glibc take all blocks from its heap, and keep the heap. The process then stays as large as it
-once was, and a heap of large blocks has gaps. A run of ten INT8 steps of two layers of width 2,048 took 2.9 s
-of system time instead of 6.9 s, and 4 % more memory at its peak (docs/log.md).
+once was, and a heap of large blocks has gaps. With two layers of width 2,048
+(benchmarks/step.py --variant int8_rowcol --rounds 8) the system time of the run fell from 6.9 to 2.9 s, and
+the memory at its peak grew by 4 % (docs/log.md).
 """
 
 import ctypes
