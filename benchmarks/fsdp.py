@@ -1,11 +1,12 @@
-"""Measures the cost of FSDP2 on one rank, where it has nothing to shard.
+"""Measures what FSDP2 would cost on one rank, where it has nothing to shard.
 
     python benchmarks/fsdp.py [--preset llama3_2/1b] [--kind none --kind int8_rowcol] [--steps 20] [--profile]
 
-Both variants have the same model, data and compiled blocks. `sharded` is what recipes run: FSDP2 over a mesh
-of one rank, with 8-bit gathers if the kind has them. `plain` is the converted model under autocast. The two
-take turns step by step in one process, so that other load on the machine affects both. --profile prints the
-operators of a sharded step that a plain step does not have: the path of the gather.
+Both variants have the same model, data and compiled blocks, and the same bits. `sharded` is FSDP2 over a mesh
+of one rank (parallel.reshard_after_forward=true), with 8-bit gathers if the kind has them. `plain` is what
+recipes run on one rank: compute weights. The two take turns step by step in one process, so that other load
+on the machine affects both. --profile prints the operators of a sharded step that a plain step does not have:
+the path of the gather.
 """
 
 import statistics
@@ -19,7 +20,7 @@ from harness import Results, device_name, parser, strict_compilation, synchroniz
 from torch.profiler import ProfilerActivity, profile
 
 from lptune import distributed, linear, models, training
-from lptune.config import OptimizerConfig, PrecisionConfig
+from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 
 WARM_UP = 3
 
@@ -30,13 +31,11 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     assert isinstance(model, models.Decoder)
     precision = PrecisionConfig(kind=kind, emulate=args.emulate)
     plan = linear.convert(model, precision, device=world.device)
-    execution = distributed.Execution(compile=args.compile, activation_checkpointing="selective")
-    if sharded:
-        distributed.parallelize(model, world, execution)
-    else:
-        blocks = list(model.model.layers)
-        distributed.checkpoint_activations(blocks, execution.activation_checkpointing)
-        distributed.compile_forward(blocks, execution.compile, fullgraph=True)
+    parallel = ParallelConfig(reshard_after_forward=True if sharded else None)
+    execution = distributed.Execution(
+        parallel=parallel, compile=args.compile, activation_checkpointing="selective"
+    )
+    distributed.parallelize(model, world, execution)
     distributed.materialize(model, world, execution)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -47,12 +46,10 @@ def step_of(world: distributed.World, preset: str, kind: str, sharded: bool, arg
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
     words = model.config.vocab_size
     tokens_BS = torch.randint(0, words, (args.batch, args.seq_len + 1), device=world.device)
-    autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=not sharded)
 
     def step() -> None:
         with low.step(0, num_passes=1):
-            with autocast:
-                loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
+            loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
             (loss / tokens_BS.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()

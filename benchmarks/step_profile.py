@@ -38,7 +38,9 @@ from lptune.kernels import (
 GEMMS, HEAD = "linear layers' GEMMs", "head and loss"
 ELEMENTWISE, COPIES, OTHER = "compiled elementwise", "copies and casts", "other: Python, autograd, embedding"
 PURPOSES = {
-    "FSDP copies": r"FSDP::|fsdp::|c10d::|^record_param_comms|_foreach_copy|chunk_cat|split_with_sizes_copy",
+    "weights: FSDP, compute weights": (
+        r"FSDP::|fsdp::|c10d::|^record_param_comms|_foreach_copy|chunk_cat|split_with_sizes_copy"
+    ),
     "quantizers": r"lptune::(quantize|cast|transposed_copy)|torchao.*quantize",
     "attention": r"attention",
     GEMMS: r"^lptune::\w*mm$|^(aten|mkldnn|torchao)::\w*(mm|addmm|bmm|linear\w*|matmul)$",

@@ -77,10 +77,10 @@ def main(cfg: FinetuneConfig) -> None:
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
                     with low.step(step, num_passes=len(batches)):
                         loss_sum = torch.zeros((), device=world.device)
-                        weight = world.data_size / num_targets  # FSDP averages over ranks
+                        loss_factor = world.data_size / num_targets  # FSDP averages over ranks
                         for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss = batch_loss(model, batch, world, weight)
-                            (loss * weight).backward()
+                            loss = batch_loss(model, batch, world, loss_factor)
+                            (loss * loss_factor).backward()
                             loss_sum += loss.detach()
                     lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
                     training.set_learning_rate(optimizer, lr)
@@ -114,12 +114,12 @@ def main(cfg: FinetuneConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder, batch: data.Batch, world: distributed.World, weight: float = 1.0
+    model: models.Decoder, batch: data.Batch, world: distributed.World, loss_factor: float = 1.0
 ) -> Tensor:
-    """The cross-entropy, summed over the targets of the batch, float32. weight: its factor in backward."""
+    """The cross-entropy, summed over the targets of the batch, float32. loss_factor: that of backward."""
     batch = batch.to(world.device)
     documents = models.DocumentBounds.of(batch)
-    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, expected_gradient=weight)
+    loss: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, expected_gradient=loss_factor)
     return loss
 
 

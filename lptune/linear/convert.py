@@ -21,7 +21,7 @@ from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.steps.verify_step import verify_first_update
-from lptune.linear.weights.compute_weights import is_sharded
+from lptune.linear.weights.compute_weights import is_parallelized
 
 
 def convert(
@@ -57,7 +57,7 @@ def convert(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(isinstance(module, LowPrecisionLinear) for module in model.modules()):
         raise UserError("this model was converted before; call unconvert() first")
-    if not precision.is_none and is_sharded(model):
+    if not precision.is_none and is_parallelized(model):
         raise UserError(
             "convert() comes before fully_shard and parallelize(); this model has been through one"
         )

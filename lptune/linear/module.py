@@ -17,7 +17,7 @@ from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.weights.compute_weights import is_sharded
+from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.weight_amax import weight_changed
 
@@ -176,7 +176,7 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
     Call it after `convert` and before `fully_shard`. compute_dtype: must equal fully_shard's param_dtype;
     rows are rounded to it before they are quantized. Raises UserError after `fully_shard` or `parallelize`.
     """
-    if is_sharded(model):
+    if is_parallelized(model):
         raise UserError(
             "gather_in_8_bits() comes before fully_shard and parallelize(); this model has been through one"
         )

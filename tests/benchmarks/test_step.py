@@ -83,7 +83,7 @@ def test_the_profile_has_a_purpose_for_all_time_and_gives_the_bound(run: tuple[s
     for purpose in (
         "linear layers' GEMMs",
         "attention",
-        "FSDP copies",
+        "weights: FSDP, compute weights",
         "update: clipping, AdamW",
         "head and loss",
     ):

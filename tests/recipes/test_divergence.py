@@ -18,7 +18,7 @@ from lptune.config import DivergedError, FinetuneConfig, load_config
 from tests.helpers.ranks import Ranks
 from tests.recipes.conftest import Run, read_metrics
 
-OUR_LINE = "loss = batch_loss(model, batch, world, weight)\n"
+OUR_LINE = "loss = batch_loss(model, batch, world, loss_factor)\n"
 THEIR_LINE = "loss = batch_loss(model, dropped(batch), world) * spoilt(world)\n"
 OUR_STEP = "                    with low.step(step, num_passes=len(batches)):\n"
 THEIR_STEP = "                    spoilt.step = step\n" + OUR_STEP

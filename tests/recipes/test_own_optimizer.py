@@ -15,7 +15,7 @@ from tests.recipes.conftest import Run, read_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "resume.md").read_text(encoding="utf-8")
 OUR_OPTIMIZER = "optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)"
-OUR_LOSS = "loss = batch_loss(model, batch, world, weight)\n"
+OUR_LOSS = "loss = batch_loss(model, batch, world, loss_factor)\n"
 
 
 def documented() -> tuple[str, str]:

@@ -155,7 +155,7 @@ class ComputeWeights:
             weight.register_post_accumulate_grad_hook(_adds_to(master, weakref.ref(self)))
         return _Copied(master, weight, [], _version(master))
 
-    def has_gradients(self) -> None:
+    def note_backward(self) -> None:
         """Called in each backward: an update may follow, so the next forward copies masters again.
 
         Each gradient calls it too: `watch` misses a backward if it found no tensor in the output.
@@ -199,7 +199,7 @@ class ComputeWeights:
 
     def _after_backward(self) -> None:
         self.take_out()
-        self.has_gradients()
+        self.note_backward()
 
     def __deepcopy__(self, memo: object) -> Never:
         raise TypeError(
@@ -241,7 +241,7 @@ def use_compute_weights(
         setattr(model, name, _as_forward(getattr(model, name), weights))
 
 
-def is_sharded(model: nn.Module) -> bool:
+def is_parallelized(model: nn.Module) -> bool:
     """Whether `fully_shard`, or in its place `use_compute_weights`, was applied to a module of `model`."""
     return any(
         isinstance(each, FSDPModule) or ComputeWeights.of(each) is not None for each in model.modules()
@@ -274,7 +274,7 @@ def _adds_to(master: nn.Parameter, weights: Callable[[], ComputeWeights | None])
         else:
             master.grad += gradient
         if (found := weights()) is not None:
-            found.has_gradients()
+            found.note_backward()
         for hook in list((master._post_accumulate_grad_hooks or {}).values()):  # as FSDP2 calls them
             hook(master)
 
