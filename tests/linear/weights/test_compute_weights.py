@@ -80,8 +80,12 @@ def _train(
     return found, weights
 
 
-@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["none", *linear.KINDS])
+CASES = [(kind, "bfloat16") for kind in ("none", *linear.KINDS)]
+# In float32 only 8-bit copies remain: one kind with row scales, and one whose ranks agree on a scale.
+CASES += [(kind, "float32") for kind in ("none", "int8_rowcol", "float8_tensorwise")]
+
+
+@pytest.mark.parametrize(("kind", "compute_dtype"), CASES)
 def test_bits_are_those_of_fsdp(world: distributed.World, kind: str, compute_dtype: str) -> None:
     """With a tied head, whose weight has two gradients in each backward; with recomputation in backward."""
     keys = {"compute_dtype": compute_dtype, "activation_checkpointing": "full"}
