@@ -149,6 +149,12 @@ class ParallelConfig:
     cpu_offload: bool = False
     """CUDA only: keep parameters, gradients and optimizer state in host memory."""
 
+    def reshards(self, num_ranks: int) -> bool:
+        """Whether `num_ranks` ranks free a block's weights after forward: what null stands for."""
+        if self.reshard_after_forward is None:
+            return num_ranks > 1 or self.cpu_offload
+        return self.reshard_after_forward
+
     def __post_init__(self) -> None:
         at_least("parallel.replicate", self.replicate, 1)
         at_least("parallel.tensor", self.tensor, 1)

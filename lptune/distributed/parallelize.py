@@ -135,7 +135,7 @@ def parallelize(
     if cfg.parallel.cpu_offload:
         shard["offload_policy"] = CPUOffloadPolicy()
     for block in each:
-        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshard_after_forward is not False)
+        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshards(world.size))
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
     fully_shard(model, **shard, reshard_after_forward=False)
@@ -148,7 +148,7 @@ def uses_fsdp(parallel: ParallelConfig, num_ranks: int) -> bool:
     """Whether `parallelize` shards by FSDP2. On one rank it does so only where that saves memory: to free
     each block's weights after forward (reshard_after_forward=true), or to keep them in host memory.
     """
-    return num_ranks > 1 or parallel.cpu_offload or parallel.reshard_after_forward is True
+    return num_ranks > 1 or parallel.cpu_offload or parallel.reshards(num_ranks)
 
 
 def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:

@@ -179,6 +179,10 @@ def dry_run(
         num_parameters = models.num_parameters(model)
         plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
         distributed.parallelize(model, world, eager)
+        if not cfg.parallel.reshards(world_size):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False, recurse=False)
         teacher = None
         if teacher_config is not None:
             assert isinstance(eager, DistillConfig)

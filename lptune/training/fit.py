@@ -72,9 +72,7 @@ def remedies(
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     parallel = cfg.parallel
-    if parallel.reshard_after_forward is not True and (
-        world_size == 1 or parallel.reshard_after_forward is False
-    ):
+    if not parallel.reshards(world_size):
         yield {"parallel.reshard_after_forward": True}
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
     num_data_ranks = world_size // parallel.tensor

@@ -190,3 +190,12 @@ def test_a_checkpoint_takes_what_the_plan_says(
     stored = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
     assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == planned
     assert planned == 4 * (1 + num_moments) * models.num_parameters(model)
+
+
+def test_one_rank_that_offloads_keeps_its_weights_gathered_if_told_to() -> None:
+    gathered = {}
+    for reshard in (None, True, False):
+        parallel = ParallelConfig(cpu_offload=True, reshard_after_forward=reshard)
+        found = dry_run(dataclasses.replace(CONFIG, parallel=parallel), TINY, 1, named_device("h100"))
+        gathered[reshard] = found.peaks["forward"][memory.GATHERED]
+    assert gathered[None] == gathered[True] < gathered[False]
