@@ -16,7 +16,7 @@ vocabulary.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -324,8 +324,9 @@ class Decoder(nn.Module):
         """The attention backend that forward uses for rows of `seq_len` tokens (None: long ones) on this
         device in this compute dtype.
         """
-        options: dict[str, Any] = {"one_document_per_row": one_document_per_row, "seq_len": seq_len}
-        return choose_backend(self.config, device, dtype, **options)
+        return choose_backend(
+            self.config, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
+        )
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Recomputes the rope frequencies, which no checkpoint stores. device: None: where they are."""
