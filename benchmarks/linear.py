@@ -25,6 +25,7 @@ from torch import nn
 
 from lptune import linear, models
 from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.hardware.host_memory import keep_freed_memory
 from lptune.models.attention import make_visibilities
 
 CPU_SHAPES = [(2048, 2048, 2048), (2048, 2048, 5632)]
@@ -200,6 +201,8 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
     args = arguments.parse_args()
     torch.set_num_threads(args.threads)
+    if device_type() == "cpu":
+        keep_freed_memory()  # as training does; otherwise the kernel's zeroing of pages is timed
     # Each timed layer is compiled separately: for each kind bf16's, ours and torchao's.
     strict_compilation(4 * len(PRECISION_KINDS))
     shapes = [tuple(s) for s in args.shape] if args.shape else None

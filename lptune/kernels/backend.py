@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 # Backends of each operation, in order of preference; the first that works is taken.
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     # cuBLASLt applies no scales for int8: that takes a second pass over an accumulator of four bytes each.
-    "int8_gemm": {"cpu": ("torch", "float32", "reference"), "cuda": ("triton", "torch", "reference")},
+    "int8_gemm": {
+        "cpu": ("native", "torch", "float32", "reference"),
+        "cuda": ("triton", "torch", "reference"),
+    },
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
     # Row scales without fast accumulation into bfloat16: see scaled_mm.py.
     "float8_rowwise_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
@@ -50,7 +53,7 @@ def choose_backend(operation: str, device_type: str) -> str:
 
     triton     lptune's kernels (kernels/triton); float8 GEMMs since Ada, the rest since Ampere
     torch      torch's own 8-bit GEMMs: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt and CUTLASS on CUDA
-    native     lptune's C++, compiled on first use (kernels/native)
+    native     lptune's C++, compiled on first use (kernels/native); its GEMM needs AMX
     float32    float32 GEMMs over slices that are short enough to be exact, where oneDNN's int8 GEMM is not
     reference  plain torch: float64 for INT8 (exact), float32 for float8
 
@@ -97,7 +100,7 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     if backend == "reference":
         return True
     if backend == "native":
-        return native.available()
+        return native.has_int8_mm() if operation == "int8_gemm" else native.available()
     if device_type == "cpu":
         return backend != "torch" or _int_mm_is_exact()
     capability = compute_capability()

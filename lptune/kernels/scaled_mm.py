@@ -119,12 +119,13 @@ def _int8_mm(
     backend = "reference" if emulate else choose_backend("int8_gemm", a_MK.device.type)
     m, k = a_MK.shape
     mm: Callable[[Tensor, Tensor], Tensor]
-    if backend == "triton":
-        scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == GRAD_WEIGHT)
-        if k <= _LONGEST_CONTRACTION:  # applies the scales in its epilogue
-            out_MN: Tensor = scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
-            return out_MN
-        mm = functools.partial(scaled, scale_a_M1=None, scale_b_1N=None, out_dtype=torch.int32)
+    if backend in ("triton", "native"):  # these apply the scales in their epilogue
+        scaled: Callable[..., Tensor] = native.int8_mm
+        if backend == "triton":
+            scaled = functools.partial(triton_kernels().scaled_mm, tokens_contracted=gemm == GRAD_WEIGHT)
+        if k <= _LONGEST_CONTRACTION:
+            return scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
+        mm = functools.partial(scaled, scale_a_M1=None, scale_b_1N=None, out_dtype=torch.float32)
     else:
         mm = {"torch": _int_mm, "float32": _int_mm_float32, "reference": _int_mm_reference}[backend]
     if k <= _LONGEST_CONTRACTION:

@@ -1,18 +1,23 @@
 """The INT8 GEMM op: exact against float64, its fake implementation, its counter."""
 
-from collections.abc import Iterator
+import ctypes
+import itertools
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from lptune.config import UserError
-from lptune.kernels import layer_handle, record_gemms, scaled_mm
+from lptune.kernels import layer_handle, native, record_gemms, scaled_mm
 from lptune.kernels.backend import choose_backend
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 from tests.helpers import cold
 
 NO_LAYER = layer_handle(-1)
-SHAPES = [(1, 16, 16), (3, 5, 7), (17, 33, 9), (64, 128, 32), (300, 64, 2000)]
+SHAPES = [(1, 16, 16), (3, 5, 7), (17, 33, 9), (64, 128, 32), (300, 64, 2000), (33, 1100, 65)]
+SHAPES += [(2, 0, 3), (0, 4, 2)]
 
 
 def _operands(m: int, k: int, n: int) -> tuple[torch.Tensor, ...]:
@@ -22,7 +27,10 @@ def _operands(m: int, k: int, n: int) -> tuple[torch.Tensor, ...]:
     return a, b, torch.rand(m, 1, generator=generator), torch.rand(1, n, generator=generator)
 
 
-@pytest.fixture(params=["torch", "float32", "reference"])
+needs_amx = pytest.mark.skipif(not native.has_int8_mm(), reason="needs AMX and a C++ compiler")
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_amx), "torch", "float32", "reference"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LPTUNE_KERNELS", request.param)
     choose_backend.cache_clear()
@@ -43,13 +51,98 @@ def test_the_result_is_the_exact_sum_scaled_in_float32(
         assert torch.equal(scaled_mm(a, b, sa, sb, out_dtype, NO_LAYER, 0), expected)
 
 
-@pytest.mark.parametrize("transposed", ["a", "b", "both"])
-def test_strides_do_not_matter(transposed: str) -> None:
-    a, b, scale_a, scale_b = _operands(20, 48, 36)
-    expected = scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0)
-    a = a.t().contiguous().t() if transposed in ("a", "both") else a
-    b = b.t().contiguous().t() if transposed in ("b", "both") else b
-    assert torch.equal(scaled_mm(a, b, scale_a, scale_b, torch.float32, NO_LAYER, 0), expected)
+STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.t().contiguous().t(),
+    "rows apart": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "columns apart": lambda x: torch.cat([x, x]).t().contiguous().t()[: x.shape[0]],
+    "nothing contiguous": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("shape", [(20, 48, 36), (1, 70, 33), (40, 1, 50), (70, 200, 1)])
+def test_strides_do_not_matter(backend: str, shape: tuple[int, int, int]) -> None:
+    a, b, scale_a, scale_b = _operands(*shape)
+    expected = ((a.double() @ b.double()).float() * scale_a * scale_b).to(torch.bfloat16)
+    for of_a, of_b in itertools.product(STRIDED.values(), repeat=2):
+        out = scaled_mm(of_a(a), of_b(b), scale_a, scale_b, torch.bfloat16, NO_LAYER, 0)
+        assert torch.equal(out, expected)
+
+
+@needs_amx
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (700, 1000, 90),  # several blocks of a, the last one smaller
+        (600, 64, 1500),  # one block, and so parts of b
+        (10, 20_000, 900),  # b is packed in two pieces, and a block of a is a single panel
+        (300, 5000, 64),  # FEWEST_PANELS in a block
+        (1100, 40, 1024),  # the output is streamed past the caches
+        (2000, 1500, 600),  # enough work for several threads at once
+    ],
+)
+def test_blocks_parts_and_pieces_fit_together(shape: tuple[int, int, int], num_threads: int) -> None:
+    a, b, scale_a, scale_b = _operands(*shape)
+    a[0], b[:, 0] = -128, 127  # no quantizer makes -128, but int8 has it
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        outs = [native.int8_mm(a, b, scale_a, scale_b, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    finally:
+        torch.set_num_threads(before)
+    exact = (a.double() @ b.double()).float() * scale_a * scale_b
+    assert all(torch.equal(out, exact.to(out.dtype)) for out in outs)
+
+
+def _at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x whose last byte is followed by a page that cannot be read."""
+    page = mmap.PAGESIZE
+    size = -(-x.numel() // page) * page
+    memory = mmap.mmap(-1, size + page)
+    everything = torch.frombuffer(memory, dtype=torch.int8)
+    protected = ctypes.CDLL(None).mprotect(
+        ctypes.c_void_p(everything.data_ptr() + size), ctypes.c_size_t(page), 0
+    )
+    assert protected == 0
+    return everything[size - x.numel() : size].view(x.shape).copy_(x)
+
+
+@needs_amx
+@pytest.mark.parametrize("shape", [(20, 70, 9), (1, 5, 1), (33, 130, 47)])
+def test_nothing_beyond_the_operands_is_read(shape: tuple[int, int, int]) -> None:
+    # A process that reads there ends, so it is not this one.
+    code = (
+        "import itertools, torch; from tests.kernels import test_scaled_mm as this\n"
+        "from lptune.kernels import native\n"
+        f"a, b, _, _ = this._operands(*{shape})\n"
+        "expected, end = (a.double() @ b.double()).float(), this._at_the_end_of_memory\n"
+        "columns = lambda x: end(x.t().contiguous()).t()\n"
+        "for of_a, of_b in itertools.product((end, columns), repeat=2):\n"
+        "    out = native.int8_mm(of_a(a), of_b(b), None, None, torch.float32)\n"
+        "    assert torch.equal(out, expected)\n"
+    )
+    cold.run("-c", code).check_returncode()
+
+
+@needs_amx
+def test_threads_that_call_at_once_have_their_own_memory() -> None:
+    operands = [_operands(200 + i, 300, 100) for i in range(4)]
+    expected = [(a.double() @ b.double()).float() * sa * sb for a, b, sa, sb in operands]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            outs = pool.map(lambda each: native.int8_mm(*each, torch.float32), operands)
+            assert all(torch.equal(out, exact) for out, exact in zip(outs, expected, strict=True))
+
+
+def test_rounding_to_bfloat16_at_its_limits(backend: str) -> None:
+    a, b = torch.tensor([[1], [3], [127]], dtype=torch.int8), torch.tensor([[127, -127]], dtype=torch.int8)
+    for scale in (3e38, 2.66e36, 1e-40, 2**-133, 0.0, torch.inf, torch.nan, 1 + 2**-8, 1 + 3 * 2**-9):
+        scale_a = torch.full((3, 1), scale)
+        expected = ((a.double() @ b.double()).float() * scale_a).to(torch.bfloat16)
+        out = scaled_mm(a, b, scale_a, None, torch.bfloat16, NO_LAYER, 0)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
 def test_contractions_beyond_int32_are_split(backend: str) -> None:
@@ -115,7 +208,7 @@ def test_a_cpu_whose_int8_gemm_saturates_gets_an_exact_one(isa: str) -> None:
         "print((out == 127 * 127 * 640).all().item(), (plain == 127 * 127 * 640).all().item(), "
         "choose_backend('int8_gemm', 'cpu'))"
     )
-    done = cold.run("-c", code, ONEDNN_MAX_CPU_ISA=isa)
+    done = cold.run("-c", code, ONEDNN_MAX_CPU_ISA=isa, CXX="false")  # without a compiler no GEMM of our own
     done.check_returncode()
     ours_is_exact, plain_is_exact, backend = done.stdout.split()
     assert ours_is_exact == "True"

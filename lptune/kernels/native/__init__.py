@@ -1,4 +1,4 @@
-"""lptune's own C++ for CPUs: the INT8 quantizers and the GEMM's epilogue (quantize.cpp).
+"""lptune's own C++ for CPUs: the INT8 quantizers (quantize.cpp) and the INT8 GEMM for AMX (gemm.cpp).
 
 The machine's C++ compiler compiles them for its processor when they are first used, in two seconds. The
 library is kept in the folder of `lptune.kernels.cache` and called through ctypes on raw pointers. So the
@@ -24,7 +24,7 @@ from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("quantize.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "gemm.cpp"))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
 _ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
@@ -130,6 +130,60 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
     return q
 
 
+def has_int8_mm() -> bool:
+    """Whether `int8_mm` runs here: it needs AMX, since 2023 in Intel's server processors, and Linux."""
+    library = _library()
+    return library is not None and bool(library.lptune_has_int8_mm())
+
+
+def int8_mm(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`((a @ b).float() * scale_a * scale_b).to(out_dtype)`, (M, N), for up to 133,144 products in a sum.
+
+    a_MK, b_KN: int8; fast if one of their dimensions is contiguous. Scales: float32, (M, 1) and (1, N), or
+    (1, 1), or None for 1. Call it if `has_int8_mm`. Raises MemoryError.
+    """
+    library = _library()
+    assert library is not None
+    (m, k), n = a_MK.shape, b_KN.shape[1]
+    direct = out_dtype in (torch.bfloat16, torch.float32)
+    out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
+    if not k:
+        out.zero_()
+    elif m and n:
+        a, b = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
+        scales = _scales(scale_a_M1, scale_b_1N)
+        failed = library.lptune_int8_mm(
+            *_operand(a, along=1),
+            *_operand(b, along=0),
+            *(ctypes.c_int64(size) for size in (m, k, n)),
+            *(argument for s in scales for argument in (ctypes.c_void_p(s.data_ptr()), int(s.numel() > 1))),
+            ctypes.c_void_p(out.data_ptr()),
+            int(out.dtype == torch.bfloat16),
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory to pack the operands of an INT8 GEMM of {m} x {k} x {n}")
+    return out.to(out_dtype)
+
+
+def _operand(x: Tensor, along: int) -> tuple[ctypes.c_void_p, ctypes.c_int64, int]:
+    """Pointer, stride, and whether x is contiguous along dimension `along`, and not along the other one."""
+    contiguous = x.stride(along) == 1
+    stride = x.stride(1 - along if contiguous else along)
+    return ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(stride), contiguous
+
+
+def _scales(scale_a: Tensor | None, scale_b: Tensor | None) -> list[Tensor]:
+    one = torch.ones(1)
+    return [one if s is None else s.contiguous() for s in (scale_a, scale_b)]
+
+
 def apply_scales(
     acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -137,8 +191,7 @@ def apply_scales(
     library = _library()
     assert library is not None
     acc, (m, n) = acc_MN.contiguous(), acc_MN.shape
-    one = torch.ones(1)
-    a, b = (one if s is None else s.contiguous() for s in (scale_a, scale_b))
+    a, b = _scales(scale_a, scale_b)
     direct = out_dtype in (torch.bfloat16, torch.float32)
     out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
     library.lptune_apply_scales(
@@ -220,7 +273,7 @@ def _image(compiler: list[str]) -> bytes:
 
     On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
-    identity = hashlib.sha256(_SOURCE.read_bytes())
+    identity = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES))
     identity.update(repr((compiler, _FLAGS, _processor())).encode())
     path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
     try:
@@ -235,7 +288,7 @@ def _image(compiler: list[str]) -> bytes:
         logger.warning("%s is damaged and made anew", path)
     with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
         built = Path(folder, "native.so")
-        command = [*compiler, *_FLAGS, *_LINK, str(_SOURCE), "-o", str(built)]
+        command = [*compiler, *_FLAGS, *_LINK, *map(str, _SOURCES), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         image = built.read_bytes()
     try:
