@@ -6,6 +6,7 @@
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
     launch.py     properties of the device, and measuring
+    again.py      launches that are made again, for little of the host's time
     tuning.py     the fastest configuration on this device, kept on disk
 
 Each kernel equals its reference in plain torch: INT8 GEMMs and all quantizers bitwise. Without a GPU they are

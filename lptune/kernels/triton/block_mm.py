@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lptune.kernels.triton import launch
+from lptune.kernels.triton import again, launch
+from lptune.kernels.triton.again import Launch
 from lptune.kernels.triton.gemm import GROUP_M, GemmConfig, fits_tma, gemm_key, k_major, tile_of
 from lptune.numerics import MX_BLOCK
 
@@ -156,45 +156,58 @@ def block_scaled_mm(
     if e8m0:
         scale_a, scale_b = scale_a.view(torch.uint8), scale_b.view(torch.uint8)
     b_columns = 1 if scale_b.shape[1] == n else block
+    numbers = (
+        m,
+        n,
+        k,
+        a.stride(0),
+        b_NK.stride(0),
+        *scale_a.stride(),
+        scale_b.stride(1),
+        scale_b.stride(0),
+    )
+    tensors = (a, b_NK, out_MN, scale_a, scale_b)
+    dtypes = [each.dtype for each in tensors]
+    key = ("block_mm", a.get_device(), *numbers, *dtypes, block, b_columns, tokens_contracted)
+    chosen = config is not None or tma is not None
+    if not chosen and again.again(key, tensors):
+        return out_MN
     native = e8m0 and block == MX_BLOCK and b_columns == 1 and launch.capability(device)[0] == 10
     kind = "native" if native else "vector" if b_columns == 1 else "square"
     block_k = 128 if native else block
     use_tma = (launch.has_tma(device) if tma is None else tma) and fits_tma(a) and fits_tma(b_NK)
     processors = launch.num_processors(device)
 
-    def run(config: GemmConfig) -> None:
+    def launch_by(config: GemmConfig) -> Launch:
         num_programs = processors * config.per_processor
         num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-        block_mm_kernel[(min(num_programs, num_tiles),)](
-            TensorDescriptor.from_tensor(a, [config.block_m, block_k]) if use_tma else a,
-            TensorDescriptor.from_tensor(b_NK, [config.block_n, block_k]) if use_tma else b_NK,
-            out_MN,
-            scale_a,
-            scale_b,
-            m,
-            n,
-            k,
-            a.stride(0),
-            b_NK.stride(0),
-            *scale_a.stride(),
-            scale_b.stride(1),
-            scale_b.stride(0),
-            B_COLUMNS=b_columns,
-            E8M0=e8m0,
-            NATIVE=native,
-            TMA=use_tma,
-            NUM_PROGRAMS=num_programs,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=block_k,
-            GROUP_M=GROUP_M,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            enable_fp_fusion=False,
+        return Launch(
+            block_mm_kernel,
+            (min(num_programs, num_tiles),),
+            len(tensors),
+            numbers,
+            {
+                "B_COLUMNS": b_columns,
+                "E8M0": e8m0,
+                "NATIVE": native,
+                "TMA": use_tma,
+                "NUM_PROGRAMS": num_programs,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": block_k,
+                "GROUP_M": GROUP_M,
+            },
+            config.num_warps,
+            config.num_stages,
+            config._replace(block_k=block_k).tiles if use_tma else (),
         )
 
     if config is None:
-        key = gemm_key(f"block_mm {block} {kind}", a, b_NK, out_dtype, use_tma, tokens_contracted)
-        config = launch.tuned(key, block_mm_configs(kind, launch.capability(device)[0]), run, device)
-    run(config)
+        name = gemm_key(f"block_mm {block} {kind}", a, b_NK, out_dtype, use_tma, tokens_contracted)
+        configs = block_mm_configs(kind, launch.capability(device)[0])
+        config = launch.tuned(name, configs, lambda each: launch_by(each).run(tensors), device)
+    if chosen:
+        launch_by(config).run(tensors)
+    else:
+        again.first(key, [launch_by(config)], tensors)
     return out_MN

@@ -31,10 +31,20 @@ LAUNCHES, BATCHES = 10, 3
 """A measured time is the median over BATCHES batches of LAUNCHES launches each."""
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels run on a GPU; else in the interpreter."""
+    return device.type == "cuda"
+
+
+def capturing() -> bool:
+    """Whether launches are recorded into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability: (9, 0) on Hopper; (0, 0) in the interpreter."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return torch.cuda.get_device_capability(device) if on_gpu(device) else (0, 0)
 
 
 def rounds_float8(device: torch.device) -> bool:
@@ -58,13 +68,13 @@ def rounding(fmt: str) -> str:
 
 def has_tma(device: torch.device) -> bool:
     """Whether the TMA can load a tile by a descriptor. The interpreter can, too."""
-    return device.type != "cuda" or capability(device) >= (9, 0)
+    return not on_gpu(device) or capability(device) >= (9, 0)
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Number of streaming multiprocessors; 3 in the interpreter, so that each takes several tiles."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -75,12 +85,12 @@ def tuned(
     """The fastest of `configs` on this device. If measuring is impossible: the result of an earlier
     measurement, or the first configuration that fits the shared memory.
     """
-    if device.type != "cuda":
+    if not on_gpu(device):
         return configs[0]
     if os.environ.get("LPTUNE_AUTOTUNE") == "0":
         return first_that_fits(key, configs, run)
     tuner = _tuner(device)
-    if torch.cuda.is_current_stream_capturing():  # the graph would capture the measurement
+    if capturing():  # the graph would capture the measurement
         return tuner.known(key, configs) or first_that_fits(key, configs, run)
     return tuner.choose(key, configs, run)
 

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lptune.kernels.triton import launch
+from lptune.kernels.triton import again, launch
+from lptune.kernels.triton.again import Launch
 from lptune.kernels.triton.formats import magnitude_bits, round_input, round_to, scale_from_amax
 from lptune.numerics import FORMATS
 
@@ -244,29 +245,26 @@ def quantize_rows(
         q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
         return q, scale
     q, scale = out or (empty_q(x_MK, False), x_MK.new_empty(m, 1, dtype=torch.float32))
-    held = k <= LONGEST_HELD_ROW
-    block_k = triton.next_power_of_2(k) if held else 4096
-    rows_kernel[(m,)](
-        x_MK,
-        _vector(multiplier_1K, x_MK),
-        q,
-        scale,
-        k,
-        x_MK.stride(0),
-        q.stride(0),
-        scale.stride(0),
-        ROUNDED_TO=launch.rounding_of_input(x_MK, rounded_to),
-        FORMAT=launch.rounding(fmt),
-        MAX=FORMATS[fmt].max,
-        POWER_OF_TWO=power_of_two,
-        MULTIPLY=multiplier_1K is not None,
-        HARDWARE_FLOAT8=launch.rounds_float8(x_MK.device),
-        SCALE_WIDTH=scale.shape[1],
-        BLOCK_K=block_k,
-        HELD=held,
-        num_warps=rows_num_warps(block_k),
-        enable_fp_fusion=False,
-    )
+    tensors = (x_MK, _vector(multiplier_1K, x_MK), q, scale)
+    numbers = (k, x_MK.stride(0), q.stride(0), scale.stride(0))
+    options = (x_MK.dtype, tensors[1].dtype, fmt, power_of_two, multiplier_1K is None, rounded_to)
+    key = ("rows", x_MK.get_device(), m, *numbers, *options, scale.shape[1])
+    if not again.again(key, tensors):
+        held = k <= LONGEST_HELD_ROW
+        block_k = triton.next_power_of_2(k) if held else 4096
+        constants = {
+            "ROUNDED_TO": launch.rounding_of_input(x_MK, rounded_to),
+            "FORMAT": launch.rounding(fmt),
+            "MAX": FORMATS[fmt].max,
+            "POWER_OF_TWO": power_of_two,
+            "MULTIPLY": multiplier_1K is not None,
+            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
+            "SCALE_WIDTH": scale.shape[1],
+            "BLOCK_K": block_k,
+            "HELD": held,
+        }
+        rows = Launch(rows_kernel, (m,), len(tensors), numbers, constants, rows_num_warps(block_k))
+        again.first(key, [rows], tensors)
     return q.view(FORMATS[fmt].dtype), scale
 
 
@@ -320,8 +318,10 @@ def _in_two_phases(
     """
     (m, k), device = x.shape, x.device
     num_row_scales = (0, 1, m)[rows]
-    amaxes = torch.zeros(num_row_scales + (k if columns else 0), dtype=torch.int32, device=device)
-    row_amax, column_amax = amaxes[:num_row_scales], amaxes[num_row_scales:]
+    # The amaxes of columns begin at an aligned address, for `again`.
+    first_column = -(-num_row_scales // 4) * 4
+    amaxes = torch.zeros(first_column + (k if columns else 0), dtype=torch.int32, device=device)
+    row_amax, column_amax = amaxes[:num_row_scales], amaxes[first_column:]
     second = columns or twice
     row_q = empty_q(x, transposed and not second) if rows else amaxes[:0].view(torch.int8)
     column_q = empty_q(x, transposed) if second else amaxes[:0].view(torch.int8)
@@ -332,59 +332,59 @@ def _in_two_phases(
         return row_q.view(dtype), row_scale.zero_(), column_q.view(dtype), column_scale.zero_()
 
     multipliers = (_vector(multiplier_1K, x), _vector(multiplier_M1, x))
-    flags = {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "MULTIPLY_ROWS": multiplier_1K is not None,
-        "MULTIPLY_COLUMNS": multiplier_M1 is not None,
-    }
+    tensors = (x, *multipliers, row_amax, column_amax, row_q, column_q, row_scale, column_scale)
+    multiplied = multiplier_1K is not None, multiplier_M1 is not None
+    options = (rows, columns, *multiplied, transposed, twice, fmt, power_of_two)
+    dtypes = (x.dtype, tensors[1].dtype, tensors[2].dtype)
+    key = ("two phases", x.get_device(), m, k, *x.stride(), *dtypes, *options)
+    if not again.again(key, tensors):
+        phases = _TwoPhases(rows, columns, *multiplied, twice, fmt, power_of_two, tensors)
+        # Measuring may run them twice: the amaxes of the same x stay the same.
+        name = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
+        name += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
 
-    def run(config: TileConfig) -> None:
-        blocks = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
-        tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
-        amax_kernel[(tiles_k, triton.cdiv(tiles_m, TILES_PER_PROGRAM))](
-            x,
-            *multipliers,
-            row_amax,
-            column_amax,
-            m,
-            k,
-            *x.stride(),
-            **flags,
-            TILES=TILES_PER_PROGRAM,
-            **blocks,
-            enable_fp_fusion=False,
-        )
-        store_kernel[(tiles_k, tiles_m)](
-            x,
-            *multipliers,
-            row_amax,
-            column_amax,
-            row_q,
-            column_q,
-            row_scale,
-            column_scale,
-            m,
-            k,
-            *x.stride(),
-            *(row_q.stride() if rows else (0, 0)),
-            *(column_q.stride() if second else (0, 0)),
-            **flags,
-            TWICE=twice,
-            FORMAT=launch.rounding(fmt),
-            MAX=FORMATS[fmt].max,
-            POWER_OF_TWO=power_of_two,
-            HARDWARE_FLOAT8=launch.rounds_float8(device),
-            **blocks,
-            enable_fp_fusion=False,
-        )
+        def run(config: TileConfig) -> None:
+            for each in phases.launches(config):
+                each.run(tensors)
 
-    # Measuring may run it twice: the amaxes of the same x stay the same. M is a number of tokens or weight
-    # rows.
-    key = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
-    key += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
-    run(launch.tuned(key, TILE_CONFIGS, run, device))
+        config = launch.tuned(name, TILE_CONFIGS, run, device)
+        again.first(key, phases.launches(config), tensors)
     return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
+
+
+class _TwoPhases(NamedTuple):
+    """The launches of the two phases; fields as the constants of the kernels. tensors: those of the second;
+    the first takes five of them.
+    """
+
+    rows: int
+    columns: bool
+    multiply_rows: bool
+    multiply_columns: bool
+    twice: bool
+    fmt: str
+    power_of_two: bool
+    tensors: tuple[Tensor, ...]
+
+    def launches(self, config: TileConfig) -> list[Launch]:
+        """The first phase and the second."""
+        x, *_, row_q, column_q, _, _ = self.tensors
+        (m, k), numbers = x.shape, (*x.shape, *x.stride())
+        tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
+        programs_m = triton.cdiv(tiles_m, TILES_PER_PROGRAM)
+        row_strides = row_q.stride() if self.rows else (0, 0)
+        column_strides = column_q.stride() if self.columns or self.twice else (0, 0)
+        flags = {"ROWS": self.rows, "COLUMNS": self.columns}
+        flags |= {"MULTIPLY_ROWS": self.multiply_rows, "MULTIPLY_COLUMNS": self.multiply_columns}
+        form = {"FORMAT": launch.rounding(self.fmt), "MAX": FORMATS[self.fmt].max, "TWICE": self.twice}
+        form |= {"POWER_OF_TWO": self.power_of_two, "HARDWARE_FLOAT8": launch.rounds_float8(x.device)}
+        block = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+        amax = flags | {"TILES": TILES_PER_PROGRAM} | block
+        numbers_of_store, store = (*numbers, *row_strides, *column_strides), flags | form | block
+        return [
+            Launch(amax_kernel, (tiles_k, programs_m), 5, numbers, amax, config.num_warps),
+            Launch(store_kernel, (tiles_k, tiles_m), 9, numbers_of_store, store, config.num_warps),
+        ]
 
 
 def empty_q(x: Tensor, transposed: bool) -> Tensor:

@@ -1,0 +1,131 @@
+"""Launches that are made again: what the host computes for a launch, computed once for each shape.
+
+A launch through Triton costs the host 20 to 50 microseconds, about as long as a short kernel runs: Triton
+derives the compiled kernel from the type, the alignment and the divisibility of each argument, and lptune
+derives the configuration from sizes. All of this depends on plain values, such as sizes, strides and dtypes.
+So an op forms a key of them, a tuple, and looks up what the first launch with this key has found:
+
+    key -> compiled kernels, grids, numbers, and what a TMA descriptor says beside the address
+
+A call adds its tensors. Triton also looks at their addresses: a kernel for addresses that are multiples of 16
+is another kernel than one for any address. Only the first is remembered (torch allocates such addresses), and
+a call with any other tensor takes the long way.
+
+Under CUDA graph capture nothing is remembered, because the configuration may not be the measured one. A
+changed LPTUNE_AUTOTUNE does not change what is remembered.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lptune.kernels.triton import launch
+
+MAX_REMEMBERED = 4096
+"""Number of keys. A run has some tens of them, or some more for each number of tokens that comes up."""
+
+_ALIGNMENT = 16
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel whose parameters are tensors, then numbers, then constants.
+
+    tiles: with the TMA, the shapes of the tiles that the first tensors are loaded in.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    num_tensors: int  # takes so many of a call's tensors, from the first
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int | None = None  # None: Triton's default
+    tiles: tuple[list[int], ...] = ()
+
+    def run(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Launches. Returns Triton's compiled kernel; None in the interpreter."""
+        mine: list[Any] = list(tensors[: self.num_tensors])
+        for index, tile in enumerate(self.tiles):
+            mine[index] = TensorDescriptor.from_tensor(mine[index], tile)
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        # enable_fp_fusion: each product is rounded by itself, as in the reference.
+        return self.kernel[self.grid](
+            *mine,
+            *self.numbers,
+            **self.constants,
+            num_warps=self.num_warps,
+            **stages,
+            enable_fp_fusion=False,
+        )
+
+
+def again(key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
+    """Repeats the launches of `key` with these tensors. False: none are remembered, or a tensor is not
+    aligned.
+    """
+    found = _remembered.get(key)
+    if found is None or not _aligned(tensors):
+        return False
+    for each in found:
+        each(tensors)
+    return True
+
+
+def first(key: Hashable, launches: Sequence[Launch], tensors: Sequence[Tensor | None]) -> None:
+    """Makes the launches, one after the other, and remembers them for `again`.
+
+    key: decides all fields of `launches`, the device, and the dtypes, shapes and strides of `tensors`.
+    """
+    compiled = [each.run(tensors) for each in launches]
+    if None in compiled or not _aligned(tensors) or launch.capturing():
+        return
+    if len(_remembered) >= MAX_REMEMBERED:
+        _remembered.clear()
+    steps = zip(launches, compiled, strict=True)
+    _remembered[key] = [_repeatable(each, kernel, tensors) for each, kernel in steps]
+
+
+def forget() -> None:
+    """Forgets all launches, for tests."""
+    _remembered.clear()
+
+
+def _repeatable(
+    made: Launch, compiled: Any, tensors: Sequence[Tensor | None]
+) -> Callable[[Sequence[Tensor | None]], None]:
+    grid = (*made.grid, 1, 1)[:3]
+    names = made.kernel.arg_names[made.num_tensors + len(made.numbers) :]
+    # All parameters in order, constants too: Triton has this call in its tutorial on the fused softmax.
+    start, rest = compiled[grid], (*made.numbers, *(made.constants[name] for name in names))
+    described = [
+        vars(TensorDescriptor.from_tensor(tensor, tile)) | {"base": None}
+        for tensor, tile in zip(tensors, made.tiles, strict=False)
+    ]
+    num_tensors, num_described = made.num_tensors, len(described)
+
+    def without_descriptors(tensors: Sequence[Tensor | None]) -> None:
+        start(*tensors[:num_tensors], *rest)
+
+    def with_descriptors(tensors: Sequence[Tensor | None]) -> None:
+        # New objects for each launch: two threads may launch at once. Their fields are known to be legal.
+        descriptors = []
+        for base, fields in zip(tensors, described, strict=False):
+            descriptor = TensorDescriptor.__new__(TensorDescriptor)
+            vars(descriptor).update(fields, base=base)
+            descriptors.append(descriptor)
+        start(*descriptors, *tensors[num_described:num_tensors], *rest)
+
+    return with_descriptors if described else without_descriptors
+
+
+def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+    addresses = 0
+    for each in tensors:
+        if each is not None:
+            addresses |= each.data_ptr()
+    return addresses % _ALIGNMENT == 0
+
+
+_remembered: dict[Hashable, list[Callable[[Sequence[Tensor | None]], None]]] = {}
