@@ -27,6 +27,7 @@ class Compiled(NamedTuple):
     registers: int
     spilled_bytes: int  # the stack of a thread; Triton's kernels use it for nothing else
     shared_bytes: int
+    cubin: bytes
 
     @property
     def waits(self) -> set[int]:
@@ -74,7 +75,9 @@ def compile_for(
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump)
     assert usage, dump
     registers, stack, local = map(int, usage.groups())
-    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
+    return Compiled(
+        compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared, compiled.asm["cubin"]
+    )
 
 
 def gemm_arguments(config: Any, dtype: str, tma: bool, **others: Any) -> dict[str, Any]:

@@ -18,10 +18,12 @@ over `out`.
   accumulator is added to a float32 one every 128 products. cuBLAS calls the alternative "fast accumulation".
 - A configuration changes the time, but no bit: INT8 is exact in any order, and float8 always steps by 128
   (the gpu tests compare them).
-- On Hopper, Triton 3.6 and 3.7 wait for the INT8 products of a step before they issue the next ones
-  (`wgmma.wait_group 0`), so the tensor core idles at the end of each step. Steps of 256 halve the number of
-  waits; with two programs on a processor, one computes while the other waits. Float8 waits with one step
-  pending, but ptxas waits for it all the same, since the two accumulators are then added.
+- On Hopper, the tensor core idles at the end of each step. Triton lets products run on while the loop goes
+  on only if the accumulator is float32; INT8 products are waited for in the step that issues them. Float8
+  ones may be pending in PTX, but then the two accumulators are added, and ptxas waits for that. Steps of 256
+  halve the number of waits. With two programs on a processor, one multiplies while the other waits.
+- Both wait before they issue the next load. So of n stages, n - 2 are loaded while the tensor core works: one
+  program on a processor needs three or more. (tests/kernels/test_triton_sass.py reads this in machine code.)
 
 Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
 On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction since 3.8.
@@ -67,24 +69,25 @@ _COMMON = (
 _WIDE, _TALL = GemmConfig(128, 256, 8, 3, 1), GemmConfig(256, 128, 8, 3, 1)
 _TWO_PROGRAMS = GemmConfig(64, 128, 4, 4, 2)
 _INT8_ON_HOPPER = (
-    GemmConfig(128, 128, 8, 2, 1, block_k=256),
+    GemmConfig(128, 128, 8, 3, 1, block_k=256),
     GemmConfig(64, 128, 4, 2, 2, block_k=256),
-    GemmConfig(128, 128, 4, 2, 2),
+    GemmConfig(128, 256, 8, 4, 1),
 )
-_WIDE_STEPS = GemmConfig(128, 256, 8, 2, 1, block_k=256)
+_TWO_LARGE_PROGRAMS = GemmConfig(128, 128, 4, 3, 2)
 
 
 def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]:
     """Configurations for autotuning on a device of compute capability `major`; the first that fits its
     shared memory is the default.
 
-    Only those that compile without spills (tests/kernels/test_triton_aot.py). Float8 on Hopper has two
-    accumulators: at 128 x 256 they do not fit into the registers; at 256 x 128 they fit without pointers. On
-    Blackwell the accumulator has its own memory, and 128 x 256 fits.
+    Only those that compile without spills (tests/kernels/test_triton_aot.py); the pointers of loads without
+    TMA take registers, too. Float8 on Hopper has two accumulators: at 128 x 256 they do not fit into the
+    registers, at 256 x 128 only with TMA. On Blackwell the accumulator has its own memory, and 128 x 256
+    fits.
     """
     if is_int8 and major == 9:
         found = (*_COMMON, _WIDE, _TWO_PROGRAMS, *_INT8_ON_HOPPER)
-        return (*found, _WIDE_STEPS) if tma else found
+        return (*found, _TWO_LARGE_PROGRAMS) if tma else found
     if is_int8 or major >= 10:
         return (*_COMMON, _WIDE)
     if major == 9:
