@@ -1,0 +1,176 @@
+"""Launches and bytes of a decoder layer, forward and backward: exactly what its kind needs, and no copy more.
+
+The formulas say what is necessary. Each operand is written once in 8 bits, where a GEMM wants it; x is
+quantized once for all layers that read it; g once for both of its GEMMs. Two terms are not necessary and are
+written down as such: a quantizer that needs the amax of a column or of a tensor reads its input twice, and
+the 8-bit weight, which forward has row by row, is copied for grad_input.
+
+T tokens; K, N: in_features and out_features of a linear layer.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lptune.linear.kinds import rowwise
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+T, SEQ_LEN = 256, 64
+LOW = ("int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
+
+
+@pytest.fixture(scope="module")
+def traffic() -> Iterator[ModuleType]:
+    before = set(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("traffic")
+    sys.path.remove(str(BENCHMARKS))
+    for name in set(sys.modules) - before:
+        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def entries_of(traffic: ModuleType) -> Callable[[str], list[Any]]:
+    config = traffic.config_of("llama3_2/tiny")
+    return lambda kind: traffic.layer_traffic(kind, config, T, SEQ_LEN)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def layers(traffic: ModuleType) -> list[tuple[int, int]]:
+    """(K, N) of the seven linear layers."""
+    config = traffic.config_of("llama3_2/tiny")
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden)]
+
+
+@pytest.fixture(scope="module")
+def inputs(layers: list[tuple[int, int]]) -> list[int]:
+    """K of the four different inputs: that of q, k and v; of o; of gate and up; of down."""
+    return [layers[index][0] for index in (0, 3, 4, 6)]
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def _gemm_bytes(kind: str, k: int, n: int) -> tuple[int, int]:
+    """Bytes of `output`, and of grad_input and grad_weight together."""
+    if kind == "none":
+        once = 2 * (T * k + n * k + T * n)
+        return once, 2 * once
+    operands_and_results = (T * k + n * k + 2 * T * n, T * n + n * k + 2 * T * k, T * n + T * k + 2 * n * k)
+    scales = {
+        # grad_input needs no scale of W, which g has taken in.
+        "rowwise": (T + n, T, n + k),
+        "tensorwise": (2, 2, 2),
+        "blockwise": (
+            T * _blocks(k) + _blocks(n) * _blocks(k),
+            T * _blocks(n) + _blocks(n) * _blocks(k),
+            _blocks(T) * (n + k),
+        ),
+    }[_family(kind)]
+    output, *backward = (a + 4 * b for a, b in zip(operands_and_results, scales, strict=True))
+    return output, sum(backward)
+
+
+def _family(kind: str) -> str:
+    return "rowwise" if kind == "int8_rowcol" else kind.removeprefix("float8_")
+
+
+def _quantize_bytes(kind: str, layers: list[tuple[int, int]], inputs: list[int]) -> tuple[int, int]:
+    """Bytes of the quantizers in forward, and in backward: read in 16 bits, written in 8."""
+    family = _family(kind)
+    if family == "rowwise":
+        forward = sum(2 * T * k + T * k + 4 * T for k in inputs)
+        # Twice: g with the scales of W that it takes in, and x by columns.
+        g = sum(2 * (2 * T * n + 4 * n) + 2 * T * n + 4 * T + 4 * n for _, n in layers)
+        x = sum(2 * 2 * T * k + T * k + 4 * k for k in inputs)
+    elif family == "tensorwise":
+        forward = x = sum(2 * 2 * T * k + T * k + 4 for k in inputs)
+        g = sum(2 * 2 * T * n + 2 * T * n + 4 for _, n in layers)
+    else:
+        forward = sum(2 * T * k + T * k + 4 * T * _blocks(k) for k in inputs)
+        g = sum(2 * T * n + 2 * T * n + 4 * T * _blocks(n) + 4 * _blocks(T) * n for _, n in layers)
+        x = sum(2 * T * k + T * k + 4 * _blocks(T) * k for k in inputs)
+    return forward, g + x
+
+
+QUANTIZE_LAUNCHES = {
+    # forward: four inputs; backward: seven gradients and four inputs. Two phases and their zeros are three.
+    "rowwise": (4, 3 * 7 + 3 * 4),
+    "tensorwise": (3 * 4, 3 * 7 + 3 * 4),
+    "blockwise": (4, 7 + 4),
+}
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_a_layer_moves_the_bytes_that_its_kind_needs(
+    kind: str,
+    traffic: ModuleType,
+    entries_of: Callable[[str], list[Any]],
+    layers: list[tuple[int, int]],
+    inputs: list[int],
+) -> None:
+    found = traffic.totals(entries_of(kind))
+    forward, backward = (sum(each) for each in zip(*(_gemm_bytes(kind, *one) for one in layers), strict=True))
+    assert found["forward", "gemm"] == (7, forward)
+    assert found["backward", "gemm"] == (14, backward)
+    in_forward, in_backward = _quantize_bytes(kind, layers, inputs)
+    launches = QUANTIZE_LAUNCHES[_family(kind)]
+    assert found["forward", "quantize"] == (launches[0], in_forward)
+    assert found["backward", "quantize"] == (launches[1], in_backward)
+    # The one copy: W in 8 bits, for grad_input.
+    assert found.get(("forward", "copy")) is None
+    assert found["backward", "copy"] == (7, sum(2 * n * k for k, n in layers))
+
+
+def test_a_layer_in_bfloat16_copies_nothing(
+    traffic: ModuleType, entries_of: Callable[[str], list[Any]], layers: list[tuple[int, int]]
+) -> None:
+    found = traffic.totals(entries_of("none"))
+    forward, backward = (
+        sum(each) for each in zip(*(_gemm_bytes("none", *one) for one in layers), strict=True)
+    )
+    assert found["forward", "gemm"] == (7, forward)
+    assert found["backward", "gemm"] == (14, backward)
+    assert not [key for key in found if key[0] != "weights" and key[1] in ("copy", "quantize")]
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_a_kind_adds_nothing_elementwise(
+    kind: str, traffic: ModuleType, entries_of: Callable[[str], list[Any]]
+) -> None:
+    ours, high = (traffic.totals(entries_of(each)) for each in (kind, "none"))
+    for phase in ("forward", "backward"):
+        for what in ("elementwise", "attention"):
+            assert ours[phase, what] == high[phase, what], (phase, what)
+
+
+@pytest.mark.parametrize("kind", ["int8_rowcol", "float8_rowwise"])
+def test_a_weight_with_row_scales_is_read_in_float32_and_written_in_8_bits(
+    kind: str,
+    traffic: ModuleType,
+    entries_of: Callable[[str], list[Any]],
+    layers: list[tuple[int, int]],
+) -> None:
+    found = traffic.totals(entries_of(kind))
+    assert found["weights", "quantize"] == (7, sum(4 * n * k + n * k + 4 * n for k, n in layers))
+    assert ("weights", "copy") not in found
+
+
+def test_a_copy_that_someone_adds_is_found(
+    traffic: ModuleType, entries_of: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = traffic.totals(entries_of("int8_rowcol"))
+    mm = rowwise.scaled_mm
+    monkeypatch.setattr(rowwise, "scaled_mm", lambda a, *rest, **more: mm(a.clone(), *rest, **more))
+    after = traffic.totals(entries_of("int8_rowcol"))
+    assert after["forward", "copy"][0] == 7
+    assert after["backward", "copy"][0] == before["backward", "copy"][0] + 14
