@@ -272,8 +272,14 @@ def quantize_by_amax(
     its shape. first_row: row of the larger matrix at which x begins. Values above the amax saturate, but inf
     and NaN become NaN in float8.
     """
-    # Plain torch on every device. A kernel for it would be the second phase of quantize_tensor.
     (m, k), form = x_MK.shape, FORMATS[fmt]
+    if choose_backend("quantize", x_MK.device.type) == "triton" and x_MK.numel():
+        kernels = triton_kernels()
+        if kernels.has_tile(block):
+            found: tuple[Tensor, Tensor] = kernels.quantize_by_amax(
+                x_MK, amax, fmt, power_of_two, block, first_row
+            )
+            return found
     scale, inverse = numerics.scale_from_amax(amax, form, power_of_two)
     if block is not None:
         first_block = first_row // block

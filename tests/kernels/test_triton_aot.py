@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lptune.kernels.triton import block_mm, blocks, gemm, quantize
+from lptune.kernels.triton import block_mm, blocks, by_amax, gemm, quantize
 from lptune.numerics import FORMATS
 from tests.helpers.ahead_of_time import SHARED_BYTES, Compiled, compile_for, gemm_arguments, triton_version
 
@@ -236,6 +236,32 @@ def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, in
         "BLOCK_K": tile.block_k,
     }
     _check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("size", [0, 128])
+def test_the_quantizer_by_known_amaxes_compiles_without_spills(arch: int, size: int) -> None:
+    arguments = {
+        "x_ptr": "*bf16",
+        "amax_ptr": "*fp32",
+        "q_ptr": "*i8",
+        "scale_ptr": "*fp32",
+        "M": "i32",
+        "K": "i32",
+        "stride_m": "i32",
+        "stride_k": "1",
+        "first_row": "i32",
+        "num_scales": "i32",
+        "blocks_in_row": "i32",
+        "SIZE": size,
+        "FORMAT": "int8" if arch == 80 else "e4m3",
+        "MAX": 127.0 if arch == 80 else 448.0,
+        "POWER_OF_TWO": False,
+        "HARDWARE_FLOAT8": arch > 80,
+        "BLOCK_M": by_amax.TILE // 128,
+        "BLOCK_K": 128,
+    }
+    _check_bits(compile_for(arch, by_amax.by_amax_kernel, arguments, num_warps=4))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

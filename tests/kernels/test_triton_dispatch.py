@@ -54,6 +54,7 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
             (ops.quantize_tensor, (x, "e5m2", False, transposed)),
             (ops.quantize_tensor_both_ways, (x, "e5m2")),
             (ops.quantize_blocks, (x, (1, 128), "e4m3", False, transposed)),
+            (ops.quantize_by_amax, (x, torch.rand(2, 3, device=DEVICE), "e4m3", transposed, 16, 4)),
             (ops.quantize_mx, (x, 0, "e4m3", transposed)),
             (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", transposed)),
             (ops.quantize_mx_rows_and_columns, (x, "e4m3", transposed)),

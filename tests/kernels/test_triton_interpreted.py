@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import cold
 
-FILES = ["test_triton_quantize.py", "test_triton_gemm.py", "test_triton_blocks.py", "test_triton_dispatch.py"]
+FILES = [f"test_triton_{name}.py" for name in ("quantize", "by_amax", "gemm", "blocks", "dispatch")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
