@@ -165,6 +165,20 @@ def test_a_weight_with_row_scales_is_read_in_float32_and_written_in_8_bits(
     assert ("weights", "copy") not in found
 
 
+@pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_blockwise"])
+def test_a_weight_whose_amaxes_are_known_is_read_once_by_its_quantizer(
+    kind: str,
+    traffic: ModuleType,
+    entries_of: Callable[[str], list[Any]],
+    layers: list[tuple[int, int]],
+) -> None:
+    found = traffic.totals(entries_of(kind))
+    scales = [1 if kind == "float8_tensorwise" else _blocks(k) * _blocks(n) for k, n in layers]
+    # From bfloat16; an amax in and a scale out for each block.
+    expected = sum(2 * n * k + n * k + 8 * count for (k, n), count in zip(layers, scales, strict=True))
+    assert found["weights", "quantize"] == (7, expected)
+
+
 def test_a_copy_that_someone_adds_is_found(
     traffic: ModuleType, entries_of: Callable[[str], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,48 @@
+"""The prediction of a step: its FLOPs, what a speed-up needs, and that the documentation has its numbers."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def predict() -> Iterator[ModuleType]:
+    before = set(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("predict")
+    sys.path.remove(str(BENCHMARKS))
+    for name in set(sys.modules) - before:
+        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
+            del sys.modules[name]
+
+
+def test_linear_layers_take_six_flops_for_each_weight_and_token(predict: ModuleType) -> None:
+    config, tokens = predict.config_of("llama3_2/3b"), 4096
+    linear = predict.parts("none", config, tokens, 4096)[0]
+    # q and o 3072 x 3072, k and v 3072 x 1024, three of the MLP 3072 x 8192; 28 layers.
+    weights = 28 * (2 * 3072 * 3072 + 2 * 3072 * 1024 + 3 * 3072 * 8192)
+    assert linear.ms[0] == pytest.approx(1e3 * 6 * weights * tokens / predict.BF16)
+
+
+def test_the_needed_rate_gives_the_speed_up(predict: ModuleType) -> None:
+    config, tokens = predict.config_of("llama3_2/1b"), 8192
+    high, low = (predict.parts(kind, config, tokens, 4096) for kind in ("none", "int8_rowcol"))
+    bf16, flops = predict.total(high)[0], 1e-3 * high[0].ms[0] * predict.BF16
+    rate = predict.needed_rate(low, bf16, 1.3, flops)
+    others = predict.total(low)[0] - low[0].ms[0]
+    assert bf16 / (others + 1e3 * flops / rate) == pytest.approx(1.3)
+    assert predict.needed_rate(low, bf16, 100.0, flops) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens"), [("llama3_2/1b", 16384), ("llama3_2/3b", 8192), ("llama3_2/3b", 16384)]
+)
+def test_the_documentation_has_the_predicted_numbers(predict: ModuleType, preset: str, tokens: int) -> None:
+    assert predict.row(preset, tokens) in (ROOT / "docs/gpu.md").read_text("utf-8").splitlines()
