@@ -10,13 +10,19 @@ T tokens; K, N: in_features and out_features of a linear layer.
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
+from lptune import linear, models
+from lptune.config import PrecisionConfig
 from lptune.linear.kinds import rowwise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -177,6 +183,42 @@ def test_a_weight_whose_amaxes_are_known_is_read_once_by_its_quantizer(
     # From bfloat16; an amax in and a scale out for each block.
     expected = sum(2 * n * k + n * k + 8 * count for (k, n), count in zip(layers, scales, strict=True))
     assert found["weights", "quantize"] == (7, expected)
+
+
+def test_the_compiler_runs_a_repeated_operation_once(traffic: ModuleType) -> None:
+    """What `totals` assumes, on an MLP: gate and up read one x. AOTAutograd's graphs, executed on the CPU."""
+    graphs: list[Counter[str]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph.forward)
+
+    config = traffic.config_of("llama3_2/tiny")
+    with traffic._hopper() as world:
+        model = models.build_on_meta(config)
+        linear.convert(model, PrecisionConfig(kind="int8_rowcol"), device=torch.device("cuda"), num_tokens=T)
+        linear.gather_in_8_bits(model, torch.bfloat16)
+        model.to_empty(device="cpu")
+        model.init_weights(0)
+        mlp = model.model.layers[0].mlp
+        linear.use_compute_weights(mlp, torch.bfloat16, world.mesh)
+        backend = aot_autograd(
+            fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+        )  # as Inductor
+        mlp.forward = torch.compile(mlp.forward, backend=backend, fullgraph=True)
+        x = torch.randn(2, SEQ_LEN, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        mlp(x).sum().backward()
+    torch._dynamo.reset()
+    assert len(graphs) == 2
+    # Both graphs together: the partitioner may move a quantizer of x into forward, to save 8 bits.
+    found = {name: n for name, n in sum(graphs, Counter()).items() if "lptune" in name or "clone" in name}
+    assert found == {
+        "lptune.quantize_rows.default": 2,  # x of gate and up, x of down
+        "lptune.quantize_columns.default": 2,
+        "lptune.quantize_rows_and_columns.default": 3,
+        "lptune.scaled_mm.default": 9,
+        "aten.clone.default": 3,  # W in 8 bits, as above
+    }
 
 
 def test_a_copy_that_someone_adds_is_found(
