@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lptune.kernels import cast
 from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.shared_input import SharedInput, alone
 from lptune.linear.weights.row_tensor import RowTensor
 
 
@@ -37,17 +38,19 @@ def low_precision_linear(
     layer: Tensor,
     spec: LinearSpec,
     quantized_x: tuple[Tensor, Tensor] | None = None,
+    shared: SharedInput | None = None,
 ) -> Tensor:
     """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
 
     x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
     gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
     quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
-    gradient. Returns (T, N) in x's dtype.
+    gradient. shared: of the layers that read this x, by which x is quantized once for all of them; None: it
+    is quantized for this layer. Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _LowPrecisionLinear.apply(  # type: ignore[no-untyped-call]
-        x_TK, w_NK, layer, spec, q, scale
+        x_TK, w_NK, layer, spec, q, scale, shared
     )
     return out_TN
 
@@ -62,25 +65,38 @@ class _LowPrecisionLinear(torch.autograd.Function):
         spec: LinearSpec,
         q: Tensor | None,
         scale: Tensor | None,
+        shared: SharedInput | None,
     ) -> Tensor:
         quantized_x = None if q is None or scale is None else (q, scale)
         weight_NK = _compute_weight(w_NK, x_TK.dtype)
-        out_TN, saved = kind_of(spec).forward(spec, x_TK, weight_NK, layer, quantized_x)
-        ctx.spec = spec
+        once = alone if shared is None else shared.forward
+        out_TN, saved = kind_of(spec).forward(spec, x_TK, weight_NK, layer, quantized_x, once)
+        ctx.spec, ctx.shared = spec, None
+        if shared is not None and ctx.needs_input_grad[1]:
+            # Not all of `shared`: it would keep what forward made.
+            ctx.shared = shared.backward
+            shared.backward.readers += 1
         # x is for grad_weight alone, which a frozen weight does not have.
         ctx.save_for_backward(w_NK, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_TN
 
     @staticmethod
-    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
         w_NK, layer, *saved = ctx.saved_tensors
         kind = kind_of(ctx.spec)
         weight_NK = _compute_weight(w_NK, g_TN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gx_TK, gw_NK = kind.backward(
-            ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
+            ctx.spec,
+            g_TN.contiguous(),
+            weight_NK,
+            tuple(saved),
+            layer,
+            needs_x,
+            needs_w,
+            ctx.shared or alone,
         )
-        return gx_TK, gw_NK, None, None, None, None
+        return gx_TK, gw_NK, None, None, None, None, None
 
 
 def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:

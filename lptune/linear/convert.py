@@ -20,6 +20,7 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
 from lptune.linear.steps.verify_step import verify_first_update
 from lptune.linear.weights.compute_weights import is_parallelized
 
@@ -104,6 +105,8 @@ def convert(
                 is_frozen=not module.weight.requires_grad,
             )
         )
+    if spec.multiplies_in_8_bits:
+        _group_readers(model)
     plan = Plan(precision.kind, tuple(layers), _frozen(model))
     if not plan.converted:
         why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
@@ -124,6 +127,16 @@ def unconvert(model: nn.Module) -> int:
     for module in converted:
         module.release()
     return len(converted)
+
+
+def _group_readers(model: nn.Module) -> None:
+    for module in model.modules():
+        for names in READ_ONE_INPUT:
+            found = [module._modules.get(name) for name in names]
+            readers = [each for each in found if isinstance(each, LowPrecisionLinear)]
+            group = InputGroup(len(readers)) if len(readers) > 1 else None
+            for each in readers:
+                each.input_group = group
 
 
 def _frozen(model: nn.Module) -> tuple[str, ...]:

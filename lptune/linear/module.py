@@ -17,6 +17,7 @@ from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.shared_input import InputGroup, SharedInput
 from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.weight_amax import weight_changed
@@ -48,6 +49,9 @@ class LowPrecisionLinear(nn.Linear):
 
     number: int
     """The layer number: the value in `handle`, for eager code and dry runs, where tensors have no values."""
+
+    input_group: InputGroup | None = None
+    """The layers that are expected to read the same x as this one; None if there are none."""
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
@@ -96,6 +100,7 @@ class LowPrecisionLinear(nn.Linear):
             torch.utils.swap_tensors(self.weight, plain)
         LIVE.leave(self.number)
         del self.spec, self.number, self.handle, self._life
+        vars(self).pop("input_group", None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -136,13 +141,16 @@ class LowPrecisionLinear(nn.Linear):
 
     def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
         """`forward_part` without adding the bias."""
-        quantized_x: tuple[Tensor, Tensor] | None = None
         if isinstance(x, QuantizedTokens):
-            x, *rest = x
-            quantized_x = (rest[0], rest[1])
-        else:
-            x = _autocast(x)
-        return self._multiply(x, local_part(self.weight), self.handle, quantized_x)
+            carrier, q, scale = x
+            return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
+        cast = _autocast(x)
+        return self._multiply(cast, local_part(self.weight), self.handle, shared=self._shared(x, cast.dtype))
+
+    def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
+        if self.input_group is None or torch.compiler.is_compiling():
+            return None  # the compiler merges calls of an op with equal arguments
+        return self.input_group.read(x, dtype, self.spec)
 
     def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
         handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle
@@ -154,9 +162,10 @@ class LowPrecisionLinear(nn.Linear):
         weight_NK: Tensor,
         handle: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None = None,
+        shared: SharedInput | None = None,
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)
+        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x, shared)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ from lptune.kernels import GEMMS, Quantized, pack_rows
 from lptune.kernels.backend import BACKENDS
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.autograd import low_precision_linear
+from lptune.linear.shared_input import alone
 from lptune.linear.weights.weight_amax import Shard, shard_amaxes
 from lptune.numerics import FORMATS
 from tests.helpers import cold
@@ -154,8 +155,8 @@ def _gemms(
     x, _, g = _operands()
     handle = torch.tensor([-1, 0, 0, 0])
     seen = x.new_zeros(()).expand_as(x) if quantized_x else x
-    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x)
-    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True)
+    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x, alone)
+    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True, alone)
     assert gx is not None
     assert gw is not None
     return [out, gx, gw]

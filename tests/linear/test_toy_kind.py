@@ -20,6 +20,7 @@ from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.kind import Agree
 from lptune.linear.noise import Operand, Operands, exact, known, rounded
+from lptune.linear.shared_input import Once
 from lptune.linear.weights.weight_amax import Shard
 from lptune.training.dry_run import dry_run
 from tests.helpers import tiny_run
@@ -55,9 +56,10 @@ class Ternary(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
+        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert quantized_x is None
-        x, w = quantize_rows(x_TK, spec.fmt), _ternary(w_NK)
+        x, w = once(lambda: quantize_rows(x_TK, spec.fmt)), _ternary(w_NK)
         if spec.output == "high":
             return x_TK @ _dequantized(w, x_TK.dtype).t(), (x_TK,)
         out_TN = scaled_mm(
@@ -74,6 +76,7 @@ class Ternary(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
+        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         gx_TK, w = None, _ternary(w_NK)
         if needs_grad_input and spec.grad_input == "high":

@@ -289,10 +289,8 @@ def _tapped() -> Iterator[Taps]:
         linear_module.low_precision_linear = low_precision_linear
 
 
-def _tapped_linear(
-    x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: linear.LinearSpec, quantized_x: None
-) -> Tensor:
-    out_TN = low_precision_linear(_tap(x_TK, layer, "x", "grad_input"), w_NK, layer, spec, quantized_x)
+def _tapped_linear(x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: linear.LinearSpec, *more: Any) -> Tensor:
+    out_TN = low_precision_linear(_tap(x_TK, layer, "x", "grad_input"), w_NK, layer, spec, *more)
     return _tap(out_TN, layer, "output", "g")  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, k_major, transposed_copy
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.noise import Operand, Operands, rounded
+from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedBlocks, dequantize_blocks
 
@@ -51,11 +52,12 @@ class Blockwise(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
+        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert quantized_x is None, "blocks of x are wanted along K and along T: no one gather brings both"
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, x_TK.dtype).t(), (x_TK,)
-        x, w = self.quantize(x_TK, 1, spec.fmt), self._weight(spec, w_NK, 1)
+        x, w = once(lambda: self.quantize(x_TK, 1, spec.fmt)), self._weight(spec, w_NK, 1)
         out_TN = block_scaled_mm(
             x.q_MK,
             w.q_MK.t(),
@@ -78,6 +80,7 @@ class Blockwise(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
+        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         # `transposed` is for operands that are contracted over their rows. If the device wants operands
         # contiguous along the contraction, their q is stored by columns.
@@ -97,7 +100,7 @@ class Blockwise(Kind):
         if needs_grad_weight and g_columns is None:
             gw_NK = g_TN.t() @ saved[0]
         elif g_columns is not None:
-            g, x = g_columns, self.quantize(saved[0], 0, spec.fmt, transposed=transposed)
+            g, x = g_columns, once(lambda: self.quantize(saved[0], 0, spec.fmt, transposed=transposed))
             gw_NK = block_scaled_mm(
                 g.q_MK.t(),
                 x.q_MK,

@@ -27,6 +27,7 @@ from lptune.kernels import GRAD_INPUT, OUTPUT, weight_only_mm
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.noise import Operands, exact
+from lptune.linear.shared_input import Once
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized, row_scales
 
 
@@ -95,6 +96,7 @@ class Int8WeightOnly(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
+        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See Kind. w_NK: an Int8Weight."""
         assert quantized_x is None, "x is multiplied in compute dtype"
@@ -109,6 +111,7 @@ class Int8WeightOnly(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
+        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. w_NK: an Int8Weight."""
         gx_TK = _mm(g_TN, w_NK, False, layer, GRAD_INPUT) if needs_grad_input else None

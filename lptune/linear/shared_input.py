@@ -1,0 +1,130 @@
+"""x in 8 bits, made once for the layers that read one x: q, k and v; gate and up.
+
+Each layer quantizes its x in forward, for `output`, and mostly again in backward, for `grad_weight`. Layers
+that read one x would all make the same 8-bit values. In a compiled block they do not: the compiler merges
+calls of an op with equal arguments. Eager layers share by an InputGroup, which `convert` gives them:
+
+    forward     The first layer of the group that gets an x quantizes it. The others use the result, and the
+                last of them drops it.
+    backward    The same, among the layers that got that x. It is independent of forward, because nothing in
+                8 bits is kept in between, and activation checkpointing may have made x again.
+
+A group is only an expectation: that its layers are called with one x, one after another. A layer that gets
+another x (a hook replaced it, another attends to the encoder) quantizes it, as one without a group does. "The
+same x" means the same tensor object with an equal version counter, which torch increments with each write.
+(Writes through `.data` are not counted; autograd does not find them either.) If a layer of the group is not
+called, 8-bit values of x go when x does, and in backward when the backward ends.
+
+Autograd's graph stays the same. Each layer has its own node, which saves x and returns its own gradient.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+
+READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
+"""Names of sibling modules that usually read one x: in Hugging Face's decoders, and in BERT's family."""
+
+
+class Once(Protocol):
+    """Returns `make()`, or what it returned for another layer that shares x. Kinds call it at most once in
+    forward and once in backward; the result must depend on x and the spec only.
+    """
+
+    def __call__(self, make: Callable[[], R]) -> R: ...
+
+
+def alone(make: Callable[[], R]) -> R:
+    """The Once of a layer that shares nothing."""
+    return make()
+
+
+class OnceForward:
+    """Keeps a result as long as it exists; InputGroup drops it with the last reader."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def __call__(self, make: Callable[[], R]) -> R:
+        made: R | None = self._made
+        if made is None:
+            made = self._made = make()
+        return made
+
+    def forget(self, *_: Any) -> None:
+        """Drops the result; the next call makes it again."""
+        self._made = None
+
+
+class OnceBackward(OnceForward):
+    """Drops the result after as many calls as there are `readers`, or when the backward pass ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = 0
+        """Nodes of the autograd graph that may call this in a backward pass."""
+        self._left = 0
+
+    def __call__(self, make: Callable[[], R]) -> R:
+        if self.readers == 1:
+            return make()
+        if self._made is None:
+            self._left = self.readers
+            # A pass for some gradients does not run all readers.
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+        made = super().__call__(make)
+        self._left -= 1
+        if self._left <= 0:
+            self.forget()
+        return made
+
+
+class SharedInput(NamedTuple):
+    """What the readers of one x share."""
+
+    forward: OnceForward
+    backward: OnceBackward
+
+
+class _Reading(NamedTuple):
+    """An x that some readers of a group are still to read."""
+
+    x: Callable[[], Tensor | None]  # a weak reference
+    key: tuple[Any, ...]
+    shared: SharedInput
+    num_left: int
+
+
+class InputGroup:
+    """Layers that are expected to read one x, one after another."""
+
+    def __init__(self, num_readers: int) -> None:
+        self._num_readers = num_readers
+        self._reading: _Reading | None = None
+
+    def read(self, x: Tensor, *settings: Any) -> SharedInput | None:
+        """What a layer shares with those that read the same `x` with equal settings. Each layer calls it
+        once in a forward. None if it is unknown whether x changes between two of them (inference mode).
+        """
+        if x.is_inference():
+            return None  # has no version counter
+        # Work on another stream does not wait for what this stream quantizes.
+        on_gpu = x.is_cuda and torch.cuda.is_initialized()
+        key = (x._version, torch.cuda.current_stream(x.device) if on_gpu else None, *settings)
+        # The state is replaced as a whole, so threads that run one model at most fail to share.
+        reading = self._reading
+        if reading is None or reading.x() is not x or reading.key != key:
+            shared = SharedInput(OnceForward(), OnceBackward())
+            reading = _Reading(weakref.ref(x, shared.forward.forget), key, shared, self._num_readers)
+        num_left = reading.num_left - 1
+        self._reading = reading._replace(num_left=num_left) if num_left else None
+        return reading.shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which have activations of their own."""
+        return vars(self) | {"_reading": None}
