@@ -103,7 +103,8 @@ class PrecisionConfig:
     micro-batch (measured by benchmarks/crossover.py; otherwise the thresholds published for H100)."""
     all_gather: str = "auto"
     """auto (low where the kind can) | low: FSDP gathers weights in 8 bits | high: in compute dtype. One rank
-    copies its weights so, and gathers nothing. int8_weight_only always gathers its stored INT8 values."""
+    copies its weights so, and gathers nothing (docs/distributed.md). int8_weight_only always gathers its
+    stored INT8 values."""
     tp_all_gather: str = "auto"
     """auto (low where GEMMs need no other form of the activations) | low: sequence parallelism gathers
     activations in 8 bits, once for q, k, v and once for gate, up | high. low needs grad_weight=folded with

@@ -387,6 +387,20 @@ def test_a_backward_for_some_of_the_readers_leaves_nothing_behind() -> None:
     assert (seen.names["quantize_columns"], seen.num_alive()) == (1, 0)
 
 
+@pytest.mark.parametrize("frozen", [(), ("q_proj",), ("k_proj", "v_proj")])
+def test_columns_go_with_the_last_reader_not_with_the_end_of_backward(frozen: tuple[str, ...]) -> None:
+    alive = list[int]()
+    model, x = _projections(), _x()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    before = x * 1
+    before.register_hook(lambda gradient: alive.append(seen.num_alive()))  # runs when all readers have
+    with _Quantizers() as seen:
+        model(before).sum().backward()
+    assert alive == [0]
+    assert seen.names["quantize_columns"] == 1
+
+
 def test_frozen_readers_take_no_part_in_backward() -> None:
     def only_v(model: Projections) -> None:
         model.q_proj.weight.requires_grad_(False)

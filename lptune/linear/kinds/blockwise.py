@@ -15,11 +15,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lptune.kernels import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, block_scaled_mm, k_major, transposed_copy
+from lptune.kernels import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    Quantized,
+    block_scaled_mm,
+    k_major,
+    transposed_copy,
+)
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.noise import Operand, Operands, rounded
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight
+from lptune.linear.weights.twice_quantized import TwiceQuantized
 from lptune.numerics import QuantizedBlocks, dequantize_blocks
 
 
@@ -134,10 +143,21 @@ class Blockwise(Kind):
 
     def _weight(self, spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
         """W in 8 bits, for a GEMM that contracts over W's `dim`."""
+        if isinstance(w_NK, TwiceQuantized) and dim == 0:
+            return QuantizedBlocks(w_NK.grad_q_NK, w_NK.grad_scale)  # stored as `transposed` wants it
         if isinstance(w_NK, GatheredWeight):
-            # For any `dim`: only a kind with square blocks gathers W in 8 bits.
+            # Of a gathered weight for any `dim`: only a kind with square blocks gathers W in 8 bits.
             return QuantizedBlocks(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
         return self.quantize_weight(w_NK, dim, spec.fmt, transposed=transposed)
+
+    def quantizes_twice(self, spec: LinearSpec) -> bool:
+        """See Kind. Square blocks serve both GEMMs."""
+        return self.weight_block is None and spec.output == "low" and spec.grad_input == "block"
+
+    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> tuple[Quantized, Quantized]:
+        along_k = self.quantize_weight(w_NK, 1, spec.fmt)
+        along_n = self.quantize_weight(w_NK, 0, spec.fmt, transposed=k_major(w_NK.device))
+        return Quantized(*along_k), Quantized(*along_n)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.formats(gemm)} block{self.size}"

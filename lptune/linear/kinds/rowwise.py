@@ -52,6 +52,7 @@ from lptune.linear.kind import Agree, Kind, LinearSpec
 from lptune.linear.noise import Operand, Operands, cast_error, known, rounded
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight
+from lptune.linear.weights.twice_quantized import TwiceQuantized
 from lptune.linear.weights.weight_amax import Shard
 from lptune.numerics import (
     FORMATS,
@@ -180,6 +181,15 @@ class Rowwise(Kind):
         )
         return Packed(buffer, None)
 
+    def quantizes_twice(self, spec: LinearSpec) -> bool:
+        return spec.output == "low" and spec.grad_input == "column"
+
+    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> tuple[Quantized, Quantized]:
+        rows, columns = quantize_rows_and_columns(
+            w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(w_NK.device)
+        )
+        return Quantized(*rows), Quantized(*columns)
+
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
         return Quantized(*quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two))
 
@@ -236,10 +246,13 @@ def _grad_input(
         q_NK, scale_1K = w_rows.q_MK, None  # g contains W's scales
     else:
         # Quantizes the original weight (`column`) or the dequantized rows (`requantized`) by columns.
-        from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
-        q_NK, scale_1K = quantize_columns(
-            from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
-        )
+        if isinstance(w_NK, TwiceQuantized):
+            q_NK, scale_1K = w_NK.grad_q_NK, w_NK.grad_scale
+        else:
+            from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
+            q_NK, scale_1K = quantize_columns(
+                from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
+            )
     return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
 
 

@@ -5,8 +5,10 @@ gradient into another buffer and that one into a third: 24 bytes read and writte
 the cast and one copy of the gradient take 12. Here a parameter has two tensors:
 
     master          the parameter: float32, ordinary. The optimizer, checkpoints and your own code see it.
-    compute weight  its copy in the compute dtype, or in 8 bits where the plan says `low`. It is in the place
-                    of the master in its module from the beginning of forward to the end of backward.
+    compute weight  its copy in the compute dtype; in 8 bits where the plan says `low`; twice in 8 bits where
+                    no single set of 8-bit values serves forward and backward (twice_quantized.py). It is in
+                    the place of the master in its module from the beginning of forward to the end of
+                    backward.
 
     before forward  Masters are copied: once in a step, however many micro-batches it has. Compute weights
                     take the places of the masters.
@@ -19,7 +21,7 @@ of their optimizer, and when torch's version counters tell of a write, such as b
 counters alone would not do: fused optimizers and writes to `.data` are not counted. So a trained master is
 also copied again after each forward without gradients: before the next forward, a loop may exchange weights
 for their averages. Copies and gradients are those of FSDP2, bit for bit. The copies stay allocated: 2 bytes
-for each parameter, 1 in 8 bits.
+for each parameter, 1 in 8 bits, 2 and the scales if twice in 8 bits.
 
 A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
 """
@@ -36,8 +38,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.weights.master_weight import MasterWeight
 from lptune.linear.weights.row_tensor import RowTensor
+from lptune.linear.weights.twice_quantized import TwiceQuantized
 
 _ATTRIBUTE = "_compute_weights"
 _UNKNOWN = -1
@@ -53,6 +57,8 @@ class _Copied:
     """The modules that have it, and under which names: several for a tied weight."""
     version: int
     """The master's when it was copied last, or _UNKNOWN."""
+    twice: LinearSpec | None
+    """Of the layer, if the weight is a TwiceQuantized."""
 
 
 class ComputeWeights:
@@ -96,14 +102,13 @@ class ComputeWeights:
     @torch.no_grad()
     def _copy_again(self) -> None:
         stale = [each for each in self._copied if each.version != _version(each.master)]
-        plain = [each for each in stale if not isinstance(each.master, MasterWeight)]
+        plain = [each for each in stale if not isinstance(each.weight, RowTensor)]
         if plain:
             torch._foreach_copy_([each.weight for each in plain], [each.master for each in plain])
         for each in stale:
-            if isinstance(each.master, MasterWeight):
+            if isinstance(each.weight, RowTensor):
                 # The parameter stays, because it has the hook. It gets new parts, which the quantizer made.
-                assert isinstance(each.weight, RowTensor)
-                new = self._copy(each.master)
+                new = self._copy(each.master, each.twice)
                 assert isinstance(new, RowTensor)
                 for name, part in zip(new.PARTS, new.parts(), strict=True):
                     setattr(each.weight, name, part)
@@ -138,7 +143,9 @@ class ComputeWeights:
                     continue
                 if id(master) not in found:
                     old = known.get(id(master))
-                    found[id(master)] = old if old and _fits(old) else self._new(master)
+                    twice = _quantized_twice(module, name, master)
+                    fits = old is not None and _fits(old) and old.twice == twice
+                    found[id(master)] = old if old and fits else self._new(master, twice)
                     found[id(master)].places = []
                 found[id(master)].places.append((module, name))
         self._copied = list(found.values())
@@ -148,12 +155,12 @@ class ComputeWeights:
             return isinstance(master, MasterWeight)
         return master.is_floating_point() and master.dtype != self._dtype
 
-    def _new(self, master: nn.Parameter) -> _Copied:
-        weight = nn.Parameter(self._copy(master), requires_grad=master.requires_grad)
+    def _new(self, master: nn.Parameter, twice: LinearSpec | None) -> _Copied:
+        weight = nn.Parameter(self._copy(master, twice), requires_grad=master.requires_grad)
         if master.requires_grad:
             # A weak reference: Python's garbage collector does not look into the hooks of a tensor.
             weight.register_post_accumulate_grad_hook(_adds_to(master, weakref.ref(self)))
-        return _Copied(master, weight, [], _version(master))
+        return _Copied(master, weight, [], _version(master), twice)
 
     def note_backward(self) -> None:
         """Called in each backward: an update may follow, so the next forward copies masters again.
@@ -163,10 +170,11 @@ class ComputeWeights:
         self._updates_follow |= not self.keep
 
     @torch.no_grad()
-    def _copy(self, master: Tensor) -> Tensor:
+    def _copy(self, master: Tensor, twice: LinearSpec | None) -> Tensor:
         if isinstance(master, MasterWeight):
             return master.whole(master.quantized_rows(self._mesh), self._dtype)
-        return master.detach().to(self._dtype)
+        copied = master.detach().to(self._dtype)
+        return copied if twice is None else TwiceQuantized.of(copied, twice)
 
     def before_forward(self, *_: Any) -> None:
         """A forward hook of the model."""
@@ -299,6 +307,14 @@ def _version(master: Tensor) -> int:
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if isinstance(tensor, RowTensor):
         yield from tensor.parts()
+
+
+def _quantized_twice(module: nn.Module, name: str, master: Tensor) -> LinearSpec | None:
+    """The spec of `module`, if its weight is to be a TwiceQuantized."""
+    spec = getattr(module, "spec", None)
+    if name != "weight" or not isinstance(spec, LinearSpec) or isinstance(master, MasterWeight):
+        return None
+    return spec if kind_of(spec).quantizes_twice(spec) else None
 
 
 def _fits(old: _Copied) -> bool:

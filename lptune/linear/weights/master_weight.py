@@ -19,7 +19,7 @@ Rows are quantized again for every gather, from the current weight.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class GatheredWeight(RowTensor):
     which its dequantized values have. An operation that writes is refused.
     """
 
-    PARTS = ("q_NK", "scale")
+    PARTS: ClassVar[tuple[str, ...]] = ("q_NK", "scale")
     CONTEXT = ("block",)
 
     q_NK: Tensor

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, linear, models
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.linear import ComputeWeights, GatheredWeight, Int8Weight, MasterWeight
-from lptune.training import Update, build_optimizer
+from lptune.linear.weights.twice_quantized import TwiceQuantized
+from lptune.training import Update, build_optimizer, memory
 
 NUM_STEPS, NUM_MICRO_BATCHES, BATCH, SEQ_LEN = 3, 2, 2, 32
 
@@ -36,7 +38,9 @@ def _model(
     world: distributed.World, execution: distributed.Execution, kind: str = "none", preset: str = "llama3_1"
 ) -> tuple[models.Decoder, linear.Plan]:
     model = models.build_on_meta(models.config_from_dict(models.PRESETS[preset]["tiny"], "test"))
-    precision = PrecisionConfig(kind=kind, emulate=kind.startswith(("float8", "mx")))
+    kind, _, grad_input = kind.partition("/")
+    emulate = kind.startswith(("float8", "mx"))
+    precision = PrecisionConfig(kind=kind, emulate=emulate, grad_input=grad_input or "low")
     plan = linear.convert(model, precision, device=world.device)
     distributed.parallelize(model, world, execution)
     distributed.materialize(model, world, execution)
@@ -83,6 +87,9 @@ def _train(
 CASES = [(kind, "bfloat16") for kind in ("none", *linear.KINDS)]
 # In float32 only 8-bit copies remain: one kind with row scales, and one whose ranks agree on a scale.
 CASES += [(kind, "float32") for kind in ("none", "int8_rowcol", "float8_tensorwise")]
+# Two 8-bit copies of a weight, which a float32 copy is not replaced by.
+CASES += [(f"{kind}/column", "bfloat16") for kind in ("int8_rowcol", "float8_rowwise")]
+CASES += [("mxfp8", "float32")]
 
 
 @pytest.mark.parametrize(("kind", "compute_dtype"), CASES)
@@ -98,7 +105,7 @@ def test_bits_are_those_of_fsdp(world: distributed.World, kind: str, compute_dty
         assert torch.equal(weight, fsdp[1][name]), name
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_weight_only"])
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_rowcol/column", "mxfp8", "int8_weight_only"])
 def test_compiled_blocks_have_the_same_bits(world: distributed.World, kind: str) -> None:
     torch._dynamo.reset()  # there is a limit of graphs in a process
     assert (
@@ -118,16 +125,34 @@ class _Copies(TorchDispatchMode):
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # it calls operators on its parts, which come here
         name = func._schema.name
-        if name in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_", "lptune::quantize_rows"):
+        if name.startswith("lptune::quantize") or name in (
+            "aten::_to_copy",
+            "aten::copy_",
+            "aten::_foreach_copy_",
+        ):
             first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             if any(tuple(each.shape) == self.shape for each in (first, *args[0])):
                 self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
-def test_a_weight_is_quantized_once_in_a_step(world: distributed.World) -> None:
-    execution = _execution(None)
-    model, plan = _model(world, execution, "int8_rowcol")
+@pytest.mark.parametrize(
+    ("kind", "quantizers"),
+    [
+        ("int8_rowcol", {"quantize_rows": 1}),
+        ("int8_tensorwise", {"quantize_by_amax": 1}),
+        ("float8_blockwise", {"quantize_by_amax": 1}),
+        ("mxfp8", {"quantize_mx": 2}),
+        ("int8_rowcol/column", {"quantize_rows_and_columns": 1}),
+        ("int8_weight_only", {}),
+    ],
+)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_weight_is_quantized_once_in_a_step_for_each_use(
+    world: distributed.World, kind: str, quantizers: dict[str, int], checkpointing: str
+) -> None:
+    execution = _execution(None, activation_checkpointing=checkpointing)
+    model, plan = _model(world, execution, kind)
     optimizer = build_optimizer(model, OptimizerConfig())
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
     shape = tuple(model.model.layers[0].mlp.gate_proj.weight.shape)
@@ -138,7 +163,8 @@ def test_a_weight_is_quantized_once_in_a_step(world: distributed.World) -> None:
             for number in distributed.accumulate(model, batches, world, execution, _Open(low)):
                 tokens_BS = _tokens(model, number)
                 model(tokens_BS, None, tokens_BS).backward()
-        assert copies.names.count("lptune::quantize_rows") == num_weights
+        counts = Counter(name for name in copies.names if name.startswith("lptune::"))
+        assert counts == {f"lptune::{name}": times * num_weights for name, times in quantizers.items()}
         optimizer.step()
         optimizer.zero_grad()
 
@@ -189,7 +215,40 @@ def test_the_masters_are_back_after_each_pass(world: distributed.World) -> None:
     assert holds_masters()
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise"])
+@pytest.mark.parametrize("kind", ["mxfp8", "int8_rowcol/column"])
+def test_two_8_bit_copies_take_the_place_of_one_in_bf16(world: distributed.World, kind: str) -> None:
+    model, _ = _model(world, _execution(None), kind)
+    weights = ComputeWeights.of(model)
+    assert weights is not None
+    weights.put_in_place()
+    twice = [each for each in weights.tensors() if isinstance(each, TwiceQuantized)]
+    layers = [each for each in model.modules() if isinstance(each, linear.LowPrecisionLinear)]
+    assert len(twice) == len(layers)
+    layer = layers[0]
+    n, k = layer.weight.shape
+    scales = 4 * (n + k) if kind.endswith("column") else n * k // 16
+    assert memory.storage_bytes([layer.weight]) == 2 * n * k + scales
+    # It shows the values of `output`, and cannot be written.
+    rows_NK = layer.weight.dequantize()  # type: ignore[operator]
+    with torch.no_grad():
+        assert torch.equal(layer.weight + 0, rows_NK)
+        with pytest.raises(RuntimeError, match="would change a gathered weight"):
+            layer.weight.mul_(2)
+    weights.take_out()
+    error = (rows_NK.float() - layer.weight.detach()).abs().max()
+    assert 0 < error <= layer.weight.detach().abs().max() * 2**-4  # half a step of e4m3, the coarser one
+
+
+def test_a_high_output_keeps_the_weight_in_the_compute_dtype(world: distributed.World) -> None:
+    for keys in ({"kind": "mxfp8"}, {"kind": "int8_rowcol", "grad_input": "column"}):
+        spec = linear.LinearSpec.from_config(PrecisionConfig(**keys))
+        kind = linear.kind_of(spec)
+        assert kind.quantizes_twice(spec)
+        for high in ("output", "grad_input"):
+            assert not kind.quantizes_twice(spec._replace(**{high: "high"}))
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise", "mxfp8", "int8_rowcol/column"])
 def test_a_write_to_a_master_is_seen(world: distributed.World, kind: str) -> None:
     model, _ = _model(world, _execution(None), kind)
     tokens_BS = _tokens(model, 0)
