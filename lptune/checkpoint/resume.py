@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -59,7 +60,9 @@ def find_checkpoint(folder: Path, resume: str, world: World, warn: Callable[[str
         if resume != "auto":
             return _given(Path(resume).expanduser(), folder, group)
         try:
-            found = newest_verified(folder, warn, group)
+            exists = bool(list_checkpoints(folder))
+            with world.phase("verifying the newest checkpoint") if exists else nullcontext():
+                found = newest_verified(folder, warn, group)
         except UserError as error:
             raise UserError(f"{error}; start anew in another output_dir") from None
     others = _of_other_precisions(folder.parent) if found is None and world.is_main else {}

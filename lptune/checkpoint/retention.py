@@ -26,7 +26,7 @@ from lptune.config import (
     open_regular,
     raw_lines,
 )
-from lptune.distributed import print_line
+from lptune.progress import print_line
 
 MAX_LINE_BYTES = MEBI
 """Of a line of metrics.jsonl; a run writes less than a thousandth."""

@@ -184,19 +184,24 @@ class Run:
         """
         if self._continues is None:
             if not self._has_base:
-                load_hf(model, base.index, self._world)
+                self._load_weights(base, model)
         else:
             reshard(model)  # the base's weights may have been used (load_base)
-            load_state(self._continues, model, optimizer, low.state())
-            low.loaded()
+            with self._world.phase(f"loading {self._continues.folder.name}"):
+                load_state(self._continues, model, optimizer, low.state())
+                low.loaded()
         return self.step
 
     def load_base(self, base: Base, model: nn.Module) -> None:
         """Fills `model` from `base`, also in a run that continues a checkpoint: to compute with the weights
         before training. `load` comes after it; until then nothing may change the weights. A collective.
         """
-        load_hf(model, base.index, self._world)
+        self._load_weights(base, model)
         self._has_base = True
+
+    def _load_weights(self, base: Base, model: nn.Module) -> None:
+        with self._world.phase("loading weights"):
+            load_hf(model, base.index, self._world)
 
     def reference(self, held_out: str, **others: str) -> ReferenceFile:
         """The file for what a loss needs of the model before training (reference.py).
@@ -262,9 +267,10 @@ class Run:
             return
         checkpoint = self._to_export()
         if checkpoint != self._newest:  # the newest was verified, or has just been written
-            with side_group(self._world) as group:
+            with self._world.phase(f"verifying {checkpoint.name}"), side_group(self._world) as group:
                 verify(checkpoint, group)
-        export_hf(checkpoint, base.index, self.folder.export, self._cfg.export, self._world)
+        with self._world.phase("exporting and reading back"):
+            export_hf(checkpoint, base.index, self.folder.export, self._cfg.export, self._world)
         with self.folder.together():
             if self._world.is_main:
                 self.folder.write_exported(step_of(checkpoint), self._cfg.export)

@@ -158,7 +158,8 @@ class CheckpointWriter:
         job = _Job(step, content, self._contents(tensors, RunState(content, step).num_updates))
         final = self._folder / step_folder_name(step)
         if wait or not self._cfg.async_save:
-            self._write(job, _on_host)
+            with self._world.phase(f"saving {final.name}"):
+                self._write(job, _on_host)
             return final
         on_cuda = self._world.device.type == "cuda"
         # They change within a step, not only at its end. The stream that will change them copies them first.
@@ -232,7 +233,8 @@ class CheckpointWriter:
                 self._copied.set()
             if self._copied_on_device is not None:
                 self._copied_on_device.synchronize()
-            self._write(job, lambda part: self._copies[part.name])
+            with self._world.phase(f"saved {step_folder_name(job.step)}", in_background=True):
+                self._write(job, lambda part: self._copies[part.name])
         except BaseException as error:
             self._failure = error
 
@@ -372,8 +374,7 @@ def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
     """
     total = sum(part.num_bytes for part in parts)
     limit = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
-    files: list[list[_Part]] = []
-    room = 0
+    files, room = list[list[_Part]](), 0
     for part in parts:
         if room <= 0:
             files.append([])

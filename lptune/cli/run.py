@@ -8,10 +8,11 @@ works, too.
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lptune.cli import catalog, preflight, recipe
+from lptune.cli import banner, catalog, preflight, recipe
 from lptune.config import RunConfig, UserError, check_given_files_stay, closest
 from lptune.launch import flags, launcher, rank
 
@@ -47,12 +48,13 @@ def run(
         _check_count(name, value)
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
+    names = recipe_path, positional[0], config_name
     if rank.is_rank():
         if torchrun_flags or any(counts.values()):
             raise UserError(
                 "run: this process is a rank already (RANK is set); leave torchrun's flags to its launcher"
             )
-        rank.as_rank(lambda: recipe.load_main(recipe_path)(recipe.load(recipe_path, config_path, overrides)))
+        rank.as_rank(lambda: _run_here(recipe.load(recipe_path, config_path, overrides), *names))
         return
     cfg = recipe.load(recipe_path, config_path, overrides)
     if isinstance(cfg, RunConfig):
@@ -60,6 +62,9 @@ def run(
     if isinstance(cfg, RunConfig) and recipe_path in catalog.recipes().values():
         preflight.check(cfg, *_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
+        # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
+        if not torchrun_flags and _ranks(nnodes, nproc_per_node)[0] == 1:
+            banner.show_in_launcher(cfg, *names[1:])
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
         launcher.torchrun(
             torchrun_flags,
@@ -67,7 +72,15 @@ def run(
             getattr(cfg, "output_dir", None),
         )
     flags.stay_on_loopback()
-    recipe.load_main(recipe_path)(cfg)
+    _run_here(cfg, *names)
+
+
+def _run_here(cfg: Any, path: Path, recipe_name: str, config_name: str) -> None:
+    """Runs the recipe at `path` in this process, after the lines that need no torch."""
+    banner.show(cfg, recipe_name, config_name)
+    with banner.phase(cfg, "loading torch"):
+        main = recipe.load_main(path)
+    main(cfg)
 
 
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:

@@ -55,7 +55,8 @@ class LiveTeacher:
         self.model = self._base.build_on_meta()
         plan = training.build_teacher(self.model, self._cfg, self._world)
         distributed.materialize(self.model, self._world, self._cfg)
-        checkpoint.load_hf(self.model, self._base.index, self._world)
+        with self._world.phase("loading the teacher's weights"):
+            checkpoint.load_hf(self.model, self._base.index, self._world)
         verify = self._cfg.precision.verify
         self._low = linear.LowPrecision(self.model, plan, world=self._world, verify=verify)
 

@@ -2,6 +2,7 @@
 
 session.py                  the process group of a run, its device and its mesh
 side_group.py               a second process group, for work that waits for disks
+compilation.py              torch.compile: its time and its caches
 parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2 (not on one rank)
 tensor_parallel.py          how a Decoder is cut over the axis `tensor`
 styles.py                   how one module is cut
@@ -19,20 +20,19 @@ from lptune.distributed.collective_counts import (
     describe_collective,
     record_collectives,
 )
+from lptune.distributed.compilation import Compiled, CompileWatch, check_compiler, compile_forward
 from lptune.distributed.parallelize import (
     Execution,
     Settings,
     accumulate,
-    check_compiler,
     checkpoint_activations,
-    compile_forward,
     materialize,
     parallelize,
     reshard,
     sync_gradients,
     uses_fsdp,
 )
-from lptune.distributed.session import World, print_line, session
+from lptune.distributed.session import World, session
 from lptune.distributed.shards import (
     Piece,
     first_column,
@@ -63,6 +63,8 @@ __all__ = [
     "Collective",
     "Collectives",
     "ColumnParallel",
+    "CompileWatch",
+    "Compiled",
     "Execution",
     "FeatureParallelNorm",
     "GatheredInput",
@@ -95,7 +97,6 @@ __all__ = [
     "mesh_axes",
     "parallelize",
     "planned_gathers",
-    "print_line",
     "record_collectives",
     "reshard",
     "session",

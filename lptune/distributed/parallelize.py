@@ -16,9 +16,6 @@ the compute dtype or in 8 bits and reduces gradients in float32; compute weights
 import functools
 import hashlib
 import logging
-import os
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,14 +34,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lptune.config import ParallelConfig, UserError
+from lptune.distributed.compilation import compile_chunk_loss, compile_forward
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_compute_weights
 from lptune.models import Decoder, activate_attention
 
 BatchT = TypeVar("BatchT")
-
-_MAX_CHUNK_GRAPHS = 64
 
 
 class Settings(Protocol):
@@ -116,6 +112,8 @@ def parallelize(
     checkpoint_activations(each, mode, keeps_random_state=not isinstance(model, Decoder))
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
     by_block = cfg.compile == "block"
+    if cfg.compile != "none":
+        world.compile_watch.start(world.is_main)
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
     if by_block and isinstance(model, Decoder):
         compile_chunk_loss(model.chunk_loss)
@@ -231,34 +229,6 @@ def checkpoint_activations(
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
-def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool) -> None:
-    """Compiles the forward of each of `modules`, in place, unless mode (the config's `compile`) is `none`.
-
-    fullgraph: raise if the graph of a module breaks. Raises UserError if there is no compiler.
-    """
-    if mode == "none":
-        return
-    check_compiler(mode)
-    for module in modules:
-        # Static shapes: all rows have one length, and a dynamic graph would be slower.
-        module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
-
-
-def compile_chunk_loss(module: nn.Module) -> None:
-    """Compiles the head and the objective of a chunk, in place.
-
-    There is a graph for each objective and number of tokens (the last chunk has fewer), for training and for
-    evaluation: more than torch's limit of 8 graphs for a function, at which it would raise.
-    """
-    forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
-
-    def with_room_for_graphs(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_MAX_CHUNK_GRAPHS):
-            return forward(*args)
-
-    module.forward = with_room_for_graphs
-
-
 @functools.cache
 def _checkpointed(cls: Any, mode: str, keeps_random_state: bool) -> type[nn.Module]:
     """A subclass of `cls` with a checkpointed forward. A wrapper module would change parameter names."""
@@ -284,12 +254,9 @@ def _attention_contexts() -> Any:
 
 # AOTAutograd keeps what it has compiled on disk, and does not see in a graph which outputs a context function
 # keeps. It takes a graph from there only if the function names itself. A change of this file is another name.
-# Not by default: low-precision layers are autograd functions, for which torch bypasses the cache in any case
-# unless this variable allows them, and a lookup warns of each tensor subclass among the weights.
-if os.environ.get("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD") == "1":
-    _digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    for _contexts in (_selective_contexts, _attention_contexts):
-        vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_digest}"
+_digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+for _contexts in (_selective_contexts, _attention_contexts):
+    vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_digest}"
 
 
 @functools.cache
@@ -335,16 +302,3 @@ def _varlen_ops() -> list[Any]:
 
 def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def check_compiler(mode: str) -> None:
-    """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and there is none."""
-    if mode == "none":
-        return
-    # The same choice as torch._inductor.config.cpp.cxx.
-    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if not shutil.which(name):
-        raise UserError(
-            f"compile: needs a C++ compiler, and {name} is not on the PATH; install it, set CXX to "
-            "another, or set compile=none"
-        )

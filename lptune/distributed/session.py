@@ -12,17 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from tqdm import tqdm
 
-from lptune import launch
+from lptune import launch, progress
 from lptune.config import (
     ParallelConfig,
     UserError,
@@ -31,6 +30,7 @@ from lptune.config import (
     printable,
     too_many_ranks_error,
 )
+from lptune.distributed.compilation import CompileWatch
 from lptune.hardware.host_memory import keep_freed_memory
 from lptune.hardware.trials import check_trials
 from lptune.launch import preemption
@@ -56,6 +56,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """Named axes, outermost first: `replicate` and `tensor` if larger than 1, and always `fsdp`."""
+    compile_watch: CompileWatch = field(default_factory=CompileWatch, compare=False)
+    """Measures the time of torch.compile, from the first `parallelize` with compilation on."""
 
     @property
     def is_main(self) -> bool:
@@ -170,14 +172,11 @@ class World:
     def print(self, text: str) -> None:
         """Prints on the main rank only, with escapes for control characters."""
         if self.is_main:
-            print_line(text)
+            progress.print_line(text)
 
-
-def print_line(text: str) -> None:
-    """Prints `text` with escapes for control characters, above the progress bar if there is one."""
-    # Only a terminal has a bar (training/metrics.py); otherwise tqdm would make a multiprocessing lock.
-    with tqdm.external_write_mode() if sys.stderr.isatty() else nullcontext():
-        print(printable(text), flush=True)
+    def phase(self, what: str, *, in_background: bool = False) -> AbstractContextManager[None]:
+        """`progress.phase` on the main rank."""
+        return progress.phase(what, in_background=in_background) if self.is_main else nullcontext()
 
 
 @contextmanager
@@ -225,7 +224,7 @@ def session(
         world = World(rank=rank, size=size, device=here, mesh=mesh)
         if seed is not None:
             world.seed(seed)
-        with deterministic_algorithms() if deterministic else nullcontext():
+        with deterministic_algorithms() if deterministic else nullcontext(), closing(world.compile_watch):
             yield world
     except GeneratorExit:  # the session was never closed and is garbage-collected
         raise

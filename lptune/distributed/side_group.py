@@ -97,13 +97,14 @@ def side_group(world: World | None) -> Iterator[SideGroup]:
 
 
 @contextmanager
-def machine_first(world: World) -> Iterator[None]:
+def machine_first(world: World, what: str = "reading and tokenizing data") -> Iterator[None]:
     """Runs the block on the first rank of every machine, then on the other ranks, which can use its result.
 
-    A collective. A UserError of a first rank is raised on all ranks, and the others skip the block.
+    A collective. A UserError of a first rank is raised on all ranks, and the others skip the block. what: is
+    shown as a phase of the run.
     """
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    with side_group(world) as group:
+    with world.phase(what), side_group(world) as group:
         with group.together((UserError,), str):
             if is_first:
                 yield

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lptune.config import HeldFolder, LoggingConfig, UserError, how_to_install, named, open_regular
-from lptune.distributed import print_line
+from lptune.progress import print_line, terminal_columns
 
 
 def check_logging(cfg: LoggingConfig) -> None:
@@ -50,11 +49,9 @@ class MetricsWriter:
         self._trackers = _trackers(path.parent, cfg) if enabled else []
         self._num_steps = num_steps
         interactive = enabled and sys.stderr.isatty()
-        # A terminal that does not report its width reports 0, and tqdm then draws nothing.
-        columns = min(shutil.get_terminal_size().columns, 120)
         self._bar: tqdm[Any] | None = None
         if interactive:
-            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", ncols=columns)
+            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", ncols=terminal_columns())
 
     def __enter__(self) -> "MetricsWriter":
         return self

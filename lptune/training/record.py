@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,22 @@ class StepMeter:
 
     def __init__(self, cfg: RunConfig, plan: Plan, model_config: DecoderConfig, world: World) -> None:
         self._tokens_per_step = cfg.tokens_per_step
-        self._world, self._step_time_s = world, 0.0
+        self._world, self._step_time_s, self._compile_time_s = world, 0.0, 0.0
         compute_dtype = getattr(torch, cfg.compute_dtype)
         self._utilization = UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times the block: a step from its batches to the end of its update, for which the host waits."""
-        started = time.perf_counter()
+        """Times the block: a step from its batches to the end of its update, for which the host waits. The
+        time of torch.compile is counted apart.
+        """
+        watch = self._world.compile_watch
+        started_s, compiled_s = time.perf_counter(), watch.duration_s
         yield
-        self._step_time_s = time.perf_counter() - started
+        self._compile_time_s = watch.duration_s - compiled_s
+        self._step_time_s = time.perf_counter() - started_s - self._compile_time_s
+        if (compiled := watch.news()) is not None:
+            self._world.print(str(compiled))
 
     def record(
         self,
@@ -48,7 +55,8 @@ class StepMeter:
 
         step: number of finished steps. num_targets: targets of all ranks. lengths: number of tokens of each
         document in the rows of the step, over all ranks. `num_tokens` is the number of tokens since the run
-        began, with padding.
+        began, with padding. `step_time_s`, and what is computed from it, leaves out `compile_time_s`, which
+        is not 0 in the first step of a launch. `time` is now.
         """
         fraction = low.verified.low_precision_flops_fraction
         used = self._utilization(self._step_time_s, lengths, fraction)
@@ -62,10 +70,12 @@ class StepMeter:
             "num_skipped": update.num_skipped,
             "tokens_per_s": self._tokens_per_step / self._step_time_s,
             "step_time_s": self._step_time_s,
+            "compile_time_s": self._compile_time_s,
             "peak_memory_gib": peak_memory_gib(self._world.device),
             "low_precision_flops_fraction": fraction,
             "mfu": used.mfu,
             "bf16_mfu": used.bf16_mfu,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }
 
 

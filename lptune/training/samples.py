@@ -26,14 +26,15 @@ def show_samples(
     # A turn may end with a special token (<|im_end|>): such a token at the end of a reference stops, too.
     ends = {answer[-1] for _, answer in samples if not tokenizer.decode(answer[-1:])}
     stop_ids = sorted(ends | {token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None})
-    answers = greedy(
-        model,
-        [prompt for prompt, _ in samples],
-        max_new_tokens=min(_MOST_TOKENS, max(len(answer) for _, answer in samples)),
-        stop_ids=stop_ids,
-        pad_id=stop_ids[0],
-        multiple_of=world.tensor_size,
-    )
+    with world.phase(f"answering {len(samples)} held-out prompts"):
+        answers = greedy(
+            model,
+            [prompt for prompt, _ in samples],
+            max_new_tokens=min(_MOST_TOKENS, max(len(answer) for _, answer in samples)),
+            stop_ids=stop_ids,
+            pad_id=stop_ids[0],
+            multiple_of=world.tensor_size,
+        )
     texts = [
         (tokenizer.decode(prompt).strip(), tokenizer.decode(given).strip(), tokenizer.decode(wanted).strip())
         for (prompt, wanted), given in zip(samples, answers, strict=True)

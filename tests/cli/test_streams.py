@@ -109,7 +109,7 @@ def test_a_print_that_fails_ends_no_run(where: str, note: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (143, f"{note}fd True 0\n")
     assert (tmp_path / "saved").exists()
     if where == "ascii":
-        assert done.stdout.startswith("step \\u2026 0\n")
+        assert "\nstep \\u2026 0\n" in done.stdout
 
 
 def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_int8_run_leaves_metrics_plan_config_checkpoint_and_export(run_recipe: R
     run = tmp_path / "run"
     assert "verified:" in done.stdout
     assert "int8 folded" in done.stdout
-    assert done.stdout.startswith("precision int8_rowcol: "), "the first line names the precision"
+    assert "\nprecision int8_rowcol: 14 of 15" in done.stdout
     assert f"export: {run / 'export'}" in done.stdout
     assert "samples before training: 0 of 2" in done.stdout
 
@@ -222,7 +222,7 @@ def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninter
 def test_a_finished_run_says_so_and_a_longer_one_continues_it(run_recipe: Run, tmp_path: Path) -> None:
     run_recipe("schedule.kind=constant", "num_steps=4")
     again = run_recipe("schedule.kind=constant", "num_steps=4").stdout
-    assert re.match(r"already finished: .*step-00000004 is step 4 and exported, precision none; ", again)
+    assert re.search(r"\nalready finished: .*step-00000004 is step 4 and exported, precision none; ", again)
     other = run_recipe("schedule.kind=constant", "num_steps=4", "precision.kind=int8_rowcol", code=2)
     assert "was trained with precision.kind 'none' (now 'int8_rowcol'); choose another" in other.stderr
     # What a resume may change: length, precision, checkpointing, ranks.

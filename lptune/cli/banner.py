@@ -1,0 +1,54 @@
+"""The first lines of a run: what it will do, printed before torch is imported.
+
+The import takes one to two seconds on an idle machine, and half a minute where the installation lies on a
+slow network disk.
+"""
+
+import os
+import textwrap
+from contextlib import AbstractContextManager, nullcontext
+
+from lptune import progress
+from lptune.config import RunConfig
+
+_PRINTED = "LPTUNE_BANNER_PRINTED"  # in the environment of the ranks of a launcher that has printed it
+_WIDTH = 80
+
+
+def show(cfg: object, recipe: str, config: str) -> None:
+    """Prints the banner once for a launch: on rank 0, unless its launcher has printed it. Only a run that
+    trains has one: the output of `generate` is the answers alone.
+
+    recipe, config: as the user named them.
+    """
+    if isinstance(cfg, RunConfig) and _is_main() and _PRINTED not in os.environ:
+        progress.print_line("\n".join(lines(cfg, recipe, config)))
+
+
+def show_in_launcher(cfg: object, recipe: str, config: str) -> None:
+    """As `show`, in the launcher of a run on one machine; its ranks then print none."""
+    show(cfg, recipe, config)
+    os.environ[_PRINTED] = "1"
+
+
+def phase(cfg: object, what: str) -> AbstractContextManager[None]:
+    """`progress.phase` on rank 0 of a run that trains; otherwise it prints nothing."""
+    return progress.phase(what) if isinstance(cfg, RunConfig) and _is_main() else nullcontext()
+
+
+def lines(cfg: RunConfig, recipe: str, config: str) -> list[str]:
+    """The banner: five lines, of at most 80 columns unless a name is longer."""
+    kind = cfg.precision.kind
+    names = ", ".join(entry.source for entry in cfg.data.sources)
+    facts = {
+        "recipe": f"{recipe}, config {config}",
+        "model": cfg.model.path,
+        "data": textwrap.shorten(names, _WIDTH - 11, placeholder=" ...") if ", " in names else names,
+        "precision": cfg.compute_dtype if kind == "none" else f"{kind}, the rest in {cfg.compute_dtype}",
+        "output": cfg.output_dir,
+    }
+    return [f"{name:<9}  {fact}" for name, fact in facts.items()]
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
