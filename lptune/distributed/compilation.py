@@ -14,7 +14,8 @@ cannot see, and which `use_caches` or the names below make a part of the key:
 - Ops of lptune, of which a graph has the name alone. The code depends on the shapes and strides that their
   fakes return. A digest of lptune's source is a part of every key, so another version compiles anew.
 - Autograd functions. torch does not look for graphs that have one, unless it is told to. Dynamo writes both
-  of their methods into the graph, op by op, so nothing is missing there.
+  of their methods into the graph, op by op, so nothing is missing there. Not under tensor parallelism: the
+  key of a DTensor does not say what kind of tensor it holds.
 - Which outputs activation checkpointing keeps (parallelize.py: `cache_hash`).
 """
 
@@ -24,7 +25,6 @@ import os
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +37,7 @@ from lptune import progress
 from lptune.config import UserError
 
 _MAX_CHUNK_GRAPHS = 64
+_PARTS_WITH_OPS = ("kernels", "linear", "models", "numerics")
 
 
 def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool) -> None:
@@ -47,7 +48,6 @@ def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool)
     if mode == "none":
         return
     check_compiler(mode)
-    use_caches()
     for module in modules:
         # Static shapes: all rows have one length, and a dynamic graph would be slower.
         module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
@@ -81,23 +81,24 @@ def check_compiler(mode: str) -> None:
         )
 
 
-@functools.cache
-def use_caches() -> None:
+def use_caches(has_dtensors: bool) -> None:
     """Makes torch.compile find in its caches what an earlier process of this version of lptune compiled. It
-    sets options of torch for this process.
+    sets options of torch for this process. has_dtensors: whether weights in the graphs are DTensors.
     """
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 
-    functorch.autograd_cache_allow_custom_autograd_functions = True
-    compiler.cache_key_tag = f"{compiler.cache_key_tag} lptune {_digest_of_source()}".strip()
-    # torch then takes a key from `__tensor_flatten__`, which has all that decides the code.
-    warnings.filterwarnings("ignore", message=r"\w+ does not implement _stable_hash_for_caching")
+    functorch.autograd_cache_allow_custom_autograd_functions = not has_dtensors
+    tag = f"lptune {_digest_of_ops()}"
+    if not compiler.cache_key_tag.endswith(tag):  # the user may have a tag, too
+        compiler.cache_key_tag = f"{compiler.cache_key_tag} {tag}".strip()
 
 
-def _digest_of_source() -> str:
+@functools.cache
+def _digest_of_ops() -> str:
+    """Of the source of all parts of lptune in which ops or their fakes are."""
     package = Path(__file__).parents[1]
-    files = [file for part in ("kernels", "linear", "numerics") for file in (package / part).rglob("*.py")]
+    files = [file for part in _PARTS_WITH_OPS for file in (package / part).rglob("*.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
@@ -151,11 +152,10 @@ class CompileWatch:
 
     def news(self) -> Compiled | None:
         """What has been compiled since the last call; None if next to nothing."""
-        now = self._now()
         before = self._reported
-        if now.duration_s - before.duration_s < progress.WORTH_A_LINE_S:
-            return None
-        self._reported = now
+        if self.duration_s - before.duration_s < progress.WORTH_A_LINE_S:
+            return None  # and Dynamo, which takes a second to import, stays out of a run without it
+        self._reported = now = self._now()
         return Compiled(
             now.duration_s - before.duration_s,
             now.num_graphs - before.num_graphs,

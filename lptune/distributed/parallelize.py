@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lptune.config import ParallelConfig, UserError
-from lptune.distributed.compilation import compile_chunk_loss, compile_forward
+from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_compute_weights
@@ -113,6 +113,7 @@ def parallelize(
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
     by_block = cfg.compile == "block"
     if cfg.compile != "none":
+        use_caches(has_dtensors=world.tensor_mesh is not None)
         world.compile_watch.start(world.is_main)
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
     if by_block and isinstance(model, Decoder):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, models
 from lptune.config import ParallelConfig
 from lptune.distributed.activation_collectives import Group, RankWords
-from lptune.distributed.parallelize import compile_chunk_loss
+from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import TopKDivergence, WeightedSum
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import is_number

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lptune import distributed, linear, models
-from lptune.distributed.parallelize import compile_chunk_loss
+from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import chunks
 from tests.distributed.test_tensor_parallel import _build, _config, _decoder_config
 from tests.helpers.ranks import Ranks

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import models
-from lptune.distributed.parallelize import compile_chunk_loss
+from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import chunks, summed_cross_entropy
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import SummedCrossEntropy, is_number

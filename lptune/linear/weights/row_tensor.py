@@ -20,6 +20,7 @@ Shapes: N out_features (or this rank's rows of them), K in_features.
 """
 
 import copy
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -124,6 +125,13 @@ class RowTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return list(self.PARTS), (self.dtype, self.full_rows, *(getattr(self, name) for name in self.CONTEXT))
+
+    def _stable_hash_for_caching(self) -> str:
+        # AOTAutograd asks for it, to find compiled code that an earlier process has kept. It holds all that
+        # code for this tensor depends on, and no values. torch's own would leave out the class, and warns.
+        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in self.parts()]
+        described = (type(self).__name__, self.shape, self.requires_grad, self.__tensor_flatten__(), parts)
+        return hashlib.sha256(repr(described).encode()).hexdigest()
 
     @classmethod
     def __tensor_unflatten__(

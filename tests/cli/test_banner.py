@@ -1,0 +1,91 @@
+"""The first lines of a run: before torch is imported, and once for a launch."""
+
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import banner, catalog
+from lptune.config import FinetuneConfig, load_config
+from tests.cli.conftest import Command, Lptune
+from tests.helpers import cold
+
+TOY = """
+from lptune.config import FinetuneConfig
+
+def main(cfg: FinetuneConfig) -> None:
+    pass
+"""
+
+# Ends the process where the first library is imported that takes long.
+STOPS_AT_THE_FIRST_SLOW_IMPORT = """
+import os, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "tokenizers", "safetensors", "transformers", "tqdm"):
+            print(f"imports {name}", flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Stop())
+from lptune.cli.main import main
+main()
+"""
+
+
+def _lines(config: Path, *overrides: str) -> list[str]:
+    cfg: FinetuneConfig = load_config(FinetuneConfig, config, overrides)
+    return banner.lines(cfg, "full_finetune", "llama3_2/1b")
+
+
+def _written(folder: Path) -> list[str]:
+    (folder / "toy.py").write_text(TOY)
+    (folder / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n")
+    return ["toy.py", "--config", "toy.yaml"]
+
+
+def test_the_first_lines_come_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    # A copy: of an installed recipe, model.path would have to exist.
+    (tmp_path / "own.py").write_bytes(catalog.find_recipe("full_finetune").read_bytes())
+    arguments = ("run", "own.py", "--config", "quickstart")
+    done = cold.run("-c", STOPS_AT_THE_FIRST_SLOW_IMPORT, *arguments, folder=tmp_path)
+    assert done.stdout.splitlines() == [
+        "recipe     own.py, config quickstart",
+        "model      checkpoints/quickstart",
+        "data       builtin",
+        "precision  int8_rowcol, the rest in float32",
+        "output     runs/quickstart",
+        "loading torch ...",
+        "imports torch",
+    ], done.stderr
+
+
+def test_the_banner_fits_80_columns_whatever_the_number_of_sources() -> None:
+    config = catalog.find_config("llama3_2/1b")
+    sources = ", ".join(f"data-{number}.jsonl" for number in range(20))
+    lines = _lines(config, f"data.source=[{sources}]", "precision.kind=none")
+    assert lines[2].startswith("data       data-0.jsonl, data-1.jsonl, ")
+    assert lines[2].endswith(", ...")
+    assert lines[3] == "precision  bfloat16"
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("flags", [(), ("--nproc-per-node=2",), ("--standalone", "--nproc-per-node=2")])
+def test_a_launch_prints_one_banner(lptune: Lptune, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = lptune("run", *flags, *_written(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line[:6] for line in done.stdout.splitlines()].count("recipe") == 1
+    assert done.stdout.startswith("recipe")
+    assert done.stdout.count("loading torch ...") == 1
+
+
+def test_under_plain_torchrun_rank_0_prints_the_banner(tmp_path: Path) -> None:
+    torchrun = (*cold.TORCHRUN, "--nproc-per-node=2", *cold.LPTUNE)
+    done = cold.run(*torchrun, "run", *_written(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recipe     toy.py, config toy.yaml\n") == 1
+
+
+def test_a_recipe_that_does_not_train_prints_none(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(TOY.replace("FinetuneConfig", "GenerateConfig"))
+    code, stdout, _ = command("run", "toy.py", "--config", "generation", "model.path=a")
+    assert (code, stdout) == (0, "")
