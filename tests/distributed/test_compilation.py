@@ -105,15 +105,13 @@ def test_a_session_closes_its_watch() -> None:
     assert callback_handler.start_callbacks == before
 
 
-def test_the_tag_of_the_caches_keeps_the_users_and_names_our_ops_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    use_caches(has_dtensors=False)
-    tag = torch.compiler.config.cache_key_tag
-    assert tag.startswith("mine lptune ")
-    use_caches(has_dtensors=False)
-    assert torch.compiler.config.cache_key_tag == tag
+def test_the_tag_of_the_caches_keeps_the_users_and_names_our_ops_once() -> None:
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        use_caches(has_dtensors=False)
+        tag = torch.compiler.config.cache_key_tag
+        assert tag.startswith("mine lptune ")
+        use_caches(has_dtensors=False)
+        assert torch.compiler.config.cache_key_tag == tag
 
 
 class _Other(GatheredWeight):
