@@ -17,7 +17,6 @@ from lptune.config import (
     UserError,
     check_batches,
     closest,
-    key_paths,
 )
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
@@ -63,6 +62,8 @@ def plan(
         named_device(device_name)
     recipe_path, path, overrides = recipe.split(config_name, arguments)
     cls = recipe.config_class(recipe_path)
+    from lptune.config import key_paths  # slow to import
+
     no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
     cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
     if not isinstance(cfg, RunConfig):

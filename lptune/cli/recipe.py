@@ -18,7 +18,7 @@ from typing import Any
 
 import lptune.config
 from lptune.cli import catalog, import_path
-from lptune.config import MEBI, UnknownKeyError, UserError, key_paths, load_config, read_text
+from lptune.config import MEBI, UnknownKeyError, UserError, read_text
 
 MAX_CHARS = 4 * MEBI  # far above any recipe or config
 
@@ -52,10 +52,10 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     recipe that has it.
     """
     try:
-        return load_config(config_class(path), config, overrides)
+        return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
         for name, other in catalog.recipes().items():
-            if other != path and error.key in key_paths(config_class(other)):
+            if other != path and error.key in lptune.config.key_paths(config_class(other)):
                 raise UserError(
                     f"{error.where}: {path.stem} has no key {error.key!r}, and the recipe {name} has it; "
                     f"name the recipe: {name} --config {config}"

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lptune.cli import catalog, recipe
-from lptune.config import UserError, data_files, entries, key_paths
+from lptune.config import UserError, data_files, entries
 
 
 @click.command()
@@ -41,6 +41,8 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
     recipe_name = names[0] if names else recipe_name or catalog.recipe_of(path)
     recipe_path = catalog.find_recipe(recipe_name)
     cfg = recipe.load(recipe_path, path, overrides)
+    from lptune.config import key_paths  # slow to import
+
     cls = type(cfg)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
     for key in key_paths(cls):

@@ -1,5 +1,7 @@
 """Typed configs: dataclasses <- YAML <- key=value. Imports no torch and no sibling."""
 
+from typing import TYPE_CHECKING, Any
+
 from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
@@ -22,7 +24,6 @@ from lptune.config.inference import (
     PromptsConfig,
     SamplingConfig,
 )
-from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.paths import (
     RUN_FILES,
@@ -75,6 +76,19 @@ from lptune.config.text import (
     read_text,
     size_text,
 )
+
+if TYPE_CHECKING:
+    from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
+
+
+def __getattr__(name: str) -> Any:
+    # The file that reads configs imports OmegaConf and PyYAML, which `lptune --help` does not need: 30 ms.
+    if name in ("as_written", "default", "key_paths", "load_config", "to_yaml"):
+        from lptune.config import load
+
+        return getattr(load, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "MEBI",

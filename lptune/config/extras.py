@@ -5,7 +5,6 @@ It names this interpreter, since a `pip` on the PATH may belong to another one. 
 of this name, or a stranger's package.
 """
 
-import importlib.metadata
 import re
 import shlex
 import sys
@@ -17,6 +16,8 @@ def how_to_install(extra: str) -> str:
 
     extra: a key of [project.optional-dependencies] in pyproject.toml.
     """
+    import importlib.metadata  # slow to import
+
     try:
         listed = importlib.metadata.requires("lptune") or []
     except importlib.metadata.PackageNotFoundError:  # the source is on PYTHONPATH, nothing is installed
@@ -31,9 +32,10 @@ def how_to_install(extra: str) -> str:
 
 def command_to_install(packages: Iterable[str]) -> str:
     """`run: /venv/bin/python -m pip install socksio`, with uv where the environment has no pip."""
-    has_pip = any(
-        importlib.metadata.distributions(name="pip")
-    )  # to look for the module runs setuptools' hook
+    import importlib.metadata
+
+    # To look for the module would run setuptools' hook.
+    has_pip = any(importlib.metadata.distributions(name="pip"))
     pip = [sys.executable, "-m", "pip", "install"]
     uv = ["uv", "pip", "install", "--python", sys.executable]
     return "run: " + shlex.join([*(pip if has_pip else uv), *packages])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.data_files import metric_names
 from lptune.config.errors import UserError
-from lptune.config.load import as_written
 from lptune.config.schema import RunConfig
 
 
@@ -207,6 +206,8 @@ class PretrainConfig(EvaluatedConfig):
     @property
     def source_names(self) -> tuple[str, ...]:
         """A name for each entry of data.source, for the keys of metrics.jsonl."""
+        from lptune.config.load import as_written  # slow to import
+
         return metric_names(self.data.sources, as_written(self)["data"]["source"])
 
     @property
@@ -214,6 +215,8 @@ class PretrainConfig(EvaluatedConfig):
         """A name for each source of the held-out rows: data.eval_source if that is set, else data.source."""
         if self.data.eval_source is None:
             return self.source_names
+        from lptune.config.load import as_written  # slow to import
+
         return metric_names(self.data.eval_sources, as_written(self)["data"]["eval_source"])
 
 
