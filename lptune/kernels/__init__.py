@@ -6,16 +6,17 @@ executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 
 from lptune.kernels.backend import choose_backend, k_major, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
+from lptune.kernels.by_amax import block_amaxes, quantize_by_amax
 from lptune.kernels.delayed import (
     OPERANDS,
     WEIGHT,
     quantize_delayed,
+    quantize_delayed_both_ways,
 )
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
     quantize_blocks,
-    quantize_by_amax,
     quantize_columns,
     quantize_mx,
     quantize_mx_rows_and_columns,
@@ -50,6 +51,7 @@ from lptune.kernels.stochastic import (
     quantize_columns_stochastic,
     quantize_rows_stochastic,
     quantize_tensor_stochastic,
+    quantize_tensor_stochastic_both_ways,
     quantize_weight_rows,
 )
 from lptune.kernels.weight_only import weight_only_mm
@@ -73,6 +75,7 @@ __all__ = [
     "AmaxSource",
     "Executed",
     "LayerAmaxes",
+    "block_amaxes",
     "block_scaled_mm",
     "cast",
     "choose_backend",
@@ -88,6 +91,7 @@ __all__ = [
     "quantize_columns",
     "quantize_columns_stochastic",
     "quantize_delayed",
+    "quantize_delayed_both_ways",
     "quantize_mx",
     "quantize_mx_rows_and_columns",
     "quantize_packed_rows",
@@ -98,6 +102,7 @@ __all__ = [
     "quantize_tensor",
     "quantize_tensor_both_ways",
     "quantize_tensor_stochastic",
+    "quantize_tensor_stochastic_both_ways",
     "quantize_weight_rows",
     "record_gemms",
     "requested_backend",

@@ -14,10 +14,8 @@ want both operands of an 8-bit GEMM contiguous along the contraction ("K-major";
 `rounded_to` rounds x to another dtype first: weights are quantized from the compute dtype, and masters are
 float32. Kernels round in registers, where a separate cast would write a copy and read it again.
 
-`quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py).
-
-`quantize_by_amax` quantizes some rows of a matrix whose other rows are on other ranks: the caller gives the
-amax of the whole matrix.
+`quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py). Quantizers
+by an amax that is known before are in by_amax.py.
 """
 
 from collections.abc import Sequence
@@ -163,11 +161,11 @@ def quantize_tensor(
     x_MK: Tensor, fmt: str, *, power_of_two: bool = False, transposed: bool = False
 ) -> QuantizedTensor:
     """`numerics.quantize_tensor(x_MK)`. transposed: q_MK is stored column by column."""
-    backend = _backend(x_MK, fmt, power_of_two)
+    backend = choose_backend("quantize", x_MK.device.type)
     if backend == "triton":
         return QuantizedTensor(*triton_kernels().quantize_tensor(x_MK, fmt, power_of_two, transposed))
-    if backend == "native":
-        q, scale = native.quantize_tensor(x_MK)
+    if backend == "native" and native.has_format(fmt):
+        q, scale, _ = native.quantize_tensor(x_MK, fmt, power_of_two)
     else:
         q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
     return QuantizedTensor(_store(q, transposed), scale)
@@ -250,47 +248,6 @@ def quantize_mx_rows_and_columns(
         row_q, row_scale, column_q, column_scale = quantize(x_MK, numerics.MX_BLOCK, fmt, True, transposed)
         return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
     return quantize_mx(x_MK, 1, fmt), quantize_mx(x_MK, 0, fmt, transposed=transposed)
-
-
-def _empty_by_amax(x_MK: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    return empty_q(x_MK, fmt), torch.empty_like(amax)
-
-
-@op(fake=_empty_by_amax)
-def quantize_by_amax(
-    x_MK: Tensor,
-    amax: Tensor,
-    fmt: str,
-    *,
-    power_of_two: bool = False,
-    block: int | None = None,
-    first_row: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(q_MK, scale) of some rows of a larger matrix, bitwise those of the whole matrix with this `amax`.
-
-    amax: float32 of the larger matrix, (1, 1), or one for each of its blocks of `block` x `block`; scale has
-    its shape. first_row: row of the larger matrix at which x begins. Values above the amax saturate, but inf
-    and NaN become NaN in float8.
-    """
-    (m, k), form = x_MK.shape, FORMATS[fmt]
-    if choose_backend("quantize", x_MK.device.type) == "triton" and x_MK.numel():
-        kernels = triton_kernels()
-        if kernels.has_tile(block):
-            found: tuple[Tensor, Tensor] = kernels.quantize_by_amax(
-                x_MK, amax, fmt, power_of_two, block, first_row
-            )
-            return found
-    scale, inverse = numerics.scale_from_amax(amax, form, power_of_two)
-    if block is not None:
-        first_block = first_row // block
-        above = first_row - first_block * block
-        inverse = numerics.expand_blocks(inverse[first_block:], (block, block), (above + m, k))[above:]
-    x32 = x_MK.to(torch.float32)
-    scaled = x32 * inverse
-    if form.mantissa_bits is not None:
-        # An amax of past steps does not show an inf, which would saturate.
-        scaled = torch.where(x32.isinf(), torch.nan, scaled)
-    return numerics.round_to(scaled, form).contiguous(), scale
 
 
 def transposed_copy(q_MK: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ several times in a pass, as a head in chunks, draws the same bits in each call.
 The key, a hash of the first three, travels in the layer's handle (record.py), so that a new step needs no new
 graph.
 
-On CUDA the op runs plain torch, which costs time. Stochastic rounding is off by default.
+Kernels compute the bits in registers. Plain torch, which float8 takes on a CPU, moves 660 to 770 bytes for
+each element. Stochastic rounding is off by default.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
+from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.fakes import empty_columns, empty_q, empty_rows, empty_tensor
 from lptune.kernels.op import op
 from lptune.kernels.record import KEY, MICRO_BATCH, PART
@@ -38,50 +39,80 @@ def quantize_rows_stochastic(
 
 
 def quantize_columns_stochastic(
-    x_MK: Tensor, fmt: str, layer: Tensor, *, multiplier_M1: Tensor | None = None, power_of_two: bool = False
+    x_MK: Tensor,
+    fmt: str,
+    layer: Tensor,
+    *,
+    multiplier_M1: Tensor | None = None,
+    power_of_two: bool = False,
+    transposed: bool = False,
 ) -> QuantizedColumns:
     """`quantize_columns(x * multiplier)`, rounded stochastically; layer: as for rows."""
-    return QuantizedColumns(*quantize_stochastic(x_MK, multiplier_M1, fmt, power_of_two, 0, layer))
+    return QuantizedColumns(
+        *quantize_stochastic(x_MK, multiplier_M1, fmt, power_of_two, 0, layer, transposed=transposed)
+    )
 
 
 def quantize_tensor_stochastic(
-    x_MK: Tensor, fmt: str, layer: Tensor, *, power_of_two: bool = False
+    x_MK: Tensor, fmt: str, layer: Tensor, *, power_of_two: bool = False, transposed: bool = False
 ) -> QuantizedTensor:
     """`quantize_tensor(x)`, rounded stochastically; layer: as for rows."""
-    return QuantizedTensor(*quantize_stochastic(x_MK, None, fmt, power_of_two, 2, layer))
+    return QuantizedTensor(
+        *quantize_stochastic(x_MK, None, fmt, power_of_two, 2, layer, transposed=transposed)
+    )
 
 
-def quantize_weight_rows(w_MK: Tensor, key: int, first: int) -> QuantizedRows:
-    """`quantize_rows(w)` in INT8, rounded stochastically: how a weight that is stored in INT8 is updated.
-
-    key: numerics.random_key. first: index of w's first element in the whole, unsharded weight.
-    """
-    scale, inverse = numerics.find_scale(w_MK, 1, FORMATS["int8"], False)
-    return QuantizedRows(round_weight(w_MK, inverse, key, first), scale)
+def _empty_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
+    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
 
 
-def _empty_int8(w_MK: Tensor) -> Tensor:
-    return empty_q(w_MK, "int8")
+@op(fake=_empty_both_ways)
+def quantize_tensor_stochastic_both_ways(
+    x_MK: Tensor, fmt: str, layer: Tensor, *, power_of_two: bool = False
+) -> tuple[QuantizedTensor, Tensor]:
+    """`quantize_tensor_stochastic(x)` stored row by row, and its q_MK again, stored column by column."""
+    q, scale, by_columns = _quantize(x_MK, None, fmt, power_of_two, 2, layer, twice=True)
+    return QuantizedTensor(q, scale), by_columns
 
 
-# No optimizer is compiled. It is an op because a dry run passes fake tensors, and C++ needs an address.
-@op(fake=_empty_int8)
-def round_weight(w_MK: Tensor, inverse_M1: Tensor, key: int, first: int) -> Tensor:
-    """`w * inverse` in INT8, rounded stochastically; key, first: as for `quantize_weight_rows`."""
-    return _round(w_MK, inverse_M1, "int8", key, first)
-
-
-def _empty_by_dim(x_MK: Tensor, fmt: str, dim: int) -> tuple[Tensor, Tensor]:
+def _empty_by_dim(x_MK: Tensor, fmt: str, dim: int, transposed: bool) -> tuple[Tensor, Tensor]:
     if dim == 2:
-        return empty_tensor(x_MK, fmt)
-    return empty_rows(x_MK, fmt) if dim == 1 else empty_columns(x_MK, fmt)
+        return empty_tensor(x_MK, fmt, transposed)
+    return empty_rows(x_MK, fmt, transposed) if dim == 1 else empty_columns(x_MK, fmt, transposed)
 
 
 @op(fake=_empty_by_dim)
 def quantize_stochastic(
-    x_MK: Tensor, multiplier: Tensor | None, fmt: str, power_of_two: bool, dim: int, layer: Tensor
+    x_MK: Tensor,
+    multiplier: Tensor | None,
+    fmt: str,
+    power_of_two: bool,
+    dim: int,
+    layer: Tensor,
+    *,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The op behind the three quantizers above. dim: 1 for rows, 0 for columns, 2 for the tensor."""
+    """The op behind the first three quantizers above. dim: 1 for rows, 0 for columns, 2 for the tensor.
+    transposed: q_MK is stored column by column.
+    """
+    q, scale, _ = _quantize(x_MK, multiplier, fmt, power_of_two, dim, layer, transposed=transposed)
+    return q, scale
+
+
+def _quantize(
+    x_MK: Tensor,
+    multiplier: Tensor | None,
+    fmt: str,
+    power_of_two: bool,
+    dim: int,
+    layer: Tensor,
+    *,
+    transposed: bool = False,
+    twice: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, scale, q again). twice: q is stored row by row, and again column by column; else there is no
+    second q.
+    """
     key, micro_batch = int(layer[KEY]), int(layer[MICRO_BATCH])
     if key == 0:
         raise RuntimeError(
@@ -90,16 +121,66 @@ def quantize_stochastic(
         )
     if part := int(layer[PART]):
         key = numerics.random_key(key, part, "part")
-    x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
-    first = micro_batch * x.numel()
-    scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)
-    return _round(x, inverse, fmt, key ^ _SALTS[dim], first), scale
+    key, first = key ^ _SALTS[dim], micro_batch * x_MK.numel()
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        quantize = triton_kernels().quantize_stochastic
+        q, scale, by_columns = quantize(
+            x_MK, multiplier, fmt, power_of_two, dim, key, first, transposed, twice
+        )
+        return q, scale, by_columns
+    if backend == "native" and dim == 1 and fmt == "int8" and not power_of_two:
+        q, scale = native.quantize_rows_stochastic(x_MK, multiplier, key, first)
+    else:
+        x = x_MK if multiplier is None else x_MK.to(torch.float32) * multiplier
+        scale, inverse = numerics.find_scale(x, _DIMS[dim], FORMATS[fmt], power_of_two)
+        if backend == "native" and fmt == "int8":
+            q = native.round_stochastically(x, inverse, key, first)
+        else:
+            q = _round(x, inverse, fmt, key, first)
+    q_columns = q.t().clone(memory_format=torch.contiguous_format).t() if transposed or twice else q[:0]
+    return (q_columns, scale, q[:0]) if transposed else (q.contiguous(), scale, q_columns)
 
 
 def _round(x: Tensor, inverse: Tensor, fmt: str, key: int, first: int) -> Tensor:
     """x * inverse, rounded stochastically; `first`: index of the first element, for its random bits."""
-    if fmt == "int8" and choose_backend("quantize", x.device.type) == "native":
-        return native.round_stochastically(x, inverse, key, first)
     index = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
     random = numerics.uniform(key, index)
     return numerics.stochastic_round_to(x.to(torch.float32) * inverse, FORMATS[fmt], random).contiguous()
+
+
+def _empty_weight_rows(w_MK: Tensor) -> QuantizedRows:
+    return empty_rows(w_MK, "int8")
+
+
+# No optimizer is compiled. It is an op because a dry run passes fake tensors, and kernels need an address.
+@op(fake=_empty_weight_rows)
+def quantize_weight_rows(
+    w_MK: Tensor,
+    key: int,
+    first: int,
+    *,
+    q_before: Tensor | None = None,
+    scale_before: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> QuantizedRows:
+    """`quantize_rows(w)` in INT8, rounded stochastically: how a weight that is stored in INT8 is updated.
+
+    key: numerics.random_key. first: index of w's first element in the whole, unsharded weight.
+    found_inf: float32, one element. Where it is 1, the results are q_before (M, K) and scale_before (M, 1);
+    all three belong together.
+    """
+    backend = choose_backend("quantize", w_MK.device.type)
+    before = None if q_before is None or scale_before is None else (q_before, scale_before)
+    # The host does not read `found_inf`: on a GPU it would wait for the device.
+    if backend == "triton":
+        quantize = triton_kernels().quantize_rows_stochastic
+        return QuantizedRows(*quantize(w_MK, None, "int8", False, key, first, before, found_inf))
+    if backend == "native":
+        return QuantizedRows(*native.quantize_rows_stochastic(w_MK, None, key, first, before, found_inf))
+    scale, inverse = numerics.find_scale(w_MK, 1, FORMATS["int8"], False)
+    updated = QuantizedRows(_round(w_MK, inverse, "int8", key, first), scale)
+    if found_inf is None or before is None:
+        return updated
+    skips = found_inf.reshape(1, 1) == 1
+    return QuantizedRows(*(torch.where(skips, old, new) for old, new in zip(before, updated, strict=True)))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
-from lptune.numerics import QuantizedRows, dequantize, random_key
+from lptune.numerics import random_key
 from lptune.training.listed import ListsMoments
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
@@ -103,9 +103,12 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
         tensors = [on_this_rank(t) for t in (parameter.grad, *(state[moment] for moment in self.MOMENTS))]
         num_rows, k = weight.shape
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
+        # One buffer for all parts: memory that is new to the process costs a CPU more than the update.
+        buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
         for start in range(0, num_rows, chunk):
             rows = slice(start, min(start + chunk, num_rows))
-            w_NK = dequantize(QuantizedRows(weight.q_NK[rows], weight.scale_N1[rows]))
+            q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
+            w_NK = _dequantize_into(buffer_NK[: len(q_NK)], q_NK, scale_N1)
             g_NK, exp_avg_NK, exp_avg_sq_NK = (t[rows] for t in tensors)
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
@@ -124,19 +127,22 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found_inf,
             )
-            updated = quantize_weight_rows(w_NK, key, (first_row + start) * k)
-            if found_inf is not None:
-                # w is what it was, but would be rounded once more: 127 * s / 127 is not always s.
-                was = QuantizedRows(weight.q_NK[rows], weight.scale_N1[rows])
-                updated = _unless(found_inf, updated, was)
+            updated = quantize_weight_rows(
+                w_NK,
+                key,
+                (first_row + start) * k,
+                # w is then what it was, but would be rounded once more: 127 * s / 127 is not always s.
+                q_before=q_NK,
+                scale_before=scale_N1,
+                found_inf=found_inf,
+            )
             weight.store(rows, updated)
         if found_inf is not None:
             state["step"] -= found_inf
 
 
-def _unless(found_inf: Tensor, updated: QuantizedRows, was: QuantizedRows) -> QuantizedRows:
-    """`updated`, or `was` where `found_inf` is 1."""
-    # By bits: on a CPU torch.where takes ten times as long over bytes as it does this way.
-    updates = found_inf.to(torch.int8) - 1  # all bits or none
-    q_MK = was.q_MK ^ ((was.q_MK ^ updated.q_MK) & updates)
-    return QuantizedRows(q_MK, torch.where(found_inf == 1, was.scale_M1, updated.scale_M1))
+def _dequantize_into(w_NK: Tensor, q_NK: Tensor, scale_N1: Tensor) -> Tensor:
+    """`q * scale` in float32, written to `w_NK`, which is returned."""
+    if type_of(w_NK.device) == "cpu":  # where torch.mul would first copy q to new memory
+        return w_NK.copy_(q_NK).mul_(scale_N1)
+    return torch.mul(q_NK, scale_N1, out=w_NK)

@@ -38,9 +38,9 @@ def test_the_wheel_holds_every_recipe_and_config_and_no_test(wheel: Path) -> Non
         assert {
             f"lptune/_bundled/{kind}/{path.relative_to(ROOT / kind).as_posix()}" for path in files
         } <= names
-    data = [path for path in (ROOT / "lptune").rglob("*") if path.suffix in (".cpp", ".json")]
+    data = [path for path in (ROOT / "lptune").rglob("*") if path.suffix in (".cpp", ".h", ".json")]
     assert {path.relative_to(ROOT).as_posix() for path in data} <= names
-    assert {"quantize.cpp", "crossover.json"} <= {path.name for path in data}
+    assert {"quantize.cpp", "elements.h", "crossover.json"} <= {path.name for path in data}
     assert {name.split("/")[0] for name in names if not name.startswith("lptune-")} == {"lptune"}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune.kernels.triton import again, block_mm, blocks, by_amax, gemm, launch, quantize
+from lptune.kernels.triton import again, block_mm, blocks, gemm, launch, quantize
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
@@ -118,15 +118,6 @@ def _calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
         "row and column blocks": (
             lambda x: blocks.quantize_row_and_column_blocks(x, 128, "e4m3", False, True),
             [x],
-        ),
-        "by amax": (lambda x, of: by_amax.quantize_by_amax(x, of, "e4m3", False, None, 0), [x, one]),
-        "by amax, blocks": (
-            lambda x, of: by_amax.quantize_by_amax(x, of, "e4m3", False, 128, 64),
-            [x, torch.ones(4, 2)],
-        ),
-        "by amax, other rows": (
-            lambda x, of: by_amax.quantize_by_amax(x, of, "e4m3", False, 128, 0),
-            [x, torch.ones(4, 2)],
         ),
         "block_scaled_mm": (mm_blocks, [*f8, torch.ones(64, 2), torch.ones(2, 1)]),
         "block_scaled_mm, other strides": (mm_blocks, [*f8, torch.ones(2, 64).t(), torch.ones(2, 1)]),

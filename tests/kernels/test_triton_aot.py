@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lptune.kernels.triton import block_mm, blocks, by_amax, gemm, quantize
+from lptune.kernels.triton import block_mm, blocks, gemm, quantize
 from lptune.numerics import FORMATS
-from tests.helpers.ahead_of_time import SHARED_BYTES, Compiled, compile_for, gemm_arguments, triton_version
+from tests.helpers.ahead_of_time import (
+    SHARED_BYTES,
+    Compiled,
+    check,
+    check_bits,
+    compile_for,
+    gemm_arguments,
+    some_slow,
+    triton_version,
+)
 
 ARCHS = (80, 90, 100)
-
-
-def _some_slow(cases: Any) -> list[Any]:
-    """The first and the last case, and the others marked slow."""
-    return [
-        pytest.param(case, marks=[] if case in (cases[0], cases[-1]) else [pytest.mark.slow])
-        for case in cases
-    ]
 
 
 def _gemm_cases(major: int, is_int8: bool) -> list[Any]:
@@ -33,19 +34,6 @@ def _gemm_cases(major: int, is_int8: bool) -> list[Any]:
         for tma in ((False, True) if major >= 9 else (False,))
         for config in gemm.gemm_configs(major, is_int8, tma)
     ]
-
-
-def _check(compiled: Compiled) -> None:
-    assert compiled.spilled_bytes == 0
-    # Triton issue 11111 needs one of these beside a one-byte store.
-    assert not re.findall(r"(?:min|max)\.NaN", compiled.ptx)
-
-
-def _check_bits(compiled: Compiled) -> None:
-    """What a quantizer's bits depend on: each product rounded by itself, subnormal numbers kept."""
-    _check(compiled)
-    assert "mul.f32" in compiled.ptx or "mul.rn.f32" in compiled.ptx
-    assert not re.findall(r"fma\.rn|\.ftz|\.approx|div\.full", compiled.ptx)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -73,13 +61,13 @@ def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bo
         "HELD": held,
     }
     compiled = compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
-    _check_bits(compiled)
+    check_bits(compiled)
     # The compiler must not drop the rounding, which is there and back.
     assert bool(re.search(r"cvt\.rn\.bf16", compiled.ptx)) == packs
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", _some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
 @pytest.mark.parametrize("fmt", ["int8", "e4m3"])
 def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.TileConfig, fmt: str) -> None:
     arguments = {
@@ -101,7 +89,7 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
     }
     if fmt == "int8":  # the first phase knows no format
         first = arguments | {"TILES": quantize.TILES_PER_PROGRAM}
-        _check(compile_for(arch, quantize.amax_kernel, first, num_warps=config.num_warps))
+        check(compile_for(arch, quantize.amax_kernel, first, num_warps=config.num_warps))
     second = arguments | {
         "row_q_ptr": "*i8",
         "column_q_ptr": "*i8",
@@ -117,7 +105,7 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
         "POWER_OF_TWO": False,
         "HARDWARE_FLOAT8": arch > 80,
     }
-    _check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
+    check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
 
 
 def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Compiled:
@@ -135,7 +123,7 @@ def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Com
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    _check(compiled)
+    check(compiled)
     assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
     if arch == 90:
         _check_that_programs_fit(compiled, config)
@@ -152,13 +140,13 @@ def _check_that_programs_fit(compiled: Compiled, config: gemm.GemmConfig) -> Non
     assert programs * threads * -(-compiled.registers // 8) * 8 <= 65536
 
 
-@pytest.mark.parametrize("case", _some_slow(_gemm_cases(8, True)))
+@pytest.mark.parametrize("case", some_slow(_gemm_cases(8, True)))
 def test_int8_gemm_on_sm_80_uses_the_int8_instruction(case: tuple[gemm.GemmConfig, bool]) -> None:
     compiled = _scaled_mm(80, case, "i8")
     assert compiled.tensor_core == "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
 
 
-@pytest.mark.parametrize("case", _some_slow(_gemm_cases(9, True)))
+@pytest.mark.parametrize("case", some_slow(_gemm_cases(9, True)))
 def test_int8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool]) -> None:
     compiled = _scaled_mm(90, case, "i8")
     assert re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", compiled.tensor_core)
@@ -166,7 +154,7 @@ def test_int8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool]) -> No
     assert compiled.waits == {0}
 
 
-@pytest.mark.parametrize("case", _some_slow(_gemm_cases(9, False)))
+@pytest.mark.parametrize("case", some_slow(_gemm_cases(9, False)))
 @pytest.mark.parametrize("dtype", ["fp8e4nv", pytest.param("fp8e5 fp8e4nv", marks=[pytest.mark.slow])])
 def test_float8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool], dtype: str) -> None:
     compiled = _scaled_mm(90, case, dtype)
@@ -196,12 +184,12 @@ def test_every_block_gemm_of_consumer_gpus_compiles_without_spills(arch: int) ->
             _block_mm(arch, kind, block, (config, False))
 
 
-@pytest.mark.parametrize("case", _some_slow(_gemm_cases(10, False)))
+@pytest.mark.parametrize("case", some_slow(_gemm_cases(10, False)))
 def test_float8_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
     assert _scaled_mm(100, case, "fp8e4nv").tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
 
 
-@pytest.mark.parametrize("case", _some_slow(_gemm_cases(10, True)))
+@pytest.mark.parametrize("case", some_slow(_gemm_cases(10, True)))
 def test_int8_gemm_on_sm_100_gets_its_instruction_since_triton_3_8(
     case: tuple[gemm.GemmConfig, bool],
 ) -> None:
@@ -235,33 +223,7 @@ def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, in
         "BLOCK_M": tile.block_m,
         "BLOCK_K": tile.block_k,
     }
-    _check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("size", [0, 128])
-def test_the_quantizer_by_known_amaxes_compiles_without_spills(arch: int, size: int) -> None:
-    arguments = {
-        "x_ptr": "*bf16",
-        "amax_ptr": "*fp32",
-        "q_ptr": "*i8",
-        "scale_ptr": "*fp32",
-        "M": "i32",
-        "K": "i32",
-        "stride_m": "i32",
-        "stride_k": "1",
-        "first_row": "i32",
-        "num_scales": "i32",
-        "blocks_in_row": "i32",
-        "SIZE": size,
-        "FORMAT": "int8" if arch == 80 else "e4m3",
-        "MAX": 127.0 if arch == 80 else 448.0,
-        "POWER_OF_TWO": False,
-        "HARDWARE_FLOAT8": arch > 80,
-        "BLOCK_M": by_amax.TILE // 128,
-        "BLOCK_K": 128,
-    }
-    _check_bits(compile_for(arch, by_amax.by_amax_kernel, arguments, num_warps=4))
+    check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -293,11 +255,11 @@ def test_quantizers_by_row_and_column_blocks_compile_without_spills(arch: int, s
         "BLOCK_K": tile.block_k,
     }
     kernel = blocks.quantize_row_and_column_blocks_kernel
-    _check_bits(compile_for(arch, kernel, arguments, num_warps=tile.num_warps))
+    check_bits(compile_for(arch, kernel, arguments, num_warps=tile.num_warps))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", _some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
 def test_quantizers_by_tensor_both_ways_compile_without_spills(
     arch: int, config: quantize.TileConfig
 ) -> None:
@@ -331,7 +293,7 @@ def test_quantizers_by_tensor_both_ways_compile_without_spills(
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
     }
-    _check_bits(compile_for(arch, quantize.store_kernel, arguments, num_warps=config.num_warps))
+    check_bits(compile_for(arch, quantize.store_kernel, arguments, num_warps=config.num_warps))
 
 
 def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, bool]) -> Compiled:
@@ -357,7 +319,7 @@ def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, boo
     )
     if (arch, kind) == (100, "square") and triton_version >= Version("3.8") and compiled.spilled_bytes:
         pytest.skip(f"Triton {triton_version} spills {compiled.spilled_bytes} bytes here, 3.7 none")
-    _check(compiled)
+    check(compiled)
     assert ("cp.async.bulk.tensor" in compiled.ptx) == tma
     return compiled
 
@@ -366,7 +328,7 @@ def _block_cases(kind: str, major: int) -> list[Any]:
     return [(config, tma) for tma in (False, True) for config in block_mm.block_mm_configs(kind, major)]
 
 
-@pytest.mark.parametrize("case", _some_slow(_block_cases("square", 9)))
+@pytest.mark.parametrize("case", some_slow(_block_cases("square", 9)))
 @pytest.mark.parametrize("arch", [90, 100])
 def test_square_block_gemm_uses_the_float8_instruction(arch: int, case: tuple[gemm.GemmConfig, bool]) -> None:
     used = _block_mm(arch, "square", 128, case).tensor_core
@@ -374,19 +336,19 @@ def test_square_block_gemm_uses_the_float8_instruction(arch: int, case: tuple[ge
     assert re.fullmatch(wgmma if arch == 90 else r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", used)
 
 
-@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 9)))
+@pytest.mark.parametrize("case", some_slow(_block_cases("vector", 9)))
 @pytest.mark.parametrize("block", [128, 32])
 def test_vector_block_gemm_on_sm_90_uses_wgmma(block: int, case: tuple[gemm.GemmConfig, bool]) -> None:
     wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
     assert re.fullmatch(wgmma, _block_mm(90, "vector", block, case).tensor_core)
 
 
-@pytest.mark.parametrize("case", _some_slow(_block_cases("vector", 10)))
+@pytest.mark.parametrize("case", some_slow(_block_cases("vector", 10)))
 def test_vector_block_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
     assert _block_mm(100, "vector", 128, case).tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
 
 
-@pytest.mark.parametrize("case", _some_slow(_block_cases("native", 10)))
+@pytest.mark.parametrize("case", some_slow(_block_cases("native", 10)))
 def test_mx_gemm_on_sm_100_leaves_the_scales_to_the_tensor_core(case: tuple[gemm.GemmConfig, bool]) -> None:
     used = _block_mm(100, "native", 32, case).tensor_core
     size = "scale_vec::1X" if triton_version < Version("3.8") else "block32"  # two names of the same

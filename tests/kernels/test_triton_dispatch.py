@@ -32,7 +32,8 @@ def run_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
         backend.choose_backend.cache_clear()
 
     if INTERPRETED:
-        monkeypatch.setattr(linear.kinds.rowwise, "k_major", lambda device: True)
+        for family in (linear.kinds.rowwise, linear.kinds.tensorwise, linear.kinds.blockwise):
+            monkeypatch.setattr(family, "k_major", lambda device: True)
     choose("triton")
     yield choose
     backend.choose_backend.cache_clear()
@@ -44,7 +45,8 @@ def _matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect() -> None:
     x, row, column = _matrix(20, 36), torch.rand(1, 36, device=DEVICE), torch.rand(20, 1, device=DEVICE)
-    ops = torch.ops.lptune
+    ops, keyed = torch.ops.lptune, layer_handle(-1)
+    keyed[kernels.KEY] = 5
     for transposed in (False, True):
         for call in (
             (ops.quantize_rows, (x, "int8", row, False, transposed)),
@@ -58,6 +60,16 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
             (ops.quantize_mx, (x, 0, "e4m3", transposed)),
             (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", transposed)),
             (ops.quantize_mx_rows_and_columns, (x, "e4m3", transposed)),
+            (ops.quantize_by_amax, (x, row[:, :1], "e4m3", False, None, 0, torch.bfloat16)),
+            (ops.block_amaxes, (x, 16, 3)),
+            (ops.quantize_delayed, (x, "e4m3", layer_handle(-1), "x", transposed)),
+            (ops.quantize_delayed_both_ways, (x, "e4m3", layer_handle(-1), "x")),
+            *(
+                (ops.quantize_stochastic, (x, None, "int8", False, dim, keyed, transposed))
+                for dim in range(3)
+            ),
+            (ops.quantize_tensor_stochastic_both_ways, (x, "e5m2", keyed)),
+            (ops.quantize_weight_rows, (x.float(), 5, 0)),
         ):
             torch.library.opcheck(call[0].default, call[1], test_utils=("test_schema", "test_faketensor"))
 
@@ -104,9 +116,11 @@ def _layer_on(name: str, precision: PrecisionConfig, run_on: Callable[[str], Non
     with torch.no_grad():
         model[0].weight.normal_(std=0.1, generator=generator)
     # A device without such a GEMM must be asked for the reference by name.
-    linear.convert(model.to(DEVICE), dataclasses.replace(precision, emulate=name == "reference"))
+    precision = dataclasses.replace(precision, emulate=name == "reference")
+    plan = linear.convert(model.to(DEVICE), precision)
     x = x.to(DEVICE).requires_grad_()
-    with record_gemms() as executed:
+    linear.StochasticRounding(model, plan, seed=0).start(0, 1)
+    with linear.DelayedScaling(plan, DEVICE).step(), record_gemms() as executed:
         out = model(x)
         out.backward(g.to(DEVICE))
     assert sum(executed.values()) == len(GEMMS)
@@ -135,10 +149,22 @@ def test_an_int8_layer_equals_the_reference_bitwise(
         assert same_bits(ours[name], reference[name]), name
 
 
+@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_tensorwise"])
+def test_an_int8_layer_that_rounds_stochastically_equals_the_reference_bitwise(
+    kind: str, run_on: Callable[[str], None]
+) -> None:
+    precision = PrecisionConfig(kind=kind, stochastic_rounding=True)  # type: ignore[arg-type]
+    ours, reference = (_layer_on(name, precision, run_on) for name in ("triton", "reference"))
+    for name in ours:
+        assert same_bits(ours[name], reference[name]), name
+
+
 @pytest.mark.skipif(
     not INTERPRETED and torch.cuda.get_device_capability() < (8, 9), reason="no float8 before Ada"
 )
-@pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "kind", ["float8_tensorwise", "float8_delayed", "float8_rowwise", "float8_blockwise", "mxfp8"]
+)
 def test_a_float8_layer_has_the_same_operands_and_differs_by_the_sum_alone(
     kind: str, run_on: Callable[[str], None]
 ) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from tests.helpers import cold
 
-FILES = [f"test_triton_{name}.py" for name in ("quantize", "by_amax", "gemm", "blocks", "dispatch")]
+NAMES = ("quantize", "by_amax", "stochastic", "gemm", "blocks", "dispatch")
+FILES = [f"test_triton_{name}.py" for name in NAMES]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")

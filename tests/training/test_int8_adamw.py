@@ -73,7 +73,7 @@ def _regression(rounding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, 
     """First and last loss of 800 steps whose updates are a tenth of a step of INT8."""
     if rounding == "nearest":
         nearest = numerics.quantize_rows
-        monkeypatch.setattr(int8_adamw, "quantize_weight_rows", lambda w, key, first: nearest(w))
+        monkeypatch.setattr(int8_adamw, "quantize_weight_rows", lambda w, key, first, **_: nearest(w))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 64, generator=generator)
     y = x @ (torch.randn(32, 64, generator=generator) / 8).t()

@@ -1,4 +1,6 @@
-"""lptune's own C++ for CPUs: the INT8 quantizers (quantize.cpp) and the INT8 GEMM for AMX (gemm.cpp).
+"""lptune's own C++ for CPUs: the quantizers (quantize.cpp, stochastic.cpp) and the INT8 GEMM for AMX (gemm.cpp).
+
+INT8 has all of them. Float8 is emulated on CPUs; it has those with one scale, or with scales that are known.
 
 The machine's C++ compiler compiles them for its processor when they are first used, in two seconds. The
 library is kept in the folder of `lptune.kernels.cache` and called through ctypes on raw pointers. So the
@@ -21,16 +23,24 @@ import torch
 from torch import Tensor
 
 from lptune.kernels import cache
+from lptune.numerics import FORMATS
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("quantize.cpp", "gemm.cpp"))
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
 _ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
+_FORMATS = {"int8": 0, "e4m3": 1, "e5m2": 2}
 _NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _Result = tuple[Tensor, Tensor]
+
+
+def has_format(fmt: str) -> bool:
+    """Whether quantizers with one scale, or with known scales, have `fmt`; all others have INT8 alone."""
+    return fmt in _FORMATS
 
 
 def available() -> bool:
@@ -51,14 +61,12 @@ def quantize_rows(
     """
     library = _library()
     assert library is not None
-    # Of the conversions that round, C++ has that of masters to the usual compute dtype.
-    rounds = (x_MK.dtype, rounded_to) == (torch.float32, torch.bfloat16)
-    x = _prepare(x_MK if rounds or rounded_to is None else x_MK.to(rounded_to))
+    x, element = _rounded(x_MK, rounded_to)
     multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
     q, scale = out or _outputs(x, (x.shape[0], 1))
     library.lptune_quantize_rows(
         ctypes.c_void_p(x.data_ptr()),
-        _ROUNDED_TO_BFLOAT16 if rounds else int(x.dtype == torch.bfloat16),
+        element,
         ctypes.c_int64(x.shape[0]),
         ctypes.c_int64(x.shape[1]),
         ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),
@@ -90,15 +98,113 @@ def quantize_rows_and_columns(
     return *rows, *columns
 
 
-def quantize_tensor(x_MK: Tensor) -> _Result:
-    """INT8 values of `x` by one scale, (1, 1)."""
+def quantize_tensor(
+    x_MK: Tensor, fmt: str = "int8", power_of_two: bool = False, past: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, scale, amax) of `x` by one scale: that of the amax `past`, float32 with one element, if it is
+    positive; else that of its own amax.
+
+    scale, (1, 1), is NaN if x is not finite. amax, (), is that of x; with `past`, q comes from the same pass.
+    """
     library, x = _library(), _prepare(x_MK)
     assert library is not None
-    q, scale = _outputs(x, (1, 1))
+    (q, scale), amax = _outputs(x, (1, 1), fmt), torch.empty(())
     library.lptune_quantize_tensor(
         ctypes.c_void_p(x.data_ptr()),
         int(x.dtype == torch.bfloat16),
+        _FORMATS[fmt],
         ctypes.c_int64(x.numel()),
+        ctypes.c_void_p(None if past is None else past.data_ptr()),
+        int(power_of_two),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_void_p(scale.data_ptr()),
+        ctypes.c_void_p(amax.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return q, scale, amax
+
+
+def quantize_by_amax(
+    x_MK: Tensor,
+    amax: Tensor,
+    fmt: str,
+    power_of_two: bool,
+    block: int | None,
+    first_row: int,
+    rounded_to: torch.dtype | None,
+) -> _Result:
+    """(q, scale) as `kernels.quantize_by_amax`: reads x once."""
+    library, (x, element), amax = _library(), _rounded(x_MK, rounded_to), amax.contiguous()
+    assert library is not None
+    q = torch.empty(x.shape, dtype=FORMATS[fmt].dtype)
+    scale = torch.empty(amax.shape, dtype=torch.float32)
+    if block is None:  # one block that holds all of x
+        block, first_row = max(*x.shape, 1), 0
+    library.lptune_quantize_by_amax(
+        ctypes.c_void_p(x.data_ptr()),
+        element,
+        _FORMATS[fmt],
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(amax.data_ptr()),
+        ctypes.c_int64(amax.numel()),
+        ctypes.c_int64(amax.shape[1]),
+        ctypes.c_int64(block),
+        ctypes.c_int64(first_row),
+        int(power_of_two),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_void_p(scale.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return q, scale
+
+
+def block_amaxes(x_MK: Tensor, block: int, above: int) -> Tensor:
+    """The amaxes of blocks as `kernels.block_amaxes`: reads x once."""
+    library, x = _library(), _prepare(x_MK)
+    assert library is not None
+    amax = torch.empty(-(-(above + x.shape[0]) // block), -(-x.shape[1] // block))
+    library.lptune_block_amaxes(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_int64(block),
+        ctypes.c_int64(above),
+        ctypes.c_void_p(amax.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return amax
+
+
+def quantize_rows_stochastic(
+    x_MK: Tensor,
+    multiplier_1K: Tensor | None,
+    key: int,
+    first: int,
+    before: _Result | None = None,
+    found_inf: Tensor | None = None,
+) -> _Result:
+    """INT8 rows of `x * multiplier`, rounded as by `round_stochastically`: q (M, K), scale (M, 1).
+
+    before: q and scale that are the results where `found_inf`, float32 with one element, is 1.
+    """
+    library, x = _library(), _prepare(x_MK)
+    assert library is not None
+    multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
+    q, scale = _outputs(x, (x.shape[0], 1))
+    # The contiguous copies live until the call is over.
+    kept = [each.contiguous() for each in before] if before is not None and found_inf is not None else None
+    library.lptune_quantize_rows_stochastic(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),
+        ctypes.c_uint64(key),
+        ctypes.c_int64(first),
+        ctypes.c_void_p(None if kept is None or found_inf is None else found_inf.data_ptr()),
+        *(ctypes.c_void_p(None if kept is None else kept[i].data_ptr()) for i in range(2)),
         ctypes.c_void_p(q.data_ptr()),
         ctypes.c_void_p(scale.data_ptr()),
         torch.get_num_threads(),
@@ -214,8 +320,16 @@ def _prepare(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _outputs(x: Tensor, scale_shape: tuple[int, int]) -> _Result:
-    return torch.empty(x.shape, dtype=torch.int8), torch.empty(scale_shape, dtype=torch.float32)
+def _rounded(x: Tensor, rounded_to: torch.dtype | None) -> tuple[Tensor, int]:
+    """x for a function that rounds it, and its element type there."""
+    # Of the conversions that round, C++ has that of masters to the usual compute dtype.
+    rounds = (x.dtype, rounded_to) == (torch.float32, torch.bfloat16)
+    x = _prepare(x if rounds or rounded_to is None else x.to(rounded_to))
+    return x, _ROUNDED_TO_BFLOAT16 if rounds else int(x.dtype == torch.bfloat16)
+
+
+def _outputs(x: Tensor, scale_shape: tuple[int, int], fmt: str = "int8") -> _Result:
+    return torch.empty(x.shape, dtype=FORMATS[fmt].dtype), torch.empty(scale_shape, dtype=torch.float32)
 
 
 def _call(
@@ -273,7 +387,7 @@ def _image(compiler: list[str]) -> bytes:
 
     On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
-    identity = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES))
+    identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
     identity.update(repr((compiler, _FLAGS, _processor())).encode())
     path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
     try:

@@ -1,69 +1,15 @@
-// INT8 quantizers and the GEMM's epilogue for CPUs. The contract, bit for bit, is lptune/numerics/quantize.py.
+// Quantizers and the INT8 GEMM's epilogue for CPUs. The contract, bit for bit, is lptune/numerics/quantize.py.
 //
 // Why not leave this to torch: eagerly, a quantizer is six passes over memory that does not fit the cache, and
 // costs as much as the GEMM it serves; compiled by Inductor it is two, but the column-wise one is not vectorized
 // well. Here a row is read once from memory and a second time from the first-level cache, and the pass that
 // quantizes rows collects the amax of the columns on its way.
-//
-// Compiled with -ffp-contract=off: x * inverse must be rounded before it is rounded to an integer.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <omp.h>
-#include <vector>
+
+#include "elements.h"
 
 namespace {
-
-inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
-inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
-
-// Element types. The magnitude of a float orders like its bits without the sign, NaN above inf above all: an
-// integer maximum is therefore an amax that keeps NaN, and vectorizes where a floating-point one does not.
-struct BFloat16 {
-    using Storage = uint16_t;
-    using Magnitude = uint16_t;
-    static float load(Storage v) { return as_float(uint32_t(v) << 16); }
-    static Magnitude magnitude(Storage v) { return v & 0x7fff; }
-    static float amax(Magnitude m) { return as_float(uint32_t(m) << 16); }
-};
-
-struct Float32 {
-    using Storage = float;
-    using Magnitude = uint32_t;
-    static float load(Storage v) { return v; }
-    static Magnitude magnitude(Storage v) { return as_bits(v) & 0x7fffffff; }
-    static float amax(Magnitude m) { return as_float(m); }
-};
-
-// float32 that is rounded to bfloat16, ties to even, when it is read. Rounding keeps the order, so the amax is
-// rounded once and not element by element.
-struct RoundedToBFloat16 {
-    using Storage = float;
-    using Magnitude = uint32_t;
-    static float load(Storage v) {
-        const uint32_t bits = as_bits(v);
-        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-        // The carry would make a number of a NaN with many payload bits.
-        return as_float((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : rounded);
-    }
-    static Magnitude magnitude(Storage v) { return as_bits(v) & 0x7fffffff; }
-    static float amax(Magnitude m) { return load(as_float(m)); }
-};
-
-struct Scale { float scale, inverse; };
-
-Scale scale_from_amax(float amax) {
-    const float smallest = as_float(0x00800000);  // 2**-126
-    if (!(amax < as_float(0x7f800000))) return {as_float(0x7fc00000), 0.0f};
-    if (amax == 0.0f) return {0.0f, 0.0f};
-    const float scale = amax / 127.0f;
-    if (scale < smallest) return {smallest, 1.0f / smallest};
-    return {scale, 127.0f / amax};
-}
-
-// Round to nearest even, |v| <= 127: adding 1.5 * 2**23 leaves the integer in the low bits of the sum.
-inline int8_t round_to_int8(float v) { return int8_t(as_bits(v + 12582912.0f)); }
 
 template <typename T>
 void quantize_row(const typename T::Storage* x, const float* multiplier, int64_t k, int8_t* q, float* scale) {
@@ -179,68 +125,92 @@ void quantize(const void* data, int64_t m, int64_t k, const float* row_multiplie
     }
 }
 
-template <typename T>
-void quantize_tensor(const void* data, int64_t size, int8_t* q, float* scale, int num_threads) {
+// One scale, from the amax `past` if it is not 0, otherwise from the amax of x itself, which takes a pass of
+// its own. The amax of x is measured in either case; a scale is NaN if it is not finite.
+template <typename T, typename F>
+void quantize_tensor(const void* data, int64_t size, float past, bool power_of_two, int8_t* q, float* scale,
+                     float* amax, int num_threads) {
     const auto* x = static_cast<const typename T::Storage*>(data);
     typename T::Magnitude largest = 0;
+    if (!(past > 0.0f)) {
+        #pragma omp parallel for simd schedule(static) num_threads(num_threads) reduction(max : largest)
+        for (int64_t i = 0; i < size; ++i) {
+            const auto m = T::magnitude(x[i]);
+            largest = m > largest ? m : largest;
+        }
+        *amax = T::amax(largest);
+        const Scale s = scale_from_amax(*amax, F::max, power_of_two);
+        *scale = s.scale;
+        #pragma omp parallel for simd schedule(static) num_threads(num_threads)
+        for (int64_t i = 0; i < size; ++i) q[i] = F::nearest(T::load(x[i]) * s.inverse);
+        return;
+    }
+    const Scale s = scale_from_amax(past, F::max, power_of_two);
     #pragma omp parallel for simd schedule(static) num_threads(num_threads) reduction(max : largest)
     for (int64_t i = 0; i < size; ++i) {
         const auto m = T::magnitude(x[i]);
         largest = m > largest ? m : largest;
+        q[i] = F::nearest(T::load(x[i]) * s.inverse);
     }
-    const Scale s = scale_from_amax(T::amax(largest));
-    *scale = s.scale;
-    #pragma omp parallel for simd schedule(static) num_threads(num_threads)
-    for (int64_t i = 0; i < size; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
+    *amax = T::amax(largest);
+    *scale = *amax < as_float(0x7f800000) ? s.scale : as_float(0x7fc00000);
 }
 
-// Uniform in [0, 1) from a key and an element's index: lptune/numerics/rounding.py.
-inline uint32_t mix(uint32_t h) {
-    h ^= h >> 16;
-    h *= 0x7feb352du;
-    h ^= h >> 15;
-    h *= 0x846ca68bu;
-    return h ^ (h >> 16);
-}
-
-inline float uniform(uint64_t key, uint32_t index_low, uint32_t index_high) {
-    const uint32_t low = mix(uint32_t(key) ^ index_low);
-    return float(int32_t(mix(low ^ uint32_t(key >> 32) ^ index_high) >> 8)) * 5.9604644775390625e-8f;  // 2**-24
-}
-
-// Rounds x * inverse up with the probability of its distance from below; one inverse per row, per column, or
-// for all (column_inverse null and row_stride 0).
-template <typename T>
-void round_stochastically(const void* data, int64_t m, int64_t k, const float* row_inverse, int row_stride,
-                          const float* column_inverse, uint64_t key, int64_t first, int8_t* q, int num_threads) {
+// Rows of a larger matrix by the amaxes of its blocks of `block` rows and columns, `columns` blocks in a row; the
+// first row here is row `first_row` there. An inf becomes NaN where the format has one: an amax of the past does
+// not show it.
+template <typename T, typename F>
+void quantize_by_amax(const void* data, int64_t m, int64_t k, const float* amax, int64_t num_amaxes,
+                      int64_t columns, int64_t block, int64_t first_row, bool power_of_two, int8_t* q,
+                      float* scale, int num_threads) {
     const auto* x = static_cast<const typename T::Storage*>(data);
-    #pragma omp parallel num_threads(num_threads)
-    {
-        std::vector<float> repeated(column_inverse ? 0 : k);  // one inner loop for all cases, and a vectorized one
-        #pragma omp for schedule(static)
-        for (int64_t row = 0; row < m; ++row) {
-            const auto* from = x + row * k;
-            int8_t* to = q + row * k;
-            const float* inverse = column_inverse;
-            if (!column_inverse) {
-                std::fill(repeated.begin(), repeated.end(), row_inverse[row * row_stride]);
-                inverse = repeated.data();
-            }
-            // 64-bit indices in 32-bit arithmetic; a row is shorter than 2**32 and carries at most once.
-            const uint64_t base = uint64_t(first) + uint64_t(row) * uint64_t(k);
-            const uint32_t base_low = uint32_t(base), base_high = uint32_t(base >> 32);
+    std::vector<float> inverse(num_amaxes);
+    for (int64_t i = 0; i < num_amaxes; ++i) {
+        const Scale s = scale_from_amax(amax[i], F::max, power_of_two);
+        scale[i] = s.scale;
+        inverse[i] = s.inverse;
+    }
+    #pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < m; ++row) {
+        const auto* from = x + row * k;
+        int8_t* to = q + row * k;
+        const float* by = inverse.data() + (first_row + row) / block * columns;
+        for (int64_t start = 0; start < k; start += block, ++by) {
+            const int64_t end = std::min(start + block, k);
+            const float factor = *by;
             #pragma omp simd
-            for (int32_t i = 0; i < int32_t(k); ++i) {
-                const uint32_t low = base_low + uint32_t(i), high = base_high + (low < base_low ? 1u : 0u);
-                const float scaled = T::load(from[i]) * inverse[i];
-                const float below = __builtin_floorf(scaled);
-                // Both sides of the comparison are exact.
-                float rounded = below + (uniform(key, low, high) < scaled - below ? 1.0f : 0.0f);
-                rounded = rounded > 127.0f ? 127.0f : rounded;
-                rounded = rounded < -127.0f ? -127.0f : rounded;
-                to[i] = round_to_int8(rounded);
+            for (int64_t i = start; i < end; ++i) {
+                const float v = T::load(from[i]);
+                const bool is_inf = F::has_nan && (as_bits(v) & 0x7fffffff) == 0x7f800000;
+                to[i] = F::nearest(is_inf ? as_float(0x7fc00000) : v * factor);
             }
         }
+    }
+}
+
+// The amaxes of blocks of `block` rows and columns, row by row; `above` rows of the first ones lie above x.
+template <typename T>
+void block_amaxes(const void* data, int64_t m, int64_t k, int64_t block, int64_t above, float* amax,
+                  int num_threads) {
+    const auto* x = static_cast<const typename T::Storage*>(data);
+    const int64_t rows = (above + m + block - 1) / block, columns = (k + block - 1) / block;
+    #pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < rows; ++i) {
+        std::vector<typename T::Magnitude> largest(columns);
+        for (int64_t row = std::max(i * block - above, int64_t(0)); row < std::min((i + 1) * block - above, m); ++row) {
+            for (int64_t j = 0; j < columns; ++j) {
+                const auto* from = x + row * k;
+                const int64_t end = std::min((j + 1) * block, k);
+                typename T::Magnitude found = largest[j];
+                #pragma omp simd reduction(max : found)
+                for (int64_t c = j * block; c < end; ++c) {
+                    const auto v = T::magnitude(from[c]);
+                    found = v > found ? v : found;
+                }
+                largest[j] = found;
+            }
+        }
+        for (int64_t j = 0; j < columns; ++j) amax[i * columns + j] = T::amax(largest[j]);
     }
 }
 
@@ -271,16 +241,31 @@ void lptune_quantize_rows(const void* x, int element, int64_t m, int64_t k, cons
     run(x, m, k, multiplier, q, q_stride, scale, scale_stride, scale_width, num_threads);
 }
 
-void lptune_quantize_tensor(const void* x, int is_bfloat16, int64_t size, int8_t* q, float* scale,
-                            int num_threads) {
-    (is_bfloat16 ? quantize_tensor<BFloat16> : quantize_tensor<Float32>)(x, size, q, scale, num_threads);
+// element: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16. format: 0 INT8, 1 e4m3, 2 e5m2. past: an
+// amax, or null.
+void lptune_quantize_tensor(const void* x, int element, int format, int64_t size, const float* past,
+                            int power_of_two, int8_t* q, float* scale, float* amax, int num_threads) {
+    constexpr decltype(&quantize_tensor<Float32, Int8>) run[2][3] = {
+        {quantize_tensor<Float32, Int8>, quantize_tensor<Float32, E4M3>, quantize_tensor<Float32, E5M2>},
+        {quantize_tensor<BFloat16, Int8>, quantize_tensor<BFloat16, E4M3>, quantize_tensor<BFloat16, E5M2>}};
+    run[element][format](x, size, past ? *past : 0.0f, power_of_two, q, scale, amax, num_threads);
 }
 
-void lptune_round_stochastically(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_inverse,
-                                 int row_stride, const float* column_inverse, uint64_t key, int64_t first,
-                                 int8_t* q, int num_threads) {
-    (is_bfloat16 ? round_stochastically<BFloat16> : round_stochastically<Float32>)(
-        x, m, k, row_inverse, row_stride, column_inverse, key, first, q, num_threads);
+void lptune_quantize_by_amax(const void* x, int element, int format, int64_t m, int64_t k, const float* amax,
+                             int64_t num_amaxes, int64_t columns, int64_t block, int64_t first_row,
+                             int power_of_two, int8_t* q, float* scale, int num_threads) {
+    constexpr decltype(&quantize_by_amax<Float32, Int8>) run[3][3] = {
+        {quantize_by_amax<Float32, Int8>, quantize_by_amax<Float32, E4M3>, quantize_by_amax<Float32, E5M2>},
+        {quantize_by_amax<BFloat16, Int8>, quantize_by_amax<BFloat16, E4M3>, quantize_by_amax<BFloat16, E5M2>},
+        {quantize_by_amax<RoundedToBFloat16, Int8>, quantize_by_amax<RoundedToBFloat16, E4M3>,
+         quantize_by_amax<RoundedToBFloat16, E5M2>}};
+    run[element][format](x, m, k, amax, num_amaxes, columns, block, first_row, power_of_two, q, scale,
+                         num_threads);
+}
+
+void lptune_block_amaxes(const void* x, int is_bfloat16, int64_t m, int64_t k, int64_t block, int64_t above,
+                         float* amax, int num_threads) {
+    (is_bfloat16 ? block_amaxes<BFloat16> : block_amaxes<Float32>)(x, m, k, block, above, amax, num_threads);
 }
 
 // out = float(acc) * scale_a[row] * scale_b[column], in this order, rounded once to the output's type.

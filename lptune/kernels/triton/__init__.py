@@ -2,7 +2,8 @@
 
     formats.py    from an amax to a scale, from a value to 8 bits: device functions
     quantize.py   by row, by column, by tensor
-    by_amax.py    by amaxes that are known: the quantizer of a part of a matrix
+    by_amax.py    by an amax that is known before: of a whole weight, of past steps
+    stochastic.py by row, by column, by tensor, rounded stochastically
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
@@ -17,7 +18,7 @@ gpu make the same comparisons on hardware; they have not run yet.
 
 from lptune.kernels.triton.block_mm import block_scaled_mm
 from lptune.kernels.triton.blocks import quantize_blocks, quantize_row_and_column_blocks
-from lptune.kernels.triton.by_amax import has_tile, quantize_by_amax
+from lptune.kernels.triton.by_amax import block_amaxes, quantize_by_amax, quantize_delayed
 from lptune.kernels.triton.gemm import scaled_mm
 from lptune.kernels.triton.quantize import (
     quantize_columns,
@@ -26,16 +27,20 @@ from lptune.kernels.triton.quantize import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
+from lptune.kernels.triton.stochastic import quantize_rows_stochastic, quantize_stochastic
 
 __all__ = [
+    "block_amaxes",
     "block_scaled_mm",
-    "has_tile",
     "quantize_blocks",
     "quantize_by_amax",
     "quantize_columns",
+    "quantize_delayed",
     "quantize_row_and_column_blocks",
     "quantize_rows",
     "quantize_rows_and_columns",
+    "quantize_rows_stochastic",
+    "quantize_stochastic",
     "quantize_tensor",
     "quantize_tensor_both_ways",
     "scaled_mm",

@@ -1,10 +1,15 @@
-"""The quantizer of some rows of a larger matrix, whose amaxes are known: x is read once.
+"""Quantizers by an amax that is known before x is read, so that x is read once.
 
-Such rows are a rank's part of a weight, or of x (weight_amax.py): ranks have agreed on the amax of the whole
-matrix, or on one for each of its square blocks. A program takes a tile that lies in one column of blocks, so
-each of its rows has one scale. The first rows of x may lie inside a block.
+    by_amax     rows of a larger matrix, by the amaxes of all of it: weights and tokens that ranks gather
+    delayed     by the largest amax of past steps; the same pass measures the amax of this step
 
-The scales of the whole matrix are a result, too. The programs share them out; few are as many as the tiles.
+A tile is loaded, rounded to the compute dtype in registers, quantized, and stored row by row, column by
+column, or both. With one amax for each square block, a tile lies in one column of blocks. Each of its rows
+then has one scale, wherever a shard begins inside a block.
+
+Whether a layer has an amax of the past is known to the device alone. Delayed scaling therefore launches three
+kernels: the first measures x and ends at once if there is a past, the second quantizes and measures, and the
+third writes one scale and one amax.
 
 Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
@@ -14,30 +19,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lptune.kernels.triton import again, launch
-from lptune.kernels.triton.again import Launch
-from lptune.kernels.triton.formats import INFINITY_BITS, magnitude_bits, round_to, scale_from_amax
-from lptune.kernels.triton.quantize import empty_q
+from lptune.kernels.triton import launch
+from lptune.kernels.triton.formats import (
+    INFINITY_BITS,
+    magnitude_bits,
+    round_input,
+    round_to,
+    scale_from_amax,
+)
+from lptune.kernels.triton.quantize import TILE_CONFIGS, TILES_PER_PROGRAM, TileConfig, empty_q
 from lptune.numerics import FORMATS
 
-TILE = 4096  # elements: 32 in each of 128 threads
-WIDEST, NARROWEST = 128, 16  # columns of a tile
+_SCALES_PER_PROGRAM = 256
 
 
 @triton.jit
-def by_amax_kernel(
+def known_amax_kernel(
     x_ptr,
     amax_ptr,
+    measured_ptr,
     q_ptr,
-    scale_ptr,
+    second_q_ptr,
     M,
     K,
     stride_m,
     stride_k,
-    first_row,
-    num_scales,
-    blocks_in_row,
-    SIZE: tl.constexpr,
+    q_stride_m,
+    q_stride_k,
+    second_q_stride_m,
+    second_q_stride_k,
+    above,
+    block_columns,
+    SIDE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    TWICE: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -45,61 +61,282 @@ def by_amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Quantizes one tile. SIZE: side of the blocks, a multiple of BLOCK_K; 0: one amax for all."""
+    """Quantizes one tile of x. ROUNDED_TO: as for `round_input`. TWICE: q is stored again, in other strides.
+
+    SIDE: 0: one amax. Else the side of the blocks with one amax each, row by row, `block_columns` in a row;
+    x begins `above` rows below the first block's first row.
+    DELAYED: `amax` is of the past; 0 stands for none, and the amax in `measured` is taken. The amax of the
+    tile goes to `measured`. Otherwise inf becomes NaN in float8: an amax of the past does not show it.
+    """
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (rows < M)[:, None] & (columns < K)[None, :]
-    rows64 = rows.to(tl.int64)
-    at = rows64[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if SIZE == 0:
-        block = rows64 * 0
+    inside = (columns < K)[None, :]
+    if SIDE:
+        # A tile has columns of one block: the last tile of a block may be narrower.
+        TILES: tl.constexpr = (SIDE + BLOCK_K - 1) // BLOCK_K
+        block_column = tl.program_id(0) // TILES
+        within = tl.program_id(0) % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
+        columns = block_column * SIDE + within
+        inside = ((columns < K) & (within < SIDE))[None, :]
+    inside &= (rows < M)[:, None]
+    rows64, columns64 = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+    x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=inside, other=0.0).to(tl.float32)
+    x = round_input(x, ROUNDED_TO)
+    if SIDE:
+        at = ((rows + above) // SIDE).to(tl.int64) * block_columns + block_column
+        amax_bits = magnitude_bits(tl.load(amax_ptr + at, mask=rows < M, other=0.0))
     else:
-        block = (first_row + rows64) // SIZE * blocks_in_row + tl.program_id(0) * BLOCK_K // SIZE
-    amax_bits = magnitude_bits(tl.load(amax_ptr + block, mask=rows < M, other=0.0))
-    _row_scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
+        amax_bits = magnitude_bits(tl.load(amax_ptr + rows * 0))
+    if DELAYED:
+        amax_bits = tl.where(amax_bits > 0, amax_bits, tl.load(measured_ptr))
+        largest = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+        # `measured` only grows. Few tiles raise it: without the test thousands of programs would queue there.
+        tl.atomic_max(measured_ptr, largest, mask=largest > tl.load(measured_ptr), sem="relaxed")
+    _, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
     scaled = x * inverse[:, None]
-    if FORMAT != "int8":  # an amax of past steps does not show an inf, which would saturate
+    if FORMAT != "int8" and not DELAYED:
         scaled = tl.where(magnitude_bits(x) == INFINITY_BITS, float("nan"), scaled)
     q = round_to(scaled, FORMAT, MAX, HARDWARE_FLOAT8)
-    tl.store(q_ptr + rows64[:, None] * K + columns[None, :], q, mask=inside)
-
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    stride = tl.num_programs(0) * tl.num_programs(1) * BLOCK_K
-    for start in range(program * BLOCK_K, num_scales, stride):
-        mine = start + tl.arange(0, BLOCK_K)
-        bits = magnitude_bits(tl.load(amax_ptr + mine, mask=mine < num_scales, other=0.0))
-        scale, _unused = scale_from_amax(bits, MAX, POWER_OF_TWO)
-        tl.store(scale_ptr + mine, scale, mask=mine < num_scales)
+    tl.store(q_ptr + rows64 * q_stride_m + columns64 * q_stride_k, q, mask=inside)
+    if TWICE:
+        at_second = rows64 * second_q_stride_m + columns64 * second_q_stride_k
+        tl.store(second_q_ptr + at_second, q, mask=inside)
 
 
-def has_tile(block: int | None) -> bool:
-    """Whether a tile lies in one column of blocks of this side; None: one block."""
-    return block is None or (block >= NARROWEST and block & (block - 1) == 0)
+@triton.jit
+def scales_kernel(
+    amax_ptr, scale_ptr, size, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The scales of `size` amaxes."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax_bits = magnitude_bits(tl.load(amax_ptr + at, mask=at < size, other=0.0))
+    scale, _ = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + at, scale, mask=at < size)
+
+
+@triton.jit
+def amax_without_past_kernel(
+    x_ptr,
+    past_ptr,
+    measured_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Measures the amax of x, unless there is one of the past."""
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    largest = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    tiles = tl.where(tl.load(past_ptr) > 0, 0, TILES)
+    for tile in range(tiles):
+        rows = (tl.program_id(1) * TILES + tile) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = (rows < M)[:, None] & (columns < K)[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+        bits = magnitude_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        largest = tl.where(bits > largest, bits, largest)
+    tl.atomic_max(measured_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def delayed_scale_kernel(
+    past_ptr,
+    measured_ptr,
+    current_ptr,
+    scale_ptr,
+    HAS_CURRENT: tl.constexpr,
+    REPLACE: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """The scale by which x was quantized: NaN if x is not finite. The amax of x goes to `current`.
+
+    REPLACE: `current` becomes the amax; otherwise the larger of both.
+    """
+    measured = tl.load(measured_ptr)
+    past_bits = magnitude_bits(tl.load(past_ptr))
+    scale, _ = scale_from_amax(tl.where(past_bits > 0, past_bits, measured), MAX, False)
+    tl.store(scale_ptr, tl.where(measured < INFINITY_BITS, scale, float("nan")))
+    if HAS_CURRENT:
+        current = magnitude_bits(tl.load(current_ptr))
+        larger = measured if REPLACE else tl.where(measured > current, measured, current)
+        tl.store(current_ptr, larger.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def block_amax_kernel(
+    x_ptr,
+    amax_ptr,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    above,
+    SIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The amax of the elements of x in one block. BLOCK_K: at least SIDE; `above` as in the kernel above."""
+    first = tl.program_id(1) * SIDE - above
+    within = tl.arange(0, BLOCK_K)
+    columns = tl.program_id(0) * SIDE + within
+    largest = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for start in range(0, SIDE, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        rows = first + row
+        inside = ((row < SIDE) & (rows >= 0) & (rows < M))[:, None]
+        inside &= ((within < SIDE) & (columns < K))[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+        bits = magnitude_bits(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        largest = tl.where(bits > largest, bits, largest)
+    amax = tl.max(tl.max(largest, axis=1), axis=0).to(tl.float32, bitcast=True)
+    tl.store(amax_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), amax)
 
 
 def quantize_by_amax(
-    x_MK: Tensor, amax: Tensor, fmt: str, power_of_two: bool, block: int | None, first_row: int
+    x_MK: Tensor,
+    amax: Tensor,
+    fmt: str,
+    power_of_two: bool,
+    block: int | None,
+    first_row: int,
+    rounded_to: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_by_amax`. x_MK: not empty. block: one that `has_tile` allows."""
-    (m, k), amax = x_MK.shape, amax.contiguous()
-    q, scale = empty_q(x_MK, False), torch.empty_like(amax)
-    tensors = (x_MK, amax, q, scale)
-    numbers = (m, k, *x_MK.stride(), first_row, amax.numel(), amax.shape[1])
-    key = ("by amax", x_MK.get_device(), *numbers, x_MK.dtype, fmt, power_of_two, block)
-    if not again.again(key, tensors):
-        block_k = min(block or WIDEST, WIDEST)
-        block_m = TILE // block_k
-        constants = {
-            "SIZE": block or 0,
-            "FORMAT": launch.rounding(fmt),
-            "MAX": FORMATS[fmt].max,
-            "POWER_OF_TWO": power_of_two,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
-            "BLOCK_M": block_m,
-            "BLOCK_K": block_k,
-        }
-        grid = triton.cdiv(k, block_k), triton.cdiv(m, block_m)
-        made = Launch(by_amax_kernel, grid, len(tensors), numbers, constants, num_warps=4)
-        again.first(key, [made], tensors)
-    return q.view(FORMATS[fmt].dtype), scale
+    """`lptune::quantize_by_amax`: reads x once, for all of its arguments."""
+    amax, scale = amax.contiguous(), torch.empty(amax.shape, dtype=torch.float32, device=amax.device)
+    if amax.numel():
+        scales_kernel[(triton.cdiv(amax.numel(), _SCALES_PER_PROGRAM),)](
+            amax,
+            scale,
+            amax.numel(),
+            MAX=FORMATS[fmt].max,
+            POWER_OF_TWO=power_of_two,
+            BLOCK=_SCALES_PER_PROGRAM,
+        )
+    q, _ = _quantize(x_MK, amax, None, fmt, power_of_two, block, first_row, rounded_to, False, False)
+    return q, scale
+
+
+def quantize_delayed(
+    x_MK: Tensor,
+    past: Tensor,
+    current: Tensor | None,
+    fmt: str,
+    replace: bool,
+    transposed: bool,
+    twice: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, scale (1, 1), q again) by the amax `past`, or by its own if that is 0; reads x once, or twice.
+
+    past, current: float32, one element. `current` becomes the amax of x, or with `replace` False the larger
+    of both. transposed: q is stored column by column. twice: q is stored row by row, and again by columns.
+    """
+    (m, k), device = x_MK.shape, x_MK.device
+    measured = torch.zeros((), dtype=torch.int32, device=device)
+    if m > 0 and k > 0:
+        config = TILE_CONFIGS[0]
+        rows = config.block_m * TILES_PER_PROGRAM
+        amax_without_past_kernel[(triton.cdiv(k, config.block_k), triton.cdiv(m, rows))](
+            x_MK,
+            past,
+            measured,
+            m,
+            k,
+            *x_MK.stride(),
+            TILES=TILES_PER_PROGRAM,
+            BLOCK_M=config.block_m,
+            BLOCK_K=config.block_k,
+            num_warps=config.num_warps,
+        )
+    q, second_q = _quantize(x_MK, past, measured, fmt, False, None, 0, None, transposed, twice)
+    scale = torch.empty(1, 1, dtype=torch.float32, device=device)
+    delayed_scale_kernel[(1,)](
+        past,
+        measured,
+        past if current is None else current,
+        scale,
+        HAS_CURRENT=current is not None,
+        REPLACE=replace,
+        MAX=FORMATS[fmt].max,
+    )
+    return q, scale, second_q
+
+
+def _quantize(
+    x_MK: Tensor,
+    amax: Tensor,
+    measured: Tensor | None,
+    fmt: str,
+    power_of_two: bool,
+    block: int | None,
+    first_row: int,
+    rounded_to: torch.dtype | None,
+    transposed: bool,
+    twice: bool,
+) -> tuple[Tensor, Tensor]:
+    (m, k), device, dtype = x_MK.shape, x_MK.device, FORMATS[fmt].dtype
+    q = empty_q(x_MK, transposed and not twice)
+    second_q = empty_q(x_MK, True) if twice else q[:0]
+    if m == 0 or k == 0:
+        return q.view(dtype), second_q.view(dtype)
+    above = 0 if block is None else first_row % block
+    amax = amax if block is None else amax[first_row // block :]
+
+    def run(config: TileConfig) -> None:
+        tiles = triton.cdiv(k, config.block_k)
+        if block is not None:
+            tiles = triton.cdiv(k, block) * triton.cdiv(block, config.block_k)
+        known_amax_kernel[(tiles, triton.cdiv(m, config.block_m))](
+            x_MK,
+            amax,
+            q if measured is None else measured,
+            q,
+            second_q,
+            m,
+            k,
+            *x_MK.stride(),
+            *q.stride(),
+            *second_q.stride(),
+            above,
+            triton.cdiv(k, block or k),
+            SIDE=block or 0,
+            DELAYED=measured is not None,
+            TWICE=twice,
+            ROUNDED_TO=launch.rounding_of_input(x_MK, rounded_to),
+            FORMAT=launch.rounding(fmt),
+            MAX=FORMATS[fmt].max,
+            POWER_OF_TWO=power_of_two,
+            HARDWARE_FLOAT8=launch.rounds_float8(device),
+            BLOCK_M=config.block_m,
+            BLOCK_K=config.block_k,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
+
+    # Measuring runs it several times: the amax of the same x stays the same.
+    key = f"by_amax block={block} delayed={measured is not None} twice={twice} transposed={transposed}"
+    key += f" {x_MK.dtype} {fmt} column_major={x_MK.stride(1) != 1} M~{launch.bucket(m)} K={k}"
+    run(launch.tuned(key, TILE_CONFIGS, run, device))
+    return q.view(dtype), second_q.view(dtype)
+
+
+def block_amaxes(x_MK: Tensor, block: int, above: int) -> Tensor:
+    """`lptune::block_amaxes`: reads x once. x_MK: not empty."""
+    (m, k), device = x_MK.shape, x_MK.device
+    amax = torch.empty(
+        triton.cdiv(above + m, block), triton.cdiv(k, block), dtype=torch.float32, device=device
+    )
+    block_amax_kernel[(amax.shape[1], amax.shape[0])](
+        x_MK,
+        amax,
+        m,
+        k,
+        *x_MK.stride(),
+        above,
+        SIDE=block,
+        BLOCK_M=32,
+        BLOCK_K=triton.next_power_of_2(block),
+        num_warps=4,
+    )
+    return amax

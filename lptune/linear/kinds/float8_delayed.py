@@ -9,7 +9,7 @@ collective.
 from torch import Tensor
 
 from lptune.config import KindKeys
-from lptune.kernels import quantize_delayed
+from lptune.kernels import quantize_delayed, quantize_delayed_both_ways
 from lptune.linear.kind import LinearSpec
 from lptune.linear.kinds.tensorwise import Tensorwise
 from lptune.numerics import QuantizedTensor
@@ -32,6 +32,11 @@ class Float8Delayed(Tensorwise):
         """Quantizes x, w or g by the scale that the layer's history gives for this operand."""
         fmt = spec.grad_fmt if operand == "g" else spec.fmt
         return quantize_delayed(tensor, fmt, layer, operand, transposed=transposed)
+
+    def quantize_gradient_both_ways(
+        self, spec: LinearSpec, g_TN: Tensor, layer: Tensor
+    ) -> tuple[QuantizedTensor, Tensor]:
+        return quantize_delayed_both_ways(g_TN, spec.grad_fmt, layer, "g")
 
 
 KIND = Float8Delayed()

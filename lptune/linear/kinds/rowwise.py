@@ -129,7 +129,7 @@ class Rowwise(Kind):
                 )
             if wants_columns:
                 g_columns = quantize_columns_stochastic(
-                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two
+                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two, transposed=transposed
                 )
         elif wants_rows and wants_columns:
             g_rows, g_columns = quantize_rows_and_columns(
@@ -271,7 +271,12 @@ def _grad_weight(
         xq_TK, x_scale_T1 = saved
         if spec.stochastic:
             g = quantize_columns_stochastic(
-                g_TN, spec.grad_fmt, layer, multiplier_M1=x_scale_T1, power_of_two=spec.power_of_two
+                g_TN,
+                spec.grad_fmt,
+                layer,
+                multiplier_M1=x_scale_T1,
+                power_of_two=spec.power_of_two,
+                transposed=transposed,
             )
         else:
             g = quantize_columns(
@@ -290,9 +295,8 @@ def _grad_weight(
             )
         )
     assert g is not None
-    gq_TN = transposed_copy(g.q_MK) if transposed and spec.stochastic else g.q_MK
     return scaled_mm(
-        gq_TN.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
+        g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )
 
 

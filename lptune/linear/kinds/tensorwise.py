@@ -25,6 +25,7 @@ from lptune.kernels import (
     quantize_tensor,
     quantize_tensor_both_ways,
     quantize_tensor_stochastic,
+    quantize_tensor_stochastic_both_ways,
     scaled_mm,
     transposed_copy,
 )
@@ -112,16 +113,13 @@ class Tensorwise(Kind):
         transposed: bool,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """(g for grad_input, row-major; g for grad_weight, column-major if `transposed`) or None for each."""
-        if transposed and for_input and for_weight and not self.has_history and not spec.stochastic:
-            by_rows, q_by_columns = quantize_tensor_both_ways(
-                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two
-            )
+        if transposed and for_input and for_weight:
+            by_rows, q_by_columns = self.quantize_gradient_both_ways(spec, g_TN, layer)
             return by_rows, by_rows._replace(q_MK=q_by_columns)
-        if transposed and for_weight and not for_input:
-            return None, self._quantize(spec, g_TN, layer, "g", transposed)
-        g = self._quantize(spec, g_TN, layer, "g") if for_input or for_weight else None
-        g_transposed = g._replace(q_MK=transposed_copy(g.q_MK)) if g and transposed and for_weight else g
-        return g if for_input else None, g_transposed if for_weight else None
+        if not (for_input or for_weight):
+            return None, None
+        g = self._quantize(spec, g_TN, layer, "g", transposed and for_weight)
+        return g if for_input else None, g if for_weight else None
 
     def _saved(
         self, spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, transposed: bool
@@ -151,9 +149,20 @@ class Tensorwise(Kind):
         """Quantizes with one scale. operand: "x", "w" or "g". transposed: q is column-major."""
         fmt = spec.grad_fmt if operand == "g" else spec.fmt
         if spec.stochastic and operand == "g":
-            g = quantize_tensor_stochastic(tensor, fmt, layer, power_of_two=spec.power_of_two)
-            return g._replace(q_MK=transposed_copy(g.q_MK)) if transposed else g
+            return quantize_tensor_stochastic(
+                tensor, fmt, layer, power_of_two=spec.power_of_two, transposed=transposed
+            )
         return quantize_tensor(tensor, fmt, power_of_two=spec.power_of_two, transposed=transposed)
+
+    def quantize_gradient_both_ways(
+        self, spec: LinearSpec, g_TN: Tensor, layer: Tensor
+    ) -> tuple[QuantizedTensor, Tensor]:
+        """g stored row by row, and its q again, stored column by column."""
+        if spec.stochastic:
+            return quantize_tensor_stochastic_both_ways(
+                g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two
+            )
+        return quantize_tensor_both_ways(g_TN, spec.grad_fmt, power_of_two=spec.power_of_two)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.formats(gemm)} tensor"

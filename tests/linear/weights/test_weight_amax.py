@@ -61,8 +61,8 @@ def test_in_any_number_of_shards_the_bits_are_those_of_the_whole(
     num_ranks: int, fmt: str, block: int | None, dtype: torch.dtype
 ) -> None:
     # 176 rows on 50 ranks: 4 each, and nothing from the 45th on.
-    for kind in ("ordinary", "zero block"):
-        w_NK = _weight(torch.float32, kind)
+    for kind, sign in (("ordinary", 1), ("ordinary", -1), ("zero block", 1)):
+        w_NK = sign * _weight(torch.float32, kind)
         form = numerics.FORMATS[fmt]
         expected: tuple[Tensor, Tensor] = numerics.quantize_tensor(w_NK.to(dtype), form)
         if block is not None:

@@ -1,0 +1,130 @@
+"""The quantizers by known amaxes, and with stochastic rounding, compiled for GPUs that are not there."""
+
+import re
+from typing import Any
+
+import pytest
+
+from lptune.kernels.triton import by_amax, quantize, stochastic
+from lptune.numerics import FORMATS
+from tests.helpers.ahead_of_time import check, check_bits, compile_for, some_slow
+
+ARCHS = (80, 89, 90)
+_SIZES = {"M": "i32", "K": "i32", "stride_m": "i32", "stride_k": "1"}
+
+
+def _format(arch: int, fmt: str) -> dict[str, Any]:
+    return {"FORMAT": fmt, "MAX": FORMATS[fmt].max, "POWER_OF_TWO": False, "HARDWARE_FLOAT8": arch > 80}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize("what", ["weight", "weight in blocks", "delayed", "delayed both ways"])
+def test_quantizers_by_known_amaxes_compile_without_spills(
+    arch: int, config: quantize.TileConfig, fmt: str, what: str
+) -> None:
+    weight, twice = what.startswith("weight"), what == "delayed both ways"
+    row_major = weight or twice
+    arguments = _SIZES | _format(arch, fmt) | {
+        "x_ptr": "*fp32" if weight else "*bf16",
+        "amax_ptr": "*fp32",
+        "measured_ptr": "*i8" if weight else "*i32",
+        "q_ptr": "*i8",
+        "second_q_ptr": "*i8",
+        "q_stride_m": "i32" if row_major else "1",
+        "q_stride_k": "1" if row_major else "i32",
+        "second_q_stride_m": "1",
+        "second_q_stride_k": "i32",
+        "above": "i32",
+        "block_columns": "i32",
+        "SIDE": 128 if what == "weight in blocks" else 0,
+        "DELAYED": not weight,
+        "TWICE": twice,
+        "ROUNDED_TO": "bfloat16" if weight else "",
+        "BLOCK_M": config.block_m,
+        "BLOCK_K": config.block_k,
+    }  # fmt: skip
+    compiled = compile_for(arch, by_amax.known_amax_kernel, arguments, num_warps=config.num_warps)
+    check_bits(compiled)
+    assert bool(re.search(r"cvt\.rn\.bf16", compiled.ptx)) == weight
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_measuring_kernels_compile_without_spills(arch: int) -> None:
+    config = quantize.TILE_CONFIGS[0]
+    tile = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+    amaxes = {"past_ptr": "*fp32", "measured_ptr": "*i32"}
+    first = _SIZES | amaxes | tile | {"x_ptr": "*bf16", "TILES": quantize.TILES_PER_PROGRAM}
+    last = amaxes | {"current_ptr": "*fp32", "scale_ptr": "*fp32"}
+    last |= {"HAS_CURRENT": True, "REPLACE": False, "MAX": 448.0}
+    blocks_of = _SIZES | {"x_ptr": "*fp32", "amax_ptr": "*fp32", "above": "i32"}
+    blocks_of |= {"SIDE": 128, "BLOCK_M": 32, "BLOCK_K": 128}
+    scales = {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "size": "i32"}
+    scales |= {"MAX": 448.0, "POWER_OF_TWO": False, "BLOCK": 256}
+    for kernel, arguments in (
+        (by_amax.amax_without_past_kernel, first),
+        (by_amax.delayed_scale_kernel, last),
+        (by_amax.block_amax_kernel, blocks_of),
+        (by_amax.scales_kernel, scales),
+    ):
+        check(compile_for(arch, kernel, arguments, num_warps=4))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
+@pytest.mark.parametrize("updates", [False, True])
+def test_stochastic_row_quantizers_compile_without_spills(
+    arch: int, fmt: str, block_k: int, held: bool, updates: bool
+) -> None:
+    """updates: a float32 weight that may keep its old values; else an input with a multiplier."""
+    arguments = _format(arch, fmt) | {
+        "x_ptr": "*fp32" if updates else "*bf16",
+        "multiplier_ptr": "*fp32",
+        "q_ptr": "*i8",
+        "scale_ptr": "*fp32",
+        "q_before_ptr": "*i8",
+        "scale_before_ptr": "*fp32",
+        "found_inf_ptr": "*fp32",
+        "key": "i64",
+        "first": "i64",
+        "K": "i32",
+        "stride_m": "i32",
+        "MULTIPLY": not updates,
+        "MAY_SKIP": updates,
+        "BLOCK_K": block_k,
+        "HELD": held,
+    }
+    num_warps = quantize.rows_num_warps(block_k)
+    check_bits(compile_for(arch, stochastic.stochastic_rows_kernel, arguments, num_warps=num_warps))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
+@pytest.mark.parametrize(("dim", "twice"), [(0, False), (1, False), (2, True)])
+def test_stochastic_tile_quantizers_compile_without_spills(
+    arch: int, config: quantize.TileConfig, fmt: str, dim: int, twice: bool
+) -> None:
+    arguments = _SIZES | _format(arch, fmt) | {
+        "x_ptr": "*bf16",
+        "multiplier_ptr": "*fp32",
+        "amax_ptr": "*i32",
+        "q_ptr": "*i8",
+        "second_q_ptr": "*i8",
+        "scale_ptr": "*fp32",
+        "key": "i64",
+        "first": "i64",
+        "q_stride_m": "i32" if twice else "1",
+        "q_stride_k": "1" if twice else "i32",
+        "second_q_stride_m": "1",
+        "second_q_stride_k": "i32",
+        "DIM": dim,
+        "MULTIPLY": dim != 2,
+        "TWICE": twice,
+        "BLOCK_M": config.block_m,
+        "BLOCK_K": config.block_k,
+    }  # fmt: skip
+    kernel = stochastic.stochastic_tiles_kernel
+    check_bits(compile_for(arch, kernel, arguments, num_warps=config.num_warps))
