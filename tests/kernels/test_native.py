@@ -11,6 +11,7 @@ import torch
 from lptune import kernels, numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend
+from lptune.kernels.native import library
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +19,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing built, nothing chosen."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LPTUNE_KERNELS", raising=False)
-    for cached in (choose_backend, native._library):
+    for cached in (choose_backend, library.load):
         cached.cache_clear()
     yield
-    for cached in (choose_backend, native._library):
+    for cached in (choose_backend, library.load):
         cached.cache_clear()
 
 
@@ -37,8 +38,8 @@ def test_it_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     _assert_quantizes()
     (built,) = (tmp_path / "lptune").iterdir()
     written = built.stat().st_mtime_ns
-    native._library.cache_clear()
-    monkeypatch.setattr(native.subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    library.load.cache_clear()
+    monkeypatch.setattr(library.subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
     assert native.available()
     assert built.stat().st_mtime_ns == written
 
@@ -68,10 +69,10 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("image")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        compiler = native._compiler()
+        compiler = library._compiler()
         if compiler is None:
             pytest.skip("needs a C++ compiler")
-        (folder / "native.so").write_bytes(native._image(compiler))
+        (folder / "native.so").write_bytes(library._image(compiler))
     (folder / "a compiler").write_text(
         f"echo >>{folder}/built; while [ $1 != -o ]; do shift; done; cp {folder}/native.so $2"
     )
@@ -105,7 +106,7 @@ def test_a_kept_library_that_is_damaged_or_not_of_this_user_is_built_anew(
         else:
             monkeypatch.setattr(os, "geteuid", lambda: 12345)
     for _ in range(2):
-        native._library.cache_clear()
+        library.load.cache_clear()
         assert native.available()
         monkeypatch.undo()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,39 +1,20 @@
-"""lptune's own C++ for CPUs: the quantizers (quantize.cpp, stochastic.cpp) and the INT8 GEMM for AMX (gemm.cpp).
+"""lptune's own C++ for CPUs: quantizers (quantize.cpp, stochastic.cpp), and the INT8 GEMM for AMX (gemm.cpp).
 
 INT8 has all of them. Float8 is emulated on CPUs; it has those with one scale, or with scales that are known.
-
-The machine's C++ compiler compiles them for its processor when they are first used, in two seconds. The
-library is kept in the folder of `lptune.kernels.cache` and called through ctypes on raw pointers. So the
-installation has no build step, and no torch headers are needed. Without a compiler, operations of torch do
-the same work: slower, with the same bits.
+The functions here call the library (library.py) through ctypes, with raw pointers. Call them if `available`;
+elsewhere operations of torch do the same work: slower, with the same bits.
 """
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lptune.kernels import cache
+from lptune.kernels.native.library import load
 from lptune.numerics import FORMATS
 
-logger = logging.getLogger(__name__)
-
-_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
-_LINK = ("-std=c++17", "-shared", "-fPIC")
 _ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
 _FORMATS = {"int8": 0, "e4m3": 1, "e5m2": 2}
-_NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _Result = tuple[Tensor, Tensor]
 
@@ -45,7 +26,7 @@ def has_format(fmt: str) -> bool:
 
 def available() -> bool:
     """Whether the library exists or could be compiled; logged once if not."""
-    return _library() is not None
+    return load() is not None
 
 
 def quantize_rows(
@@ -59,7 +40,7 @@ def quantize_rows(
     out: q and scale to write to; their rows may be any distance apart. A scale may have several columns: the
     first is the scale, the others become 0.
     """
-    library = _library()
+    library = load()
     assert library is not None
     x, element = _rounded(x_MK, rounded_to)
     multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
@@ -106,7 +87,7 @@ def quantize_tensor(
 
     scale, (1, 1), is NaN if x is not finite. amax, (), is that of x; with `past`, q comes from the same pass.
     """
-    library, x = _library(), _prepare(x_MK)
+    library, x = load(), _prepare(x_MK)
     assert library is not None
     (q, scale), amax = _outputs(x, (1, 1), fmt), torch.empty(())
     library.lptune_quantize_tensor(
@@ -134,7 +115,7 @@ def quantize_by_amax(
     rounded_to: torch.dtype | None,
 ) -> _Result:
     """(q, scale) as `kernels.quantize_by_amax`: reads x once."""
-    library, (x, element), amax = _library(), _rounded(x_MK, rounded_to), amax.contiguous()
+    library, (x, element), amax = load(), _rounded(x_MK, rounded_to), amax.contiguous()
     assert library is not None
     q = torch.empty(x.shape, dtype=FORMATS[fmt].dtype)
     scale = torch.empty(amax.shape, dtype=torch.float32)
@@ -161,7 +142,7 @@ def quantize_by_amax(
 
 def block_amaxes(x_MK: Tensor, block: int, above: int) -> Tensor:
     """The amaxes of blocks as `kernels.block_amaxes`: reads x once."""
-    library, x = _library(), _prepare(x_MK)
+    library, x = load(), _prepare(x_MK)
     assert library is not None
     amax = torch.empty(-(-(above + x.shape[0]) // block), -(-x.shape[1] // block))
     library.lptune_block_amaxes(
@@ -189,7 +170,7 @@ def quantize_rows_stochastic(
 
     before: q and scale that are the results where `found_inf`, float32 with one element, is 1.
     """
-    library, x = _library(), _prepare(x_MK)
+    library, x = load(), _prepare(x_MK)
     assert library is not None
     multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
     q, scale = _outputs(x, (x.shape[0], 1))
@@ -216,7 +197,7 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
     """`numerics.stochastic_round_to(x * inverse)` to INT8, (M, K), by the bits of `key` for the elements with
     index `first` and higher. inverse: float32, (M, 1), (1, K) or (1, 1).
     """
-    library, x, inverse = _library(), _prepare(x_MK), inverse.contiguous()
+    library, x, inverse = load(), _prepare(x_MK), inverse.contiguous()
     assert library is not None
     q = torch.empty(x.shape, dtype=torch.int8)
     by_column = inverse.shape[1] > 1
@@ -238,7 +219,7 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
 
 def has_int8_mm() -> bool:
     """Whether `int8_mm` runs here: it needs AMX, since 2023 in Intel's server processors, and Linux."""
-    library = _library()
+    library = load()
     return library is not None and bool(library.lptune_has_int8_mm())
 
 
@@ -254,7 +235,7 @@ def int8_mm(
     a_MK, b_KN: int8; fast if one of their dimensions is contiguous. Scales: float32, (M, 1) and (1, N), or
     (1, 1), or None for 1. Call it if `has_int8_mm`. Raises MemoryError.
     """
-    library = _library()
+    library = load()
     assert library is not None
     (m, k), n = a_MK.shape, b_KN.shape[1]
     direct = out_dtype in (torch.bfloat16, torch.float32)
@@ -294,7 +275,7 @@ def apply_scales(
     acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """`(acc.float() * scale_a * scale_b).to(out_dtype)`. acc: int32; scales: float32."""
-    library = _library()
+    library = load()
     assert library is not None
     acc, (m, n) = acc_MN.contiguous(), acc_MN.shape
     a, b = _scales(scale_a, scale_b)
@@ -339,7 +320,7 @@ def _call(
     column_multiplier: Tensor | None,
     columns: _Result | None,
 ) -> None:
-    library = _library()
+    library = load()
     assert library is not None
 
     # The contiguous copies live until the call is over.
@@ -358,79 +339,3 @@ def _call(
         ),
         torch.get_num_threads(),
     )
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        compiler = _compiler()
-        if compiler is None:
-            logger.warning(
-                "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
-            )
-            return None
-        return _load(_image(compiler))
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
-        return None
-
-
-def _compiler() -> list[str] | None:
-    """The compiler's command. CXX may have several words (`ccache g++`). ValueError for an open quote."""
-    found = shutil.which("g++") or shutil.which("clang++")
-    return shlex.split(os.environ.get("CXX", "")) or ([found] if found else None)
-
-
-def _image(compiler: list[str]) -> bytes:
-    """The library built from this source, by this compiler, for this processor.
-
-    On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
-    """
-    identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
-    identity.update(repr((compiler, _FLAGS, _processor())).encode())
-    path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
-    try:
-        kept = cache.read(path)
-    except OSError as error:
-        logger.warning("%s cannot be read: %s", path, error)
-        kept = None
-    if kept is not None:
-        image, digest = kept[:-_NUM_DIGEST_BYTES], kept[-_NUM_DIGEST_BYTES:]
-        if image and hashlib.sha256(image).digest() == digest:
-            return image
-        logger.warning("%s is damaged and made anew", path)
-    with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
-        built = Path(folder, "native.so")
-        command = [*compiler, *_FLAGS, *_LINK, *map(str, _SOURCES), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        image = built.read_bytes()
-    try:
-        # Ranks that start together each build it; the last rename wins, with the same content.
-        cache.write(path, image + hashlib.sha256(image).digest())
-    except OSError as error:
-        logger.warning("lptune's CPU kernels cannot be kept, each start compiles them again: %s", error)
-    return image
-
-
-def _load(image: bytes) -> ctypes.CDLL:
-    """Loads the library from a copy in memory: a change of the file after its check has no effect."""
-    if not hasattr(os, "memfd_create"):  # not Linux
-        with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
-            path = Path(folder, "native.so")
-            path.write_bytes(image)
-            return ctypes.CDLL(str(path))
-    # Never closed: with the same descriptor number, glibc would take a second library for this one.
-    with os.fdopen(os.memfd_create("lptune-native"), "wb", closefd=False) as file:
-        file.write(image)
-        file.flush()
-        return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
-
-
-def _processor() -> str:
-    """The processor, which -march=native depends on: different machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")

@@ -1,0 +1,107 @@
+"""The C++ library: compiled when it is first used, kept, checked, and loaded from memory.
+
+The machine's C++ compiler compiles all *.cpp of this folder for the machine's processor, in about two
+seconds. So the installation has no build step, and no torch headers are needed. The library is kept in the
+folder of `lptune.kernels.cache`, under a name that depends on the sources, the command and the processor.
+
+A file that is kept may be cut, or changed by someone else. The SHA-256 at its end is compared with the bytes
+before it, and exactly these bytes are loaded, from a copy in memory.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from lptune.kernels import cache
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_LINK = ("-std=c++17", "-shared", "-fPIC")
+_NUM_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library; None, with one warning in the log, if it cannot be compiled or loaded."""
+    try:
+        compiler = _compiler()
+        if compiler is None:
+            logger.warning(
+                "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
+            )
+            return None
+        return _loaded(_image(compiler))
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
+        return None
+
+
+def _compiler() -> list[str] | None:
+    """The compiler's command. CXX may have several words (`ccache g++`). ValueError for an open quote."""
+    found = shutil.which("g++") or shutil.which("clang++")
+    return shlex.split(os.environ.get("CXX", "")) or ([found] if found else None)
+
+
+def _image(compiler: list[str]) -> bytes:
+    """The library built from this source, by this compiler, for this processor.
+
+    On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
+    """
+    identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
+    identity.update(repr((compiler, _FLAGS, _processor())).encode())
+    path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
+    try:
+        kept = cache.read(path)
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error)
+        kept = None
+    if kept is not None:
+        image, digest = kept[:-_NUM_DIGEST_BYTES], kept[-_NUM_DIGEST_BYTES:]
+        if image and hashlib.sha256(image).digest() == digest:
+            return image
+        logger.warning("%s is damaged and made anew", path)
+    with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
+        built = Path(folder, "native.so")
+        command = [*compiler, *_FLAGS, *_LINK, *map(str, _SOURCES), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        image = built.read_bytes()
+    try:
+        # Ranks that start together each build it; the last rename wins, with the same content.
+        cache.write(path, image + hashlib.sha256(image).digest())
+    except OSError as error:
+        logger.warning("lptune's CPU kernels cannot be kept, each start compiles them again: %s", error)
+    return image
+
+
+def _loaded(image: bytes) -> ctypes.CDLL:
+    """Loads the library from a copy in memory: a change of the file after its check has no effect."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
+            path = Path(folder, "native.so")
+            path.write_bytes(image)
+            return ctypes.CDLL(str(path))
+    # Never closed: with the same descriptor number, glibc would take a second library for this one.
+    with os.fdopen(os.memfd_create("lptune-native"), "wb", closefd=False) as file:
+        file.write(image)
+        file.flush()
+        return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
+
+
+def _processor() -> str:
+    """The processor, which -march=native depends on: different machines may share a home folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")
