@@ -56,14 +56,14 @@ def compile_for(
     the value of each constexpr one, in any order.
 
     Pointers and sizes are taken to be multiples of 16, as the launcher finds them for real shapes; a size
-    given as "1" is the constant 1.
+    given as "1" is the constant 1, and None is no pointer.
     """
     if arch >= 100 and triton_version < Version("3.7"):
         pytest.skip("Triton 3.6 spills up to 392 bytes in some configurations on sm_100")
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         given = arguments[parameter.name]
-        if parameter.is_constexpr or given == "1":
+        if parameter.is_constexpr or given in ("1", None):
             signature[parameter.name] = "constexpr"
             constants[(index,)] = 1 if given == "1" else given
         else:

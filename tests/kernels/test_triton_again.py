@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune.kernels.triton import again, block_mm, blocks, gemm, launch, quantize
+from lptune.kernels.triton import again, block_mm, blocks, by_amax, gemm, launch, quantize, stochastic
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
@@ -121,6 +121,91 @@ def _calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
         ),
         "block_scaled_mm": (mm_blocks, [*f8, torch.ones(64, 2), torch.ones(2, 1)]),
         "block_scaled_mm, other strides": (mm_blocks, [*f8, torch.ones(2, 64).t(), torch.ones(2, 1)]),
+        **_calls_by_amax(x, w32),
+        **_calls_stochastic(x, w32, mk, mm),
+    }
+
+
+def _calls_by_amax(x: Tensor, w32: Tensor) -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
+    one, four, eight, three = torch.ones(1, 1), torch.ones(1, 4), torch.ones(2, 4), torch.ones(3)
+
+    def known(fmt: str = "e4m3", power_of_two: bool = False, block: int | None = None, *more: Any) -> Any:
+        first_row, rounded_to = more or (0, None)
+        return lambda x, amax: by_amax.quantize_by_amax(
+            x, amax, fmt, power_of_two, block, first_row, rounded_to
+        )
+
+    def delayed(fmt: str = "e4m3", replace: bool = False, columns: bool = False, twice: bool = False) -> Any:
+        options = (fmt, replace, columns, twice)
+        return lambda x, past, current=None: by_amax.quantize_delayed(x, past, current, *options)
+
+    return {
+        "by amax": (known(), [x, one]),
+        "by amax, e5m2": (known("e5m2"), [x, one]),
+        "by amax, power of two": (known("e4m3", True), [x, one]),
+        "by amax, a master": (known("e4m3", False, None, 0, torch.bfloat16), [w32, one]),
+        "by amax, not rounded": (known(), [w32, one]),
+        "by amax, column by column": (known(), [_matrix(256, 64).t(), one]),
+        "by amax, blocks": (known("e4m3", False, 64), [x, four]),
+        "by amax, other blocks": (known("e4m3", False, 32), [x, torch.ones(2, 8)]),
+        "by amax, more blocks": (known("e4m3", False, 64), [x, eight]),
+        "by amax, lower rows": (known("e4m3", False, 64, 64, None), [x, eight]),
+        "delayed": (delayed(), [x, three[0], torch.ones(())]),
+        "delayed, not aligned": (delayed(), [x, three[1], torch.ones(3)[1]]),
+        "delayed, of no layer": (delayed(), [x, three[0]]),
+        "delayed, int8": (delayed("int8"), [x, three[0], torch.ones(())]),
+        "delayed, replaced": (delayed(replace=True), [x, three[0], torch.ones(())]),
+        "delayed, transposed": (delayed(columns=True), [x, three[0], torch.ones(())]),
+        "delayed both ways": (delayed(twice=True), [x, three[0], torch.ones(())]),
+        "block amaxes": (lambda x: by_amax.block_amaxes(x, 64, 0), [x]),
+        "block amaxes, smaller": (lambda x: by_amax.block_amaxes(x, 32, 0), [x]),
+        "block amaxes, above": (lambda x: by_amax.block_amaxes(x, 64, 16), [x]),
+        "block amaxes, a master": (lambda x: by_amax.block_amaxes(x, 64, 0), [w32]),
+    }
+
+
+def _calls_stochastic(
+    x: Tensor, w32: Tensor, mk: Tensor, mm: Tensor
+) -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
+    before = [_int8(64, 256), torch.ones(64, 1)]
+
+    def rows(fmt: str = "int8", power_of_two: bool = False, at: tuple[int, int] = (5, 7)) -> Any:
+        def call(x: Tensor, mk: Tensor | None = None, *more: Tensor) -> object:
+            kept = ((more[0], more[1]), more[2]) if more else ()
+            return stochastic.quantize_rows_stochastic(x, mk, fmt, power_of_two, *at, *kept)
+
+        return call
+
+    def tiles(
+        dim: int, transposed: bool = False, twice: bool = False, fmt: str = "int8", power_of_two: bool = False
+    ) -> Any:
+        return lambda x, multiplier=None: stochastic.quantize_stochastic(
+            x, multiplier, fmt, power_of_two, dim, 2**40, 2**33, transposed, twice
+        )
+
+    return {
+        "stochastic rows": (rows(), [x]),
+        "stochastic rows, e4m3": (rows("e4m3"), [x]),
+        "stochastic rows, power of two": (rows("e4m3", True), [x]),
+        "stochastic rows, multiplied": (rows(), [x, mk]),
+        "stochastic rows, a master": (rows(), [w32]),
+        "stochastic rows, other strides": (rows(), [_matrix(64, 512)[:, :256]]),
+        "stochastic rows, int64": (rows(at=(2**40, 7)), [x]),
+        "stochastic rows, uint64": (rows(at=(2**63, 7)), [x]),
+        "stochastic rows, far": (rows(at=(5, 2**33)), [x]),
+        "stochastic rows, may be dropped": (
+            lambda x, *more: rows()(x, None, *more),
+            [w32, *before, torch.ones(())],
+        ),
+        "stochastic columns": (tiles(0), [x]),
+        "stochastic columns, transposed": (tiles(0, True), [x]),
+        "stochastic columns, multiplied": (tiles(0), [x, mm]),
+        "stochastic columns, e4m3": (tiles(0, fmt="e4m3"), [x]),
+        "stochastic columns, power of two": (tiles(0, fmt="e4m3", power_of_two=True), [x]),
+        "stochastic columns, other strides": (tiles(0), [_matrix(64, 512)[:, :256]]),
+        "stochastic rows, transposed": (tiles(1, True), [x]),
+        "stochastic tensor": (tiles(2), [x]),
+        "stochastic tensor both ways": (tiles(2, False, True), [x]),
     }
 
 
@@ -145,6 +230,23 @@ def test_a_remembered_launch_has_the_arguments_of_the_first(launched: list[Any])
     assert len(remembered) == len(first)
 
 
+def test_a_remembered_launch_takes_the_random_key_and_first_index_of_its_call(
+    launched: list[Any],
+) -> None:
+    x = _matrix(64, 256)
+    given = [(5, 7), (9, 16), (1, 0)]
+    for key, first in given:
+        stochastic.quantize_rows_stochastic(x, None, "int8", False, key, first)
+    assert [each.arguments[7:9] for each in launched] == given
+    assert len({each.kernel for each in launched}) == 1
+    launched.clear()
+    again.forget()
+    for key, first in given:
+        stochastic.quantize_stochastic(x, None, "int8", False, 0, key, first, False)
+    assert [each.arguments[8:10] for each in launched if "tiles" in each.kernel][-3:] == given
+    assert len(again._remembered) == 1
+
+
 def test_the_second_launch_does_not_go_through_triton(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +267,7 @@ def test_a_tensor_that_is_not_aligned_gets_another_kernel(launched: list[Any]) -
     kernels = [each.kernel for each in launched]
     assert kernels[0] == kernels[2]
     assert kernels[1] == kernels[3] != kernels[0]
-    assert len(again._remembered) == 1
+    assert len(again._remembered) == 2  # both
 
 
 def test_nothing_is_remembered_of_a_launch_that_a_graph_records(

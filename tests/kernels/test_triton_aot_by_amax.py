@@ -29,21 +29,25 @@ def test_quantizers_by_known_amaxes_compile_without_spills(
     arguments = _SIZES | _format(arch, fmt) | {
         "x_ptr": "*fp32" if weight else "*bf16",
         "amax_ptr": "*fp32",
-        "measured_ptr": "*i8" if weight else "*i32",
+        "measured_ptr": None if weight else "*i32",
+        "scale_ptr": "*fp32",
+        "current_ptr": None if weight else "*fp32",
         "q_ptr": "*i8",
-        "second_q_ptr": "*i8",
+        "second_q_ptr": "*i8" if twice else None,
         "q_stride_m": "i32" if row_major else "1",
         "q_stride_k": "1" if row_major else "i32",
         "second_q_stride_m": "1",
         "second_q_stride_k": "i32",
-        "above": "i32",
+        "first_row": "i32",
         "block_columns": "i32",
+        "num_amaxes": "i32",
         "SIDE": 128 if what == "weight in blocks" else 0,
         "DELAYED": not weight,
         "TWICE": twice,
         "ROUNDED_TO": "bfloat16" if weight else "",
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
+        "SCALES": by_amax._SCALES_AT_ONCE,
     }  # fmt: skip
     compiled = compile_for(arch, by_amax.known_amax_kernel, arguments, num_warps=config.num_warps)
     check_bits(compiled)
@@ -56,17 +60,14 @@ def test_measuring_kernels_compile_without_spills(arch: int) -> None:
     tile = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
     amaxes = {"past_ptr": "*fp32", "measured_ptr": "*i32"}
     first = _SIZES | amaxes | tile | {"x_ptr": "*bf16", "TILES": quantize.TILES_PER_PROGRAM}
-    last = amaxes | {"current_ptr": "*fp32", "scale_ptr": "*fp32"}
+    last = amaxes | {"x_ptr": "*bf16", "current_ptr": "*fp32", "scale_ptr": "*fp32"}
     last |= {"HAS_CURRENT": True, "REPLACE": False, "MAX": 448.0}
     blocks_of = _SIZES | {"x_ptr": "*fp32", "amax_ptr": "*fp32", "above": "i32"}
     blocks_of |= {"SIDE": 128, "BLOCK_M": 32, "BLOCK_K": 128}
-    scales = {"amax_ptr": "*fp32", "scale_ptr": "*fp32", "size": "i32"}
-    scales |= {"MAX": 448.0, "POWER_OF_TWO": False, "BLOCK": 256}
     for kernel, arguments in (
         (by_amax.amax_without_past_kernel, first),
         (by_amax.delayed_scale_kernel, last),
         (by_amax.block_amax_kernel, blocks_of),
-        (by_amax.scales_kernel, scales),
     ):
         check(compile_for(arch, kernel, arguments, num_warps=4))
 
@@ -109,8 +110,10 @@ def test_stochastic_tile_quantizers_compile_without_spills(
 ) -> None:
     arguments = _SIZES | _format(arch, fmt) | {
         "x_ptr": "*bf16",
-        "multiplier_ptr": "*fp32",
-        "amax_ptr": "*i32",
+        "multiplier_k_ptr": "*fp32",
+        "multiplier_m_ptr": "*fp32",
+        "row_amax_ptr": "*i32",
+        "column_amax_ptr": "*i32",
         "q_ptr": "*i8",
         "second_q_ptr": "*i8",
         "scale_ptr": "*fp32",

@@ -55,6 +55,16 @@ def test_by_known_amaxes_the_bits_are_those_of_the_definition(
         assert_same(ours[1].cpu(), scale)
 
 
+def test_few_programs_write_the_scales_of_many_blocks() -> None:
+    # A rank may have a few rows of a large matrix, and has the scales of all of it.
+    x, amax = torch.randn(16, 48), torch.rand(100, 3)
+    q, scale = expected_by_amax(x, amax, FORMATS["e4m3"], False, 16, 48)
+    ours = by_amax.quantize_by_amax(x.to(DEVICE), amax.to(DEVICE), "e4m3", False, 16, 48, None)
+    assert amax.numel() > by_amax._SCALES_AT_ONCE
+    assert_same(ours[0].cpu(), q)
+    assert_same(ours[1].cpu(), scale)
+
+
 @pytest.mark.parametrize("config", quantize.TILE_CONFIGS)
 def test_blocks_that_no_tile_divides_get_their_own_scales(
     config: quantize.TileConfig, monkeypatch: pytest.MonkeyPatch
@@ -147,15 +157,18 @@ def test_a_program_writes_to_its_own_block_alone() -> None:
     by_amax.known_amax_kernel[(1, 1)](
         x,
         torch.full((2, 5), 4.0, device=DEVICE),
+        None,
+        torch.empty(2, 5, device=DEVICE),
+        None,
         q,
-        q,
-        q,
+        None,
         *x.shape,
         *x.stride(),
         *q.stride(),
         *q.stride(),
         0,
         5,
+        10,
         SIDE=48,
         DELAYED=False,
         TWICE=False,
@@ -166,6 +179,7 @@ def test_a_program_writes_to_its_own_block_alone() -> None:
         HARDWARE_FLOAT8=False,
         BLOCK_M=64,
         BLOCK_K=64,
+        SCALES=4,
     )
     assert (q[:, 48:] == 0x55).all()
     assert (q[:, :48] != 0x55).float().mean() > 0.9

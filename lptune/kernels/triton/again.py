@@ -8,8 +8,11 @@ So an op forms a key of them, a tuple, and looks up what the first launch with t
     key -> compiled kernels, grids, numbers, and what a TMA descriptor says beside the address
 
 A call adds its tensors. Triton also looks at their addresses: a kernel for addresses that are multiples of 16
-is another kernel than one for any address. Only the first is remembered (torch allocates such addresses), and
-a call with any other tensor takes the long way.
+is another kernel than one for any address. torch allocates such addresses, but a view may begin anywhere. So
+which of the tensors are aligned belongs to the key.
+
+A call may also add numbers that are new in each step, such as the key of random bits: `varying`. Their kernel
+must not be specialized for them (`do_not_specialize`). Then it depends on their integer type alone.
 
 Under CUDA graph capture nothing is remembered, because the configuration may not be the measured one. A
 changed LPTUNE_AUTOTUNE does not change what is remembered.
@@ -30,7 +33,7 @@ _ALIGNMENT = 16
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel whose parameters are tensors, then numbers, then constants.
+    """One launch of a kernel whose parameters are tensors, varying numbers, numbers, then constants.
 
     tiles: with the TMA, the shapes of the tiles that the first tensors are loaded in.
     """
@@ -43,8 +46,9 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int | None = None  # None: Triton's default
     tiles: tuple[list[int], ...] = ()
+    num_varying: int = 0  # takes so many of a call's varying numbers, from the first
 
-    def run(self, tensors: Sequence[Tensor | None]) -> Any:
+    def run(self, tensors: Sequence[Tensor | None], varying: tuple[int, ...] = ()) -> Any:
         """Launches. Returns Triton's compiled kernel; None in the interpreter."""
         mine: list[Any] = list(tensors[: self.num_tensors])
         for index, tile in enumerate(self.tiles):
@@ -53,6 +57,7 @@ class Launch(NamedTuple):
         # enable_fp_fusion: each product is rounded by itself, as in the reference.
         return self.kernel[self.grid](
             *mine,
+            *varying[: self.num_varying],
             *self.numbers,
             **self.constants,
             num_warps=self.num_warps,
@@ -61,30 +66,34 @@ class Launch(NamedTuple):
         )
 
 
-def again(key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
-    """Repeats the launches of `key` with these tensors. False: none are remembered, or a tensor is not
-    aligned.
-    """
-    found = _remembered.get(key)
-    if found is None or not _aligned(tensors):
+def again(key: Hashable, tensors: Sequence[Tensor | None], varying: tuple[int, ...] = ()) -> bool:
+    """Repeats the launches of `key` with these tensors and numbers. False: none are remembered."""
+    found = _remembered.get(_whole_key(key, tensors, varying))
+    if found is None:
         return False
     for each in found:
-        each(tensors)
+        each(tensors, varying)
     return True
 
 
-def first(key: Hashable, launches: Sequence[Launch], tensors: Sequence[Tensor | None]) -> None:
+def first(
+    key: Hashable,
+    launches: Sequence[Launch],
+    tensors: Sequence[Tensor | None],
+    varying: tuple[int, ...] = (),
+) -> None:
     """Makes the launches, one after the other, and remembers them for `again`.
 
     key: decides all fields of `launches`, the device, and the dtypes, shapes and strides of `tensors`.
     """
-    compiled = [each.run(tensors) for each in launches]
-    if None in compiled or not _aligned(tensors) or launch.capturing():
+    compiled = [each.run(tensors, varying) for each in launches]
+    if None in compiled or launch.capturing():
         return
     if len(_remembered) >= MAX_REMEMBERED:
         _remembered.clear()
     steps = zip(launches, compiled, strict=True)
-    _remembered[key] = [_repeatable(each, kernel, tensors) for each, kernel in steps]
+    found = [_repeatable(each, kernel, tensors) for each, kernel in steps]
+    _remembered[_whole_key(key, tensors, varying)] = found
 
 
 def forget() -> None:
@@ -92,40 +101,53 @@ def forget() -> None:
     _remembered.clear()
 
 
-def _repeatable(
-    made: Launch, compiled: Any, tensors: Sequence[Tensor | None]
-) -> Callable[[Sequence[Tensor | None]], None]:
+def _repeatable(made: Launch, compiled: Any, tensors: Sequence[Tensor | None]) -> "_Again":
     grid = (*made.grid, 1, 1)[:3]
-    names = made.kernel.arg_names[made.num_tensors + len(made.numbers) :]
+    num_tensors, num_varying = made.num_tensors, made.num_varying
+    names = made.kernel.arg_names[num_tensors + num_varying + len(made.numbers) :]
     # All parameters in order, constants too: Triton has this call in its tutorial on the fused softmax.
     start, rest = compiled[grid], (*made.numbers, *(made.constants[name] for name in names))
     described = [
         vars(TensorDescriptor.from_tensor(tensor, tile)) | {"base": None}
         for tensor, tile in zip(tensors, made.tiles, strict=False)
     ]
-    num_tensors, num_described = made.num_tensors, len(described)
+    num_described = len(described)
 
-    def without_descriptors(tensors: Sequence[Tensor | None]) -> None:
-        start(*tensors[:num_tensors], *rest)
+    def without_descriptors(tensors: Sequence[Tensor | None], varying: tuple[int, ...]) -> None:
+        start(*tensors[:num_tensors], *varying[:num_varying], *rest)
 
-    def with_descriptors(tensors: Sequence[Tensor | None]) -> None:
+    def with_descriptors(tensors: Sequence[Tensor | None], varying: tuple[int, ...]) -> None:
         # New objects for each launch: two threads may launch at once. Their fields are known to be legal.
         descriptors = []
         for base, fields in zip(tensors, described, strict=False):
             descriptor = TensorDescriptor.__new__(TensorDescriptor)
             vars(descriptor).update(fields, base=base)
             descriptors.append(descriptor)
-        start(*descriptors, *tensors[num_described:num_tensors], *rest)
+        start(*descriptors, *tensors[num_described:num_tensors], *varying[:num_varying], *rest)
 
     return with_descriptors if described else without_descriptors
 
 
-def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+def _whole_key(key: Hashable, tensors: Sequence[Tensor | None], varying: tuple[int, ...]) -> Hashable:
+    """`key` and what else decides the compiled kernels: integer types, and which addresses are aligned."""
     addresses = 0
     for each in tensors:
         if each is not None:
             addresses |= each.data_ptr()
-    return addresses % _ALIGNMENT == 0
+    if varying:
+        key = (key, *map(_integer_type, varying))
+    if addresses % _ALIGNMENT:
+        aligned = (each is None or each.data_ptr() % _ALIGNMENT == 0 for each in tensors)
+        key = (key, "aligned", *aligned)
+    return key
 
 
-_remembered: dict[Hashable, list[Callable[[Sequence[Tensor | None]], None]]] = {}
+def _integer_type(number: int) -> str:
+    """As Triton chooses it."""
+    if -(2**31) <= number < 2**31:
+        return "int32"
+    return "int64" if number < 2**63 else "uint64"
+
+
+_Again = Callable[[Sequence[Tensor | None], tuple[int, ...]], None]
+_remembered: dict[Hashable, list[_Again]] = {}

@@ -5,7 +5,8 @@
 
 A tile is loaded, rounded to the compute dtype in registers, quantized, and stored row by row, column by
 column, or both. With one amax for each square block, a tile lies in one column of blocks. Each of its rows
-then has one scale, wherever a shard begins inside a block.
+then has one scale, wherever a shard begins inside a block. The programs also write the scales of all amaxes,
+in turn: a launch of its own would take longer than this work.
 
 Whether a layer has an amax of the past is known to the device alone. Delayed scaling therefore launches three
 kernels: the first measures x and ends at once if there is a past, the second quantizes and measures, and the
@@ -14,12 +15,16 @@ third writes one scale and one amax.
 Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lptune.kernels.triton import launch
+from lptune import numerics
+from lptune.kernels.triton import again, launch
+from lptune.kernels.triton.again import Launch
 from lptune.kernels.triton.formats import (
     INFINITY_BITS,
     magnitude_bits,
@@ -30,7 +35,7 @@ from lptune.kernels.triton.formats import (
 from lptune.kernels.triton.quantize import TILE_CONFIGS, TILES_PER_PROGRAM, TileConfig, empty_q
 from lptune.numerics import FORMATS
 
-_SCALES_PER_PROGRAM = 256
+_SCALES_AT_ONCE = 128
 
 
 @triton.jit
@@ -38,6 +43,8 @@ def known_amax_kernel(
     x_ptr,
     amax_ptr,
     measured_ptr,
+    scale_ptr,
+    current_ptr,
     q_ptr,
     second_q_ptr,
     M,
@@ -48,8 +55,9 @@ def known_amax_kernel(
     q_stride_k,
     second_q_stride_m,
     second_q_stride_k,
-    above,
+    first_row,
     block_columns,
+    num_amaxes,
     SIDE: tl.constexpr,
     DELAYED: tl.constexpr,
     TWICE: tl.constexpr,
@@ -60,14 +68,24 @@ def known_amax_kernel(
     HARDWARE_FLOAT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """Quantizes one tile of x. ROUNDED_TO: as for `round_input`. TWICE: q is stored again, in other strides.
 
     SIDE: 0: one amax. Else the side of the blocks with one amax each, row by row, `block_columns` in a row;
-    x begins `above` rows below the first block's first row.
+    x begins in row `first_row` of the matrix of the blocks.
     DELAYED: `amax` is of the past; 0 stands for none, and the amax in `measured` is taken. The amax of the
-    tile goes to `measured`. Otherwise inf becomes NaN in float8: an amax of the past does not show it.
+    tile goes to `measured`. Otherwise inf becomes NaN in float8: an amax of the past does not show it. And
+    the scales of all `num_amaxes` amaxes are written, SCALES by a program at once.
     """
+    if not DELAYED:
+        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        for start in range(program * SCALES, num_amaxes, programs * SCALES):
+            one = start + tl.arange(0, SCALES)
+            bits = magnitude_bits(tl.load(amax_ptr + one, mask=one < num_amaxes, other=0.0))
+            scale, _ = scale_from_amax(bits, MAX, POWER_OF_TWO)
+            tl.store(scale_ptr + one, scale, mask=one < num_amaxes)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (columns < K)[None, :]
@@ -83,7 +101,7 @@ def known_amax_kernel(
     x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=inside, other=0.0).to(tl.float32)
     x = round_input(x, ROUNDED_TO)
     if SIDE:
-        at = ((rows + above) // SIDE).to(tl.int64) * block_columns + block_column
+        at = ((rows + first_row) // SIDE).to(tl.int64) * block_columns + block_column
         amax_bits = magnitude_bits(tl.load(amax_ptr + at, mask=rows < M, other=0.0))
     else:
         amax_bits = magnitude_bits(tl.load(amax_ptr + rows * 0))
@@ -101,17 +119,6 @@ def known_amax_kernel(
     if TWICE:
         at_second = rows64 * second_q_stride_m + columns64 * second_q_stride_k
         tl.store(second_q_ptr + at_second, q, mask=inside)
-
-
-@triton.jit
-def scales_kernel(
-    amax_ptr, scale_ptr, size, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The scales of `size` amaxes."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    amax_bits = magnitude_bits(tl.load(amax_ptr + at, mask=at < size, other=0.0))
-    scale, _ = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
-    tl.store(scale_ptr + at, scale, mask=at < size)
 
 
 @triton.jit
@@ -142,17 +149,18 @@ def amax_without_past_kernel(
 
 @triton.jit
 def delayed_scale_kernel(
+    x_ptr,
     past_ptr,
     measured_ptr,
-    current_ptr,
     scale_ptr,
+    current_ptr,
     HAS_CURRENT: tl.constexpr,
     REPLACE: tl.constexpr,
     MAX: tl.constexpr,
 ):
     """The scale by which x was quantized: NaN if x is not finite. The amax of x goes to `current`.
 
-    REPLACE: `current` becomes the amax; otherwise the larger of both.
+    x is not read. REPLACE: `current` becomes the amax; otherwise the larger of both.
     """
     measured = tl.load(measured_ptr)
     past_bits = magnitude_bits(tl.load(past_ptr))
@@ -203,19 +211,15 @@ def quantize_by_amax(
     first_row: int,
     rounded_to: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_by_amax`: reads x once, for all of its arguments."""
-    amax, scale = amax.contiguous(), torch.empty(amax.shape, dtype=torch.float32, device=amax.device)
-    if amax.numel():
-        scales_kernel[(triton.cdiv(amax.numel(), _SCALES_PER_PROGRAM),)](
-            amax,
-            scale,
-            amax.numel(),
-            MAX=FORMATS[fmt].max,
-            POWER_OF_TWO=power_of_two,
-            BLOCK=_SCALES_PER_PROGRAM,
-        )
-    q, _ = _quantize(x_MK, amax, None, fmt, power_of_two, block, first_row, rounded_to, False, False)
-    return q, scale
+    """`lptune::quantize_by_amax`: one kernel, which reads x once, for all of its arguments."""
+    amax, q = amax.contiguous(), empty_q(x_MK, False)
+    if x_MK.numel() == 0:  # a rank without rows has the scales nevertheless
+        scale, _ = numerics.scale_from_amax(amax, FORMATS[fmt], power_of_two)
+        return q.view(FORMATS[fmt].dtype), scale
+    scale = torch.empty(amax.shape, dtype=torch.float32, device=amax.device)
+    tensors = (x_MK, amax, None, scale, None, q, None)
+    _quantize(tensors, fmt, power_of_two, block, first_row, rounded_to)
+    return q.view(FORMATS[fmt].dtype), scale
 
 
 def quantize_delayed(
@@ -232,111 +236,108 @@ def quantize_delayed(
     past, current: float32, one element. `current` becomes the amax of x, or with `replace` False the larger
     of both. transposed: q is stored column by column. twice: q is stored row by row, and again by columns.
     """
-    (m, k), device = x_MK.shape, x_MK.device
+    device, dtype = x_MK.device, FORMATS[fmt].dtype
     measured = torch.zeros((), dtype=torch.int32, device=device)
-    if m > 0 and k > 0:
-        config = TILE_CONFIGS[0]
-        rows = config.block_m * TILES_PER_PROGRAM
-        amax_without_past_kernel[(triton.cdiv(k, config.block_k), triton.cdiv(m, rows))](
-            x_MK,
-            past,
-            measured,
-            m,
-            k,
-            *x_MK.stride(),
-            TILES=TILES_PER_PROGRAM,
-            BLOCK_M=config.block_m,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-        )
-    q, second_q = _quantize(x_MK, past, measured, fmt, False, None, 0, None, transposed, twice)
     scale = torch.empty(1, 1, dtype=torch.float32, device=device)
-    delayed_scale_kernel[(1,)](
-        past,
-        measured,
-        past if current is None else current,
-        scale,
-        HAS_CURRENT=current is not None,
-        REPLACE=replace,
-        MAX=FORMATS[fmt].max,
-    )
-    return q, scale, second_q
+    q = empty_q(x_MK, transposed and not twice)
+    second_q = empty_q(x_MK, True) if twice else None
+    tensors = (x_MK, past, measured, scale, current, q, second_q)
+    _quantize(tensors, fmt, replace=replace)
+    return q.view(dtype), scale, (q[:0] if second_q is None else second_q).view(dtype)
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def _quantize(
-    x_MK: Tensor,
-    amax: Tensor,
-    measured: Tensor | None,
+    tensors: _Tensors,
     fmt: str,
-    power_of_two: bool,
-    block: int | None,
-    first_row: int,
-    rounded_to: torch.dtype | None,
-    transposed: bool,
-    twice: bool,
-) -> tuple[Tensor, Tensor]:
-    (m, k), device, dtype = x_MK.shape, x_MK.device, FORMATS[fmt].dtype
-    q = empty_q(x_MK, transposed and not twice)
-    second_q = empty_q(x_MK, True) if twice else q[:0]
-    if m == 0 or k == 0:
-        return q.view(dtype), second_q.view(dtype)
-    above = 0 if block is None else first_row % block
-    amax = amax if block is None else amax[first_row // block :]
+    power_of_two: bool = False,
+    block: int | None = None,
+    first_row: int = 0,
+    rounded_to: torch.dtype | None = None,
+    replace: bool = False,
+) -> None:
+    """tensors: x, amax, measured, scale, current, q, and q again; delayed scaling if there is `measured`."""
+    x, amax, measured, _, current, q, second_q = tensors
+    (m, k), second_strides = x.shape, (0, 0) if second_q is None else second_q.stride()
+    options = (measured is None, current is None, second_q is None, fmt, power_of_two, replace)
+    key = ("by amax", x.get_device(), m, k, *x.stride(), x.dtype, *q.stride(), *second_strides, amax.numel())
+    key = (*key, block, first_row, rounded_to, *options)
+    if again.again(key, tensors):
+        return
+    by_amax = _ByAmax(tensors, fmt, power_of_two, block, first_row, rounded_to)
+    launches = []
+    if m > 0 and k > 0:
+        # Measuring runs it several times: the amax of the same x stays the same.
+        name = f"by_amax block={block} delayed={measured is not None} twice={second_q is not None}"
+        name += f" transposed={q.stride(1) != 1} {x.dtype} {fmt} column_major={x.stride(1) != 1}"
+        name += f" M~{launch.bucket(m)} K={k}"
 
-    def run(config: TileConfig) -> None:
-        tiles = triton.cdiv(k, config.block_k)
-        if block is not None:
-            tiles = triton.cdiv(k, block) * triton.cdiv(block, config.block_k)
-        known_amax_kernel[(tiles, triton.cdiv(m, config.block_m))](
-            x_MK,
-            amax,
-            q if measured is None else measured,
-            q,
-            second_q,
-            m,
-            k,
-            *x_MK.stride(),
-            *q.stride(),
-            *second_q.stride(),
-            above,
-            triton.cdiv(k, block or k),
-            SIDE=block or 0,
-            DELAYED=measured is not None,
-            TWICE=twice,
-            ROUNDED_TO=launch.rounding_of_input(x_MK, rounded_to),
-            FORMAT=launch.rounding(fmt),
-            MAX=FORMATS[fmt].max,
-            POWER_OF_TWO=power_of_two,
-            HARDWARE_FLOAT8=launch.rounds_float8(device),
-            BLOCK_M=config.block_m,
-            BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
-        )
+        def run(config: TileConfig) -> None:
+            by_amax.launch(config).run(tensors)
 
-    # Measuring runs it several times: the amax of the same x stays the same.
-    key = f"by_amax block={block} delayed={measured is not None} twice={twice} transposed={transposed}"
-    key += f" {x_MK.dtype} {fmt} column_major={x_MK.stride(1) != 1} M~{launch.bucket(m)} K={k}"
-    run(launch.tuned(key, TILE_CONFIGS, run, device))
-    return q.view(dtype), second_q.view(dtype)
+        config = launch.tuned(name, TILE_CONFIGS, run, x.device)
+        launches = [by_amax.launch(config)]
+        if measured is not None:
+            launches.insert(0, _amax_without_past(x))
+    if measured is not None:
+        last = {"HAS_CURRENT": current is not None, "REPLACE": replace, "MAX": FORMATS[fmt].max}
+        launches.append(Launch(delayed_scale_kernel, (1,), 5, (), last, num_warps=4))
+    again.first(key, launches, tensors)
+
+
+class _ByAmax(NamedTuple):
+    """The launch of `known_amax_kernel`; fields as the arguments of `_quantize`."""
+
+    tensors: _Tensors
+    fmt: str
+    power_of_two: bool
+    block: int | None
+    first_row: int
+    rounded_to: torch.dtype | None
+
+    def launch(self, config: TileConfig) -> Launch:
+        x, amax, measured, _, _, q, second_q = self.tensors
+        (m, k), side = x.shape, self.block or 0
+        tiles = triton.cdiv(side or k, config.block_k) * (triton.cdiv(k, side) if side else 1)
+        second_strides = (0, 0) if second_q is None else second_q.stride()
+        blocks = (self.first_row, triton.cdiv(k, side or k), amax.numel())
+        constants = {
+            "SIDE": side,
+            "DELAYED": measured is not None,
+            "TWICE": second_q is not None,
+            "ROUNDED_TO": launch.rounding_of_input(x, self.rounded_to),
+            "FORMAT": launch.rounding(self.fmt),
+            "MAX": FORMATS[self.fmt].max,
+            "POWER_OF_TWO": self.power_of_two,
+            "HARDWARE_FLOAT8": launch.rounds_float8(x.device),
+            "BLOCK_M": config.block_m,
+            "BLOCK_K": config.block_k,
+            "SCALES": _SCALES_AT_ONCE,
+        }
+        grid = tiles, triton.cdiv(m, config.block_m)
+        numbers = (m, k, *x.stride(), *q.stride(), *second_strides, *blocks)
+        return Launch(known_amax_kernel, grid, 7, numbers, constants, config.num_warps)
+
+
+def _amax_without_past(x: Tensor) -> Launch:
+    (m, k), config = x.shape, TILE_CONFIGS[0]
+    rows = config.block_m * TILES_PER_PROGRAM
+    constants = {"TILES": TILES_PER_PROGRAM, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+    grid = triton.cdiv(k, config.block_k), triton.cdiv(m, rows)
+    return Launch(amax_without_past_kernel, grid, 3, (m, k, *x.stride()), constants, config.num_warps)
 
 
 def block_amaxes(x_MK: Tensor, block: int, above: int) -> Tensor:
     """`lptune::block_amaxes`: reads x once. x_MK: not empty."""
-    (m, k), device = x_MK.shape, x_MK.device
-    amax = torch.empty(
-        triton.cdiv(above + m, block), triton.cdiv(k, block), dtype=torch.float32, device=device
-    )
-    block_amax_kernel[(amax.shape[1], amax.shape[0])](
-        x_MK,
-        amax,
-        m,
-        k,
-        *x_MK.stride(),
-        above,
-        SIDE=block,
-        BLOCK_M=32,
-        BLOCK_K=triton.next_power_of_2(block),
-        num_warps=4,
-    )
+    m, k = x_MK.shape
+    shape = -(-(above + m) // block), -(-k // block)  # rounded up; triton.cdiv takes four microseconds
+    amax = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    numbers, tensors = (m, k, *x_MK.stride(), above), (x_MK, amax)
+    key = ("block amaxes", x_MK.get_device(), *numbers, x_MK.dtype, block)
+    if not again.again(key, tensors):
+        constants = {"SIDE": block, "BLOCK_M": 32, "BLOCK_K": triton.next_power_of_2(block)}
+        made = Launch(block_amax_kernel, shape[::-1], 2, numbers, constants, num_warps=4)
+        again.first(key, [made], tensors)
     return amax

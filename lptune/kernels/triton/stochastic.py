@@ -14,12 +14,15 @@ update may have to be dropped, which only the device knows: the kernel then stor
 Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lptune.kernels.triton import launch
+from lptune.kernels.triton import again, launch
+from lptune.kernels.triton.again import Launch
 from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
 from lptune.kernels.triton.quantize import (
     LONGEST_HELD_ROW,
@@ -170,8 +173,10 @@ def stochastic_rows_kernel(
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def stochastic_tiles_kernel(
     x_ptr,
-    multiplier_ptr,
-    amax_ptr,
+    multiplier_k_ptr,
+    multiplier_m_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
     q_ptr,
     second_q_ptr,
     scale_ptr,
@@ -197,8 +202,8 @@ def stochastic_tiles_kernel(
 ):
     """Second phase: quantizes one tile by the amaxes of the first phase (`amax_kernel`).
 
-    DIM: what has an amax: 1 a row, 0 a column, 2 the tensor. The multiplier is a vector over the columns for
-    rows, and over the rows for columns. TWICE: q is stored again, with other strides.
+    DIM: what has an amax: 1 a row, 0 a column, 2 the tensor, in row_amax. Rows are multiplied by
+    multiplier_k, the others by multiplier_m. TWICE: q is stored again, with other strides.
     """
     # Last tiles first: the first phase has left them in the cache.
     tile_k = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -210,16 +215,19 @@ def stochastic_tiles_kernel(
     x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=inside, other=0.0).to(tl.float32)
     if DIM == 1:
         if MULTIPLY:
-            x = x * tl.load(multiplier_ptr + columns, mask=columns < K, other=0.0)[None, :]
-        amax_bits = tl.load(amax_ptr + rows, mask=rows < M, other=0)
+            x = x * tl.load(multiplier_k_ptr + columns, mask=columns < K, other=0.0)[None, :]
+        amax_bits = tl.load(row_amax_ptr + rows, mask=rows < M, other=0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         scaled = x * inverse[:, None]
         if tile_k == 0:
             tl.store(scale_ptr + rows, scale, mask=rows < M)
     else:
         if MULTIPLY:
-            x = x * tl.load(multiplier_ptr + rows, mask=rows < M, other=0.0)[:, None]
-        amax_bits = tl.load(amax_ptr + (columns if DIM == 0 else columns * 0), mask=columns < K, other=0)
+            x = x * tl.load(multiplier_m_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        if DIM == 0:
+            amax_bits = tl.load(column_amax_ptr + columns, mask=columns < K, other=0)
+        else:
+            amax_bits = tl.load(row_amax_ptr + columns * 0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         scaled = x * inverse[None, :]
         if tile_m == 0:
@@ -252,33 +260,32 @@ def quantize_rows_stochastic(
     q, scale = empty_q(x_MK, False), torch.empty(m, 1, dtype=torch.float32, device=device)
     if m == 0 or k == 0:
         return q.view(FORMATS[fmt].dtype), scale.zero_()
-    held = k <= LONGEST_HELD_ROW
-    block_k = triton.next_power_of_2(k) if held else 4096
     # A kernel needs pointer arguments; it does not read those that stand in for None.
     q_before, scale_before = (q, scale) if before is None else (each.contiguous() for each in before)
-    stochastic_rows_kernel[(m,)](
-        x_MK,
-        x_MK if multiplier_1K is None else multiplier_1K.contiguous(),
-        q,
-        scale,
-        q_before,
-        scale_before,
-        scale if found_inf is None else found_inf,
-        key,
-        first,
-        k,
-        x_MK.stride(0),
-        FORMAT=launch.rounding(fmt),
-        MAX=FORMATS[fmt].max,
-        POWER_OF_TWO=power_of_two,
-        MULTIPLY=multiplier_1K is not None,
-        MAY_SKIP=before is not None and found_inf is not None,
-        HARDWARE_FLOAT8=launch.rounds_float8(device),
-        BLOCK_K=block_k,
-        HELD=held,
-        num_warps=rows_num_warps(block_k),
-        enable_fp_fusion=False,
-    )
+    may_skip = before is not None and found_inf is not None
+    multiplier = x_MK if multiplier_1K is None else multiplier_1K.contiguous()
+    found_inf = scale if found_inf is None else found_inf
+    tensors = (x_MK, multiplier, q, scale, q_before, scale_before, found_inf)
+    options = (multiplier_1K is not None, may_skip, fmt, power_of_two)
+    numbers = (k, x_MK.stride(0))
+    dtypes = (x_MK.dtype, multiplier.dtype, q_before.dtype)
+    launch_key = ("stochastic rows", x_MK.get_device(), m, *numbers, *dtypes, *options)
+    if not again.again(launch_key, tensors, (key, first)):
+        held = k <= LONGEST_HELD_ROW
+        block_k = triton.next_power_of_2(k) if held else 4096
+        constants = {
+            "FORMAT": launch.rounding(fmt),
+            "MAX": FORMATS[fmt].max,
+            "POWER_OF_TWO": power_of_two,
+            "MULTIPLY": multiplier_1K is not None,
+            "MAY_SKIP": may_skip,
+            "HARDWARE_FLOAT8": launch.rounds_float8(device),
+            "BLOCK_K": block_k,
+            "HELD": held,
+        }
+        num_warps = rows_num_warps(block_k)
+        made = Launch(stochastic_rows_kernel, (m,), 7, numbers, constants, num_warps, num_varying=2)
+        again.first(launch_key, [made], tensors, (key, first))
     return q.view(FORMATS[fmt].dtype), scale
 
 
@@ -309,54 +316,62 @@ def quantize_stochastic(
     second_q = empty_q(x_MK, True) if twice else q[:0]
     if m == 0 or k == 0:
         return q.view(dtype), scale.zero_(), second_q.view(dtype)
+    # As above, for the second multiplier and the second amaxes too.
     vector = x_MK if multiplier is None else multiplier.contiguous()
+    tensors = (x_MK, vector, vector, amax, amax, q, second_q, scale)
+    options = (dim, multiplier is not None, transposed, twice, fmt, power_of_two)
+    launch_key = (
+        "stochastic tiles",
+        x_MK.get_device(),
+        m,
+        k,
+        *x_MK.stride(),
+        x_MK.dtype,
+        vector.dtype,
+        *options,
+    )
+    if not again.again(launch_key, tensors, (key, first)):
+        phases = _TwoPhases(dim, multiplier is not None, twice, fmt, power_of_two, tensors)
+        name = f"stochastic dim={dim} twice={twice} transposed={transposed} {x_MK.dtype} {fmt}"
+        name += f" column_major={x_MK.stride(1) != 1} M~{launch.bucket(m)} K={k}"
 
-    def run(config: TileConfig) -> None:
-        blocks = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "num_warps": config.num_warps}
-        tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
-        amax_kernel[(tiles_k, triton.cdiv(tiles_m, TILES_PER_PROGRAM))](
-            x_MK,
-            vector,
-            vector,
-            amax,
-            amax,
-            m,
-            k,
-            *x_MK.stride(),
-            ROWS={0: 0, 1: 2, 2: 1}[dim],
-            COLUMNS=dim == 0,
-            MULTIPLY_ROWS=dim == 1 and multiplier is not None,
-            MULTIPLY_COLUMNS=dim != 1 and multiplier is not None,
-            TILES=TILES_PER_PROGRAM,
-            **blocks,
-            enable_fp_fusion=False,
-        )
-        stochastic_tiles_kernel[(tiles_k, tiles_m)](
-            x_MK,
-            vector,
-            amax,
-            q,
-            second_q,
-            scale,
-            key,
-            first,
-            m,
-            k,
-            *x_MK.stride(),
-            *q.stride(),
-            *second_q.stride(),
-            DIM=dim,
-            MULTIPLY=multiplier is not None,
-            TWICE=twice,
-            FORMAT=launch.rounding(fmt),
-            MAX=FORMATS[fmt].max,
-            POWER_OF_TWO=power_of_two,
-            HARDWARE_FLOAT8=launch.rounds_float8(device),
-            **blocks,
-            enable_fp_fusion=False,
-        )
+        def run(config: TileConfig) -> None:
+            for each in phases.launches(config):
+                each.run(tensors, (key, first))
 
-    tuning = f"stochastic dim={dim} twice={twice} transposed={transposed} {x_MK.dtype} {fmt}"
-    tuning += f" column_major={x_MK.stride(1) != 1} M~{launch.bucket(m)} K={k}"
-    run(launch.tuned(tuning, TILE_CONFIGS, run, device))
+        config = launch.tuned(name, TILE_CONFIGS, run, device)
+        again.first(launch_key, phases.launches(config), tensors, (key, first))
     return q.view(dtype), scale, second_q.view(dtype)
+
+
+class _TwoPhases(NamedTuple):
+    """The launches of the two phases; fields as the constants of the second. tensors: those of the second;
+    the first takes five of them.
+    """
+
+    dim: int
+    multiply: bool
+    twice: bool
+    fmt: str
+    power_of_two: bool
+    tensors: tuple[Tensor, ...]
+
+    def launches(self, config: TileConfig) -> list[Launch]:
+        """The first phase and the second."""
+        x, *_, q, second_q, _ = self.tensors
+        (m, k), sizes = x.shape, (*x.shape, *x.stride())
+        tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
+        programs_m = triton.cdiv(tiles_m, TILES_PER_PROGRAM)
+        block = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
+        amax = {"ROWS": {0: 0, 1: 2, 2: 1}[self.dim], "COLUMNS": self.dim == 0, "TILES": TILES_PER_PROGRAM}
+        amax |= {"MULTIPLY_ROWS": self.dim == 1 and self.multiply}
+        amax |= {"MULTIPLY_COLUMNS": self.dim != 1 and self.multiply}
+        store = {"DIM": self.dim, "MULTIPLY": self.multiply, "TWICE": self.twice}
+        form = {"FORMAT": launch.rounding(self.fmt), "MAX": FORMATS[self.fmt].max}
+        form |= {"POWER_OF_TWO": self.power_of_two, "HARDWARE_FLOAT8": launch.rounds_float8(x.device)}
+        grid, numbers = (tiles_k, tiles_m), (*sizes, *q.stride(), *second_q.stride())
+        warps = config.num_warps
+        return [
+            Launch(amax_kernel, (tiles_k, programs_m), 5, sizes, amax | block, warps),
+            Launch(stochastic_tiles_kernel, grid, 8, numbers, store | form | block, warps, num_varying=2),
+        ]
