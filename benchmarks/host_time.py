@@ -31,12 +31,13 @@ TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 512  # small: a GPU must not be wh
 
 
 def ops(device: str) -> dict[str, Callable[[], object]]:
-    """A call of each op that a step of the four main kinds has, in the layouts of CUDA."""
+    """A call of each op that a step of the four main kinds has, in the layouts of CUDA, and of some more."""
     t, k, n = TOKENS, IN_FEATURES, OUT_FEATURES
     x, w = torch.randn(t, k, device=device).bfloat16(), torch.randn(n, k, device=device)
     q_TK, q_NK = (torch.randint(-127, 128, (size, k), dtype=torch.int8, device=device) for size in (t, n))
     scale_T1, scale_1N, scale_1K = (torch.rand(s, device=device) for s in ((t, 1), (1, n), (1, k)))
-    layer, partial = kernels.layer_handle(-1), functools.partial
+    layer, keyed, partial = kernels.layer_handle(-1), kernels.layer_handle(-1), functools.partial
+    keyed[kernels.KEY] = 2**40
     return {
         "scaled_mm": partial(
             kernels.scaled_mm, q_TK, q_NK.t(), scale_T1, scale_1N, torch.bfloat16, layer, kernels.OUTPUT
@@ -54,6 +55,18 @@ def ops(device: str) -> dict[str, Callable[[], object]]:
         "quantize_row_and_column_blocks": partial(
             kernels.quantize_row_and_column_blocks, x, 128, "e4m3", transposed=True
         ),
+        "block_amaxes, a weight": partial(kernels.block_amaxes, w.float(), 128, 0),
+        "quantize_by_amax, a weight": partial(
+            kernels.quantize_by_amax,
+            w.float(),
+            torch.rand(n // 128, k // 128, device=device),
+            "e4m3",
+            block=128,
+            rounded_to=torch.bfloat16,
+        ),
+        "quantize_delayed": partial(kernels.quantize_delayed, x, "e4m3", layer, "x"),
+        "quantize_rows_stochastic": partial(kernels.quantize_rows_stochastic, x, "int8", keyed),
+        "quantize_columns_stochastic": partial(kernels.quantize_columns_stochastic, x, "int8", keyed),
     }
 
 
@@ -76,9 +89,14 @@ def gpu(folder: Path) -> Iterator[str]:
 def first_way() -> Iterator[None]:
     """No launch is remembered."""
 
-    def run(key: object, launches: Sequence[again.Launch], tensors: Sequence[torch.Tensor | None]) -> None:
+    def run(
+        key: object,
+        launches: Sequence[again.Launch],
+        tensors: Sequence[torch.Tensor | None],
+        varying: tuple[int, ...] = (),
+    ) -> None:
         for each in launches:
-            each.run(tensors)
+            each.run(tensors, varying)
 
     with (
         mock.patch.object(again, "again", return_value=False),
