@@ -57,10 +57,10 @@ def test_by_known_amaxes_the_bits_are_those_of_the_definition(
 
 def test_few_programs_write_the_scales_of_many_blocks() -> None:
     # A rank may have a few rows of a large matrix, and has the scales of all of it.
-    x, amax = torch.randn(16, 48), torch.rand(100, 3)
+    x, amax = torch.randn(16, 48), torch.rand(300, 3)
     q, scale = expected_by_amax(x, amax, FORMATS["e4m3"], False, 16, 48)
     ours = by_amax.quantize_by_amax(x.to(DEVICE), amax.to(DEVICE), "e4m3", False, 16, 48, None)
-    assert amax.numel() > by_amax._SCALES_AT_ONCE
+    assert amax.numel() > 3 * by_amax._SCALES_AT_ONCE  # more than three programs write at once
     assert_same(ours[0].cpu(), q)
     assert_same(ours[1].cpu(), scale)
 
