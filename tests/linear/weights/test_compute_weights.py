@@ -130,8 +130,8 @@ class _Copies(TorchDispatchMode):
             "aten::copy_",
             "aten::_foreach_copy_",
         ):
-            first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            if any(tuple(each.shape) == self.shape for each in (first, *args[0])):
+            inputs = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+            if any(tuple(each.shape) == self.shape for each in inputs):
                 self.names.append(name)
         return func(*args, **(kwargs or {}))
 
