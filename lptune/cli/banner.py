@@ -32,8 +32,12 @@ def show_in_launcher(cfg: object, recipe: str, config: str) -> None:
 
 
 def phase(cfg: object, what: str) -> AbstractContextManager[None]:
-    """`progress.phase` on rank 0 of a run that trains; otherwise it prints nothing."""
-    return progress.phase(what) if isinstance(cfg, RunConfig) and _is_main() else nullcontext()
+    """`progress.phase` on rank 0 of a run that trains. Other runs show `what` on a terminal, until the block
+    ends.
+    """
+    if not _is_main():
+        return nullcontext()
+    return progress.phase(what) if isinstance(cfg, RunConfig) else progress.in_place(f"{what} ...")
 
 
 def lines(cfg: RunConfig, recipe: str, config: str) -> list[str]:

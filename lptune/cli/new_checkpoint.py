@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lptune import progress
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
@@ -58,6 +59,7 @@ _MAX_TEXT_CHARS = 1024 * MEBI  # a tokenizer needs far less; the text is held in
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--text", type=PathArgument(), help="Text to train the tokenizer on.  [default: built in]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@progress.in_place("making the checkpoint ...")
 def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
@@ -92,7 +94,7 @@ def new_checkpoint(
             raise UserError(f"{dest}: cannot be written: {why(error)}") from None
         finally:
             scratch.remove()
-    click.echo(
+    progress.print_line(
         f"new checkpoint {dest}: {preset}, {num_parameters / 1e6:.1f} M random parameters in {dtype}, "
         f"{tokenizer.get_vocab_size()} tokens"
     )

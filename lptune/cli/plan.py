@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lptune import progress
 from lptune.cli import catalog, recipe
 from lptune.config import (
     DistillConfig,
@@ -81,14 +82,16 @@ def plan(
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
+    with progress.in_place("loading torch ..."):
+        from lptune.checkpoint.disk import disk_report
+        from lptune.training.dry_run import dry_run
+        from lptune.training.fit import fits, remedies, verdict
     model_config, model_name, folder = _model(cfg, path, preset)
-    from lptune.checkpoint.disk import disk_report
-    from lptune.training.dry_run import dry_run
-    from lptune.training.fit import fits, remedies, verdict
 
     device = None if cfg.device == "cpu" else _device(device_name)
     teacher = _teacher(cfg, teacher_preset)
-    found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
+    with progress.in_place("planning a step ..."):
+        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
     click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
     click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
@@ -96,8 +99,9 @@ def plan(
     click.echo(verdict(found, device))
     if not fits(found, device):
         click.echo("planned instead, one change at a time:")
-        for line in remedies(cfg, model_config, world_size, device, teacher):
-            click.echo(line)
+        with progress.in_place("planning changes ..."):
+            for line in remedies(cfg, model_config, world_size, device, teacher):
+                progress.print_line(line)
 
 
 def _device(name: str | None) -> Device:

@@ -8,6 +8,7 @@ from lptune.cli import banner, catalog
 from lptune.config import FinetuneConfig, load_config
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
+from tests.test_progress import terminal
 
 TOY = """
 from lptune.config import FinetuneConfig
@@ -89,3 +90,15 @@ def test_a_recipe_that_does_not_train_prints_none(command: Command, tmp_path: Pa
     (tmp_path / "toy.py").write_text(TOY.replace("FinetuneConfig", "GenerateConfig"))
     code, stdout, _ = command("run", "toy.py", "--config", "generation", "model.path=a")
     assert (code, stdout) == (0, "")
+
+
+def test_a_run_that_does_not_train_shows_the_import_of_torch_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with terminal() as screen:
+        with banner.phase(object(), "loading torch"):
+            assert screen.lines() == ["loading torch ..."]
+        assert screen.lines() == []
+    with banner.phase(object(), "loading torch"):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lptune.cli import new_checkpoint
 from lptune.models import PRESETS
 from tests.cli.conftest import Command
+from tests.test_progress import terminal
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -229,3 +230,12 @@ def test_verify_says_that_a_head_is_not_tied_after_all(command: Command) -> None
     assert stdout.startswith("note: new: lm_head.weight differs from model.embed_tokens.weight, so the head")
     assert tied.startswith("ok: new: 0.1 M parameters")
     assert f"ok: new: {0.1 + head.numel() / 1e6:.1f} M parameters" in stdout
+
+
+def test_on_a_terminal_the_command_says_that_it_is_at_work_and_leaves_one_line(tmp_path: Path) -> None:
+    arguments = ["llama3_2/tiny", str(tmp_path / "new")]
+    with terminal() as screen:
+        new_checkpoint.new_checkpoint.main(arguments, standalone_mode=False)
+    assert "making the checkpoint ..." in screen.getvalue()
+    assert len(screen.lines()) == 1
+    assert screen.lines()[0].startswith("new checkpoint ")

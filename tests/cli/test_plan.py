@@ -11,6 +11,7 @@ from lptune import models
 from lptune.cli import plan
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.cli.conftest import Command
+from tests.test_progress import terminal
 
 LARGE = ("--world-size", "512", "global_batch_size=512", "micro_batch_size=1", "precision.kind=int8_rowcol")
 TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.seq_len=64")
@@ -144,3 +145,12 @@ def test_the_device_that_was_asked_for_is_named_with_whether_the_run_fits_and_it
             in out
         )
         assert f"an export of {2 * num_parameters / 1e3:.1f} kB in bfloat16" in out
+
+
+def test_on_a_terminal_a_dry_run_says_that_it_is_at_work() -> None:
+    with terminal() as screen:
+        plan.plan.main([*TINY], standalone_mode=False)
+    assert "loading torch ..." in screen.getvalue()
+    assert "planning a step ..." in screen.getvalue()
+    assert not [line for line in screen.lines() if line.endswith("...")]
+    assert screen.lines()[0].startswith("plan of ")
