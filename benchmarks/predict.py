@@ -41,7 +41,7 @@ LOGITS_PER_CHUNK = 2**27
 
 
 class Part(NamedTuple):
-    """Milliseconds of one part of a step, with the rates of RATES: (cautious, hopeful)."""
+    """Milliseconds of one part of a step, at the two rates of RATES: (cautious, hopeful)."""
 
     name: str
     ms: tuple[float, float]

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from lptune.config import printable
 
 WORTH_A_LINE_S = 0.1
-"""What is shorter gets no line at its end."""
+"""A phase that is shorter gets no line at its end."""
 
 
 def print_line(text: str) -> None:

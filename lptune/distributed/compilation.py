@@ -1,19 +1,19 @@
-"""Compilation by torch.compile: what is compiled, how long it takes, and what of it later runs use again.
+"""Compilation by torch.compile: what is compiled, how long it takes, and which parts later runs reuse.
 
 torch compiles a block at its first forward, and the code of backward at the first backward. That takes half a
 minute for a model, once: what is compiled is kept on disk (TORCHINDUCTOR_CACHE_DIR, by default
 torchinductor_USER in the folder for temporary files), and the next run of the same model, precision and batch
-takes seconds. torch has two caches there, and looks into the second if the first has nothing:
+takes seconds. torch has two caches there. It looks into the second one if the first one has no entry:
 
     AOTAutograd's   from the graph that Dynamo makes to compiled forward and backward
     Inductor's      from a graph of forward or of backward to its compiled code
 
 A cache is right if its key holds all that decides the code. A graph of lptune has three things that torch
-cannot see, and which `use_caches` or the names below make a part of the key:
+cannot see, so lptune adds them to the key (`use_caches`, and `cache_hash` of the last item):
 
-- Ops of lptune, of which a graph has the name alone. The code depends on the shapes and strides that their
+- Ops of lptune. A graph holds their names alone. The code depends on the shapes and strides that their
   fakes return. A digest of lptune's source is a part of every key, so another version compiles anew.
-- Autograd functions. torch does not look for graphs that have one, unless it is told to. Dynamo writes both
+- Autograd functions. torch does not cache graphs that have one, unless it is told to. Dynamo writes both
   of their methods into the graph, op by op, so nothing is missing there. Not under tensor parallelism: the
   key of a DTensor does not say what kind of tensor it holds.
 - Which outputs activation checkpointing keeps (parallelize.py: `cache_hash`).
@@ -96,14 +96,14 @@ def use_caches(has_dtensors: bool) -> None:
 
 @functools.cache
 def _digest_of_ops() -> str:
-    """Of the source of all parts of lptune in which ops or their fakes are."""
+    """A hash of the source of all parts of lptune that define ops or their fakes."""
     package = Path(__file__).parents[1]
     files = [file for part in _PARTS_WITH_OPS for file in (package / part).rglob("*.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
 class Compiled(NamedTuple):
-    """What torch.compile has done within some time."""
+    """What torch.compile has done since the last report."""
 
     duration_s: float
     num_graphs: int

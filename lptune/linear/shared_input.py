@@ -1,19 +1,19 @@
 """x in 8 bits, made once for the layers that read one x: q, k and v; gate and up.
 
 Each layer quantizes its x in forward, for `output`, and mostly again in backward, for `grad_weight`. Layers
-that read one x would all make the same 8-bit values. In a compiled block they do not: the compiler merges
-calls of an op with equal arguments. Eager layers share by an InputGroup, which `convert` gives them:
+that read one x would all compute the same 8-bit values. A compiled block computes them once, because the
+compiler merges calls of an op with equal arguments. Eager layers share an InputGroup, which `convert` makes:
 
     forward     The first layer of the group that gets an x quantizes it. The others use the result, and the
                 last of them drops it.
-    backward    The same, among the layers that got that x. It is independent of forward, because nothing in
-                8 bits is kept in between, and activation checkpointing may have made x again.
+    backward    The same, among the layers that got that x. Backward quantizes x again: nothing in 8 bits is
+                kept after forward, and activation checkpointing may have computed x again.
 
 A group is only an expectation: that its layers are called with one x, one after another. A layer that gets
 another x (a hook replaced it, another attends to the encoder) quantizes it, as one without a group does. "The
 same x" means the same tensor object with an equal version counter, which torch increments with each write.
 (Writes through `.data` are not counted; autograd does not find them either.) If a layer of the group is not
-called, 8-bit values of x go when x does, and in backward when the backward ends.
+called, the 8-bit values of x are freed with x, and in backward when the backward pass ends.
 
 Autograd's graph stays the same. Each layer has its own node, which saves x and returns its own gradient.
 """
@@ -45,7 +45,9 @@ def alone(make: Callable[[], R]) -> R:
 
 
 class OnceForward:
-    """Keeps a result as long as it exists; InputGroup drops it with the last reader."""
+    """Keeps a result until `forget`, which InputGroup calls when x is freed. The object itself is freed after
+    its last reader.
+    """
 
     def __init__(self) -> None:
         self._made: Any = None

@@ -39,8 +39,10 @@ constexpr int64_t SUMS = PANEL * PANEL;     // int32 sums of a panel of a and a 
 
 constexpr int64_t SLAB = 8;                           // steps: 16 KiB of a panel of b
 constexpr int64_t BLOCK_BYTES = int64_t(1) << 19;     // of a, usually
-constexpr int64_t FEWEST_PANELS = 8;                  // of a block, for long contractions, in
-constexpr int64_t LARGEST_BLOCK = 3 * BLOCK_BYTES;    // at most: with fewer rows, b streams in too fast
+// Long contractions: with fewer panels in a block of a, b would have to stream in too fast. So a block has at least
+// FEWEST_PANELS, unless they take more than LARGEST_BLOCK bytes.
+constexpr int64_t FEWEST_PANELS = 8;
+constexpr int64_t LARGEST_BLOCK = 3 * BLOCK_BYTES;
 constexpr int64_t PACKED_B_BYTES = int64_t(1) << 24;  // of b at a time
 constexpr int64_t STREAMED_BYTES = int64_t(1) << 21;  // an output above this is read from memory again anyway
 
@@ -131,7 +133,8 @@ void pack(const Vectors& x, int64_t panel, int64_t num_panels, bool in_words, in
     }
 }
 
-// Earlier stores reach memory before the tile instructions that follow: to gcc those read no memory.
+// A barrier for the compiler alone. gcc does not know that tile instructions read memory, and might move earlier
+// stores to `memory` behind them.
 inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 // All eight tiles: 16 rows of 64 bytes.
@@ -150,8 +153,8 @@ void configure_tiles() {
     _tile_loadconfig(&config);
 }
 
-// Adds the products of `steps` steps of a panel of a and a panel of b to the sums, or starts them. Each step fetches
-// `lines` lines of the cache from `next`.
+// Adds the products of `steps` steps of a panel of a and a panel of b to the sums; `starts`: the sums
+// begin at zero. Each step prefetches `lines` cache lines from `next`.
 inline void multiply(const int8_t* a, const int8_t* b, int64_t steps, bool starts, int32_t* sums, const int8_t* next,
                      int64_t lines) {
     constexpr int64_t ROW = PANEL * sizeof(int32_t), LOWER = TILE * PANEL;
@@ -253,14 +256,15 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-// Whether this process may use AMX: the kernel grants the registers, 8 KiB for each thread, on request only.
+// Whether this process may use AMX: Linux grants the registers, 8 KiB for each thread, on request only.
 extern "C" int lptune_has_int8_mm() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-// a: (m, k), b: (k, n); contiguous: along k, otherwise across. by_row, by_column: a vector of scales, not one scale.
-// Returns 0, or 1 without memory.
+// a: (m, k), b: (k, n). contiguous: along k; otherwise a is contiguous along m, b along n. by_row, by_column: whether
+// there is a scale for each row of a, for each column of b; otherwise there is one scale.
+// Returns 0, or 1 if memory could not be allocated.
 extern "C" int lptune_int8_mm(const int8_t* a, int64_t stride_a, int contiguous_a, const int8_t* b, int64_t stride_b,
                               int contiguous_b, int64_t m, int64_t k, int64_t n, const float* scale_a, int by_row,
                               const float* scale_b, int by_column, void* data, int is_bfloat16, int num_threads) {

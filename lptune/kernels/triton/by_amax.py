@@ -6,7 +6,7 @@
 A tile is loaded, rounded to the compute dtype in registers, quantized, and stored row by row, column by
 column, or both. With one amax for each square block, a tile lies in one column of blocks. Each of its rows
 then has one scale, wherever a shard begins inside a block. The programs also write the scales of all amaxes,
-in turn: a launch of its own would take longer than this work.
+in turn: a separate launch would take longer than this work.
 
 Whether a layer has an amax of the past is known to the device alone. Delayed scaling therefore launches three
 kernels: the first measures x and ends at once if there is a past, the second quantizes and measures, and the
@@ -185,7 +185,9 @@ def block_amax_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The amax of the elements of x in one block. BLOCK_K: at least SIDE; `above` as in the kernel above."""
+    """The amax of the elements of x in one block. BLOCK_K: at least SIDE. above: the row of the first block
+    in which x begins.
+    """
     first = tl.program_id(1) * SIDE - above
     within = tl.arange(0, BLOCK_K)
     columns = tl.program_id(0) * SIDE + within
