@@ -49,7 +49,8 @@ def main(cfg: EvaluateConfig) -> None:
             for line in held_out.report:
                 world.print(line)
             by_source = held_out.of_source.items()
-            sums = {name: evaluate(loaded.model, rows, cfg, world) for name, rows in by_source}
+            with world.phase("measuring the loss"):
+                sums = {name: evaluate(loaded.model, rows, cfg, world) for name, rows in by_source}
             parts["held_out"] = inference.loss_result(sums)
 
         # --- Answers to questions. In each round, every rank answers one batch.
