@@ -148,9 +148,10 @@ class LowPrecisionLinear(nn.Linear):
         return self._multiply(cast, local_part(self.weight), self.handle, shared=self._shared(x, cast.dtype))
 
     def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
-        if self.input_group is None or torch.compiler.is_compiling():
-            return None  # the compiler merges calls of an op with equal arguments
-        return self.input_group.read(x, dtype, self.spec)
+        # The compiler merges calls of an op with equal arguments. torch.jit.trace does not find shared results.
+        if self.input_group is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return None
+        return self.input_group.read(self.number, x, dtype, self.spec)
 
     def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
         handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle

@@ -12,8 +12,10 @@ compiler merges calls of an op with equal arguments. Eager layers share an Input
 A group is only an expectation: that its layers are called with one x, one after another. A layer that gets
 another x (a hook replaced it, another attends to the encoder) quantizes it, as one without a group does. "The
 same x" means the same tensor object with an equal version counter, which torch increments with each write.
-(Writes through `.data` are not counted; autograd does not find them either.) If a layer of the group is not
-called, the 8-bit values of x are freed with x, and in backward when the backward pass ends.
+Writes by collectives (a buffer that `broadcast` or `recv` fills), by NumPy and through `.data` are not
+counted. So a layer that is called again begins anew: a buffer that is filled between two calls of the readers
+is quantized again. If a layer of the group is not called, the 8-bit values of x are freed with x, and
+in backward when the backward pass ends.
 
 Autograd's graph stays the same. Each layer has its own node, which saves x and returns its own gradient.
 """
@@ -73,7 +75,8 @@ class OnceBackward(OnceForward):
         self._left = 0
 
     def __call__(self, make: Callable[[], R]) -> R:
-        if self.readers == 1:
+        # Compiled autograd traces backward, merges equal calls itself, and has no callbacks.
+        if self.readers == 1 or torch.compiler.is_compiling():
             return make()
         if self._made is None:
             self._left = self.readers
@@ -99,7 +102,7 @@ class _Reading(NamedTuple):
     x: Callable[[], Tensor | None]  # a weak reference
     key: tuple[Any, ...]
     shared: SharedInput
-    num_left: int
+    readers: frozenset[int]  # the numbers of those that have read it
 
 
 class InputGroup:
@@ -109,22 +112,25 @@ class InputGroup:
         self._num_readers = num_readers
         self._reading: _Reading | None = None
 
-    def read(self, x: Tensor, *settings: Any) -> SharedInput | None:
+    def read(self, reader: int, x: Tensor, *settings: Any) -> SharedInput | None:
         """What a layer shares with those that read the same `x` with equal settings. Each layer calls it
-        once in a forward. None if it is unknown whether x changes between two of them (inference mode).
+        once in a forward. None in inference mode, in which x may change unnoticed, and what is made there
+        serves no training.
+
+        reader: the layer's number.
         """
-        if x.is_inference():
-            return None  # has no version counter
+        if x.is_inference() or torch.is_inference_mode_enabled():
+            return None
         # Work on another stream does not wait for what this stream quantizes.
         on_gpu = x.is_cuda and torch.cuda.is_initialized()
         key = (x._version, torch.cuda.current_stream(x.device) if on_gpu else None, *settings)
         # The state is replaced as a whole, so threads that run one model at most fail to share.
         reading = self._reading
-        if reading is None or reading.x() is not x or reading.key != key:
+        if reading is None or reader in reading.readers or reading.x() is not x or reading.key != key:
             shared = SharedInput(OnceForward(), OnceBackward())
-            reading = _Reading(weakref.ref(x, shared.forward.forget), key, shared, self._num_readers)
-        num_left = reading.num_left - 1
-        self._reading = reading._replace(num_left=num_left) if num_left else None
+            reading = _Reading(weakref.ref(x, shared.forward.forget), key, shared, frozenset())
+        readers = reading.readers | {reader}
+        self._reading = reading._replace(readers=readers) if len(readers) < self._num_readers else None
         return reading.shared
 
     def __getstate__(self) -> dict[str, Any]:

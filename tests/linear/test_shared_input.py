@@ -527,3 +527,42 @@ def test_threads_that_run_one_model_get_the_right_bits() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+def test_a_buffer_that_is_filled_again_without_a_counted_write_is_quantized_again() -> None:
+    model = _projections()
+    inputs = [_x().detach(), 3 * _x().detach()]
+    wanted = [_alone(copy.deepcopy(model)).q_proj(x) for x in inputs]
+    x = torch.empty_like(inputs[0])
+    for _ in range(2):
+        for values, out in zip(inputs, wanted, strict=True):
+            version = x._version
+            x.data.copy_(values)  # as a collective, NumPy or a CUDA graph writes
+            assert x._version == version
+            assert torch.equal(model.q_proj(x), out)  # the two other readers are never called
+
+
+def test_what_inference_mode_made_is_not_trained_on() -> None:
+    model, x = _projections(grad_weight="folded"), _x()
+    with torch.inference_mode():
+        model.q_proj(x)
+    model.k_proj(x).sum().backward()  # raises if it would save what was made in inference mode
+
+
+def test_compiled_autograd_gets_the_same_gradients() -> None:
+    model, x = _projections(), _x()
+    wanted = _gradients(model, x)
+    model.zero_grad()
+    x.grad = None
+    out = model(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.sum().backward()
+    _assert_equal([out.detach(), *(each.grad for each in (x, *model.parameters()))], wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch 2.13 calls torch.jit.trace deprecated
+def test_torch_can_trace_readers() -> None:
+    model, x = _projections(dtype=torch.float32), _x(torch.float32).detach()
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(2 * x), model(2 * x))
