@@ -105,6 +105,9 @@ def _check(a_MK: Tensor, b_KN: Tensor, scale_a_M1: Tensor | None, scale_b_1N: Te
         raise ValueError(f"scaled_mm needs scale_a of shape (M, 1) or (1, 1), got {tuple(scale_a_M1.shape)}")
     if scale_b_1N is not None and scale_b_1N.shape not in ((1, n), (1, 1)):
         raise ValueError(f"scaled_mm needs scale_b of shape (1, N) or (1, 1), got {tuple(scale_b_1N.shape)}")
+    for scale in (scale_a_M1, scale_b_1N):
+        if scale is not None and scale.dtype != torch.float32:  # kernels read its memory as float32
+            raise ValueError(f"scaled_mm needs scales in float32, got {scale.dtype}")
 
 
 def _int8_mm(

@@ -166,6 +166,16 @@ def test_nan_scales_come_out_as_nan() -> None:
     assert out[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FFF8000, 0x7F800001])
+def test_a_nan_of_any_payload_stays_one(backend: str, bits: int) -> None:
+    a, b, scale_a, _ = _operands(4, 16, 16)
+    scale_a.view(torch.int32)[2] = bits
+    out = scaled_mm(a, b, scale_a, None, torch.bfloat16, NO_LAYER, 0)
+    assert out[2].isnan().all()
+    scaled = native.apply_scales(a.int() @ b.int(), scale_a, None, torch.bfloat16)
+    assert torch.equal(scaled.isnan(), out.isnan())
+
+
 def test_opcheck() -> None:
     a, b, scale_a, scale_b = _operands(8, 16, 24)
     arguments = [
@@ -187,6 +197,8 @@ def test_bad_operands_are_named() -> None:
         scaled_mm(a, b, scale_b, None, torch.float32, NO_LAYER, 0)
     with pytest.raises(ValueError, match=r"scale_b of shape \(1, N\) or \(1, 1\)"):
         scaled_mm(a, b, None, scale_a, torch.float32, NO_LAYER, 0)
+    with pytest.raises(ValueError, match=r"scales in float32, got torch\.bfloat16"):
+        scaled_mm(a, b, scale_a.bfloat16(), None, torch.float32, NO_LAYER, 0)
 
 
 def test_an_unknown_backend_is_one_line(

@@ -187,12 +187,14 @@ inline void multiply(const int8_t* a, const int8_t* b, int64_t steps, bool start
     _tile_stored(3, sums + LOWER + TILE, ROW);
 }
 
-// Ties to even. The NaN that arithmetic makes has few payload bits and stays one.
+// Ties to even. The carry would make a number of a NaN with many payload bits, which a scale may bring.
 inline __m256i to_bfloat16(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000)), 16));
 }
 
 // stride: 1 for a vector of scales, 0 for a single one.

@@ -215,9 +215,9 @@ void block_amaxes(const void* data, int64_t m, int64_t k, int64_t block, int64_t
 }
 
 inline uint16_t to_bfloat16(float f) {
-    const uint32_t bits = as_bits(f);
-    // Ties to even. The NaN that arithmetic makes has few payload bits and stays one.
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    const uint32_t bits = as_bits(f), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+    // The carry would make a number of a NaN with many payload bits, which a scale may bring.
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
 }  // namespace
