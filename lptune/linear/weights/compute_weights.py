@@ -112,6 +112,8 @@ class ComputeWeights:
                 assert isinstance(new, RowTensor)
                 for name, part in zip(new.PARTS, new.parts(), strict=True):
                     setattr(each.weight, name, part)
+                # The backward of a forward that read the old parts raises, as it does for an ordinary tensor.
+                torch.autograd.graph.increment_version(each.weight)
             each.version = _version(each.master)
 
     def take_out(self) -> None:

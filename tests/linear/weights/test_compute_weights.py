@@ -307,6 +307,24 @@ def test_two_forwards_before_two_backwards(world: distributed.World) -> None:
         torch.testing.assert_close(sum_of_two, each, rtol=2**-7, atol=2**-7 * each.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_rowcol/column", "mxfp8"])
+def test_a_backward_through_weights_that_were_replaced_raises(world: distributed.World, kind: str) -> None:
+    model, _ = _model(world, _execution(None), kind)
+    head = model.model.layers[0].mlp.down_proj
+    x = torch.randn(16, head.in_features, dtype=torch.bfloat16, requires_grad=True)
+    weights = ComputeWeights.of(model)
+    assert weights is not None
+    weights.put_in_place()
+    old = head(x)
+    weights.take_out()
+    with torch.no_grad():
+        head.weight.mul_(3)
+    weights.put_in_place()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.sum().backward()
+    head(x).sum().backward()
+
+
 def test_freezing_later(world: distributed.World) -> None:
     model, _ = _model(world, _execution(None))
     tokens_BS = _tokens(model, 0)
