@@ -14,8 +14,8 @@ another x (a hook replaced it, another attends to the encoder) quantizes it, as 
 same x" means the same tensor object with an equal version counter, which torch increments with each write.
 Writes by collectives (a buffer that `broadcast` or `recv` fills), by NumPy and through `.data` are not
 counted. So a layer that is called again begins anew: a buffer that is filled between two calls of the readers
-is quantized again. If a layer of the group is not called, the 8-bit values of x are freed with x, and
-in backward when the backward pass ends.
+is quantized again. If a layer of the group is not called, the 8-bit values of x are freed with x, and in
+backward when the backward pass ends.
 
 Autograd's graph stays the same. Each layer has its own node, which saves x and returns its own gradient.
 """
