@@ -148,7 +148,7 @@ class LowPrecisionLinear(nn.Linear):
         return self._multiply(cast, local_part(self.weight), self.handle, shared=self._shared(x, cast.dtype))
 
     def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
-        # The compiler merges calls of an op with equal arguments; torch.jit.trace does not find shared results.
+        # The compiler merges equal calls of an op by itself; torch.jit.trace does not find shared results.
         tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if self.input_group is None or torch.compiler.is_compiling() or tracing:
             return None
