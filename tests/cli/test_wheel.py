@@ -90,4 +90,6 @@ def test_the_installed_wheel_works_in_an_empty_folder(wheel: Path, tmp_path: Pat
         "from lptune.config import FinetuneConfig\n\n"
         "def main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
     )
-    assert lptune("run", "toy.py", "--config", "llama3_2/1b", "data.source=builtin", "seed=5") == "5\n"
+    told = lptune("run", "toy.py", "--config", "llama3_2/1b", "data.source=builtin", "seed=5")
+    assert told.startswith("recipe     toy.py, config llama3_2/1b\n")
+    assert told.endswith("\n5\n")
