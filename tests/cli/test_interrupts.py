@@ -25,7 +25,7 @@ raise AttributeError("half imported")
 def test_a_signal_while_modules_are_imported_ends_a_command_without_a_word(
     lptune: Lptune, tmp_path: Path, name: str, code: int
 ) -> None:
-    (tmp_path / "omegaconf.py").write_text(DISTURBED.format(name=name))
+    (tmp_path / "click.py").write_text(DISTURBED.format(name=name))
     done = lptune("ls", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
