@@ -167,7 +167,10 @@ def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the
     monkeypatch.setattr("lptune.cli.preflight.check", lambda *_: None)
     missing = "error: run: twin is a config: lptune run twin --config twin\n"
     assert command("run", "twin") == (2, "", missing)
-    assert command("run", "twin", "--config", "twin") == (0, "7\n", "")
+    code, stdout, stderr = command("run", "twin", "--config", "twin")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith("recipe     twin, config twin\n")
+    assert stdout.endswith("\n7\n")
     for arguments in (["cat", "twin"], ["cp", "twin", "mine.py"]):
         both = "error: twin: is a recipe and a config; give the path: recipes/twin.py or configs/twin.yaml\n"
         assert command(*arguments) == (2, "", both)

@@ -11,7 +11,6 @@ imported torch already (tests/helpers/warm.py), or they would take minutes.
 
 import json
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from lptune.data.builtin import builtin_rows
 from tests.cli.conftest import Lptune
 from tests.helpers import warm
 from tests.helpers.cold import Finished
+from tests.helpers.told import only_told
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
@@ -949,15 +949,12 @@ def make_job(case: Case, folder: Path, checkpoint: Path | None, assets: Path | N
     return job
 
 
-TOLD = re.compile(r"(recipe|model|data|precision|output) +\S.*|[a-z ]+ \.\.\.|[a-z ]+: [\d.]+ s")
-
-
 def check(case: Case, job: Job, run: Callable[[], Finished]) -> None:
     before = sorted(job.folder.rglob("*"))
     done = run()
     assert done.returncode == 2, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     # What needs torch to be found comes after the lines that tell what the run does; nothing else is printed.
-    assert all(map(TOLD.fullmatch, done.stdout.splitlines())), done.stdout
+    assert only_told(done.stdout), done.stdout
     assert not done.stdout or case.base != CONFIG, "a wrong command line or config is found before them"
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

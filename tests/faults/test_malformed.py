@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.faults.malformed import BASE, CONFIGS, DATA, MODELS, STATES, Inputs
 from tests.helpers import warm
+from tests.helpers.told import only_told
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,10 @@ def test_on_the_command_line_it_is_exit_2_and_nothing_is_written(
         *(f"{key}={value}" for key, value in keys.items()),
     ]
     done = warm.lptune(command, folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.returncode == 2, done.stderr
+    # A config is checked before anything is told; weights and data are read when torch is there.
+    assert only_told(done.stdout), done.stdout
+    assert not done.stdout or kind != "config"
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()

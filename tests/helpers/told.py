@@ -1,0 +1,10 @@
+"""What a run prints before it works: the banner, and phases (lptune/cli/banner.py, lptune/progress.py)."""
+
+import re
+
+_LINE = re.compile(r"(recipe|model|data|precision|output) +\S.*|[a-z ]+ \.\.\.|[a-z ]+: [\d.]+ s")
+
+
+def only_told(stdout: str) -> bool:
+    """Whether all lines are of the banner or of phases; true of an empty text."""
+    return all(map(_LINE.fullmatch, stdout.splitlines()))
