@@ -13,6 +13,7 @@ from lptune.kernels.delayed import (
     quantize_delayed,
     quantize_delayed_both_ways,
 )
+from lptune.kernels.layout import transposed_copy
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
@@ -26,7 +27,6 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
     quantize_tensor_both_ways,
-    transposed_copy,
 )
 from lptune.kernels.record import (
     GEMMS,

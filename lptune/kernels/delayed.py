@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_q, empty_tensor
+from lptune.kernels.fakes import empty_tensor, empty_tensor_both_ways
+from lptune.kernels.layout import stored, stored_by_columns
 from lptune.kernels.live import LIVE, LayerAmaxes
 from lptune.kernels.op import op
 from lptune.kernels.record import NUMBER
@@ -43,11 +44,7 @@ def quantize_delayed(
     return QuantizedTensor(q, scale)
 
 
-def _empty_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
-    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
-
-
-@op(fake=_empty_both_ways)
+@op(fake=empty_tensor_both_ways)
 def quantize_delayed_both_ways(
     x_MK: Tensor, fmt: str, layer: Tensor, operand: str
 ) -> tuple[QuantizedTensor, Tensor]:
@@ -82,8 +79,7 @@ def _quantize(
         q = round_to(x_MK.to(torch.float32) * inverse, FORMATS[fmt])
     if current is not None:
         current.copy_(amax if replace else torch.maximum(current, amax))
-    q_columns = q.t().clone(memory_format=torch.contiguous_format).t() if transposed or twice else q[:0]
-    return (q_columns, scale, q[:0]) if transposed else (q.contiguous(), scale, q_columns)
+    return stored(q, transposed), scale, stored_by_columns(q) if twice else q[:0]
 
 
 def _amaxes(number: int, operand: str) -> LayerAmaxes | None:

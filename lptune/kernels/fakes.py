@@ -44,6 +44,11 @@ def empty_tensor(x_MK: Tensor, fmt: str, transposed: bool = False) -> QuantizedT
     return QuantizedTensor(empty_q(x_MK, fmt, transposed), _scale(x_MK, 1, 1))
 
 
+def empty_tensor_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
+    """`empty_tensor` stored row by row, and its q_MK again, stored column by column."""
+    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
+
+
 def empty_blocks(x_MK: Tensor, block: Sequence[int], fmt: str, transposed: bool = False) -> QuantizedBlocks:
     """`x_MK` with one float32 scale per block of `block` (rows, columns)."""
     return QuantizedBlocks(empty_q(x_MK, fmt, transposed), _block_scale(x_MK, block, torch.float32))

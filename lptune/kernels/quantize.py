@@ -26,7 +26,15 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_blocks, empty_columns, empty_mx, empty_q, empty_rows, empty_tensor
+from lptune.kernels.fakes import (
+    empty_blocks,
+    empty_columns,
+    empty_mx,
+    empty_rows,
+    empty_tensor,
+    empty_tensor_both_ways,
+)
+from lptune.kernels.layout import stored, stored_by_columns
 from lptune.kernels.op import op
 from lptune.kernels.packed_rows import HEADER_BYTES, empty_buffer, pack_rows
 from lptune.numerics import (
@@ -63,7 +71,7 @@ def quantize_rows(
     else:
         folded = _fold(_rounded(x_MK, rounded_to), multiplier_1K)
         q, scale = numerics.quantize_rows(folded, FORMATS[fmt], power_of_two=power_of_two)
-    return QuantizedRows(_store(q, transposed), scale)
+    return QuantizedRows(stored(q, transposed), scale)
 
 
 def _empty_packed(x_MK: Tensor, num_rows: int) -> Tensor:
@@ -120,7 +128,7 @@ def quantize_columns(
     else:
         folded = _fold(x_MK, multiplier_M1)
         q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)
-    return QuantizedColumns(_store(q, transposed), scale)
+    return QuantizedColumns(stored(q, transposed), scale)
 
 
 def _empty_rows_and_columns(
@@ -153,7 +161,7 @@ def quantize_rows_and_columns(
         form, folded = FORMATS[fmt], _fold(x_MK, multiplier_1K)
         q_rows, scale_M1 = numerics.quantize_rows(folded, form, power_of_two=power_of_two)
         q_columns, scale_1K = numerics.quantize_columns(x_MK, form, power_of_two=power_of_two)
-    return QuantizedRows(_store(q_rows), scale_M1), QuantizedColumns(_store(q_columns, transposed), scale_1K)
+    return QuantizedRows(stored(q_rows), scale_M1), QuantizedColumns(stored(q_columns, transposed), scale_1K)
 
 
 @op(fake=empty_tensor)
@@ -168,14 +176,10 @@ def quantize_tensor(
         q, scale, _ = native.quantize_tensor(x_MK, fmt, power_of_two)
     else:
         q, scale = numerics.quantize_tensor(x_MK, FORMATS[fmt], power_of_two=power_of_two)
-    return QuantizedTensor(_store(q, transposed), scale)
+    return QuantizedTensor(stored(q, transposed), scale)
 
 
-def _empty_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
-    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
-
-
-@op(fake=_empty_both_ways)
+@op(fake=empty_tensor_both_ways)
 def quantize_tensor_both_ways(
     x_MK: Tensor, fmt: str, *, power_of_two: bool = False
 ) -> tuple[QuantizedTensor, Tensor]:
@@ -184,8 +188,7 @@ def quantize_tensor_both_ways(
         q, by_columns, scale = triton_kernels().quantize_tensor_both_ways(x_MK, fmt, power_of_two)
         return QuantizedTensor(q, scale), by_columns
     quantized = quantize_tensor(x_MK, fmt, power_of_two=power_of_two)
-    # Not transposed_copy: results of an op are separate tensors also where nothing needs to move.
-    return quantized, quantized.q_MK.t().clone(memory_format=torch.contiguous_format).t()
+    return quantized, stored_by_columns(quantized.q_MK)
 
 
 @op(fake=empty_blocks)
@@ -198,7 +201,7 @@ def quantize_blocks(
         quantize = triton_kernels().quantize_blocks
         return QuantizedBlocks(*quantize(x_MK, (rows, columns), fmt, power_of_two, transposed))
     q, scale = numerics.quantize_blocks(x_MK, (rows, columns), FORMATS[fmt], power_of_two=power_of_two)
-    return QuantizedBlocks(_store(q, transposed), scale.contiguous())
+    return QuantizedBlocks(stored(q, transposed), scale.contiguous())
 
 
 def _empty_row_and_column_blocks(
@@ -231,7 +234,7 @@ def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -
         quantize = triton_kernels().quantize_blocks
         return QuantizedMX(*quantize(x_MK, block, fmt, True, transposed, e8m0=True))
     q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
-    return QuantizedMX(_store(q, transposed), scale.contiguous())
+    return QuantizedMX(stored(q, transposed), scale.contiguous())
 
 
 def _empty_mx_rows_and_columns(x_MK: Tensor, fmt: str, transposed: bool) -> tuple[QuantizedMX, QuantizedMX]:
@@ -248,11 +251,6 @@ def quantize_mx_rows_and_columns(
         row_q, row_scale, column_q, column_scale = quantize(x_MK, numerics.MX_BLOCK, fmt, True, transposed)
         return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
     return quantize_mx(x_MK, 1, fmt), quantize_mx(x_MK, 0, fmt, transposed=transposed)
-
-
-def transposed_copy(q_MK: Tensor) -> Tensor:
-    """A copy of `q_MK` that is stored column by column, for values that were stored row by row."""
-    return q_MK.t().contiguous().t()
 
 
 def _backend(x: Tensor, fmt: str, power_of_two: bool) -> str:
@@ -273,7 +271,3 @@ def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _fold(x: Tensor, multiplier: Tensor | None) -> Tensor:
     return x if multiplier is None else x.to(torch.float32) * multiplier
-
-
-def _store(q: Tensor, transposed: bool = False) -> Tensor:
-    return q.t().contiguous().t() if transposed else q.contiguous()

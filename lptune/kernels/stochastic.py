@@ -20,7 +20,8 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_columns, empty_q, empty_rows, empty_tensor
+from lptune.kernels.fakes import empty_columns, empty_rows, empty_tensor, empty_tensor_both_ways
+from lptune.kernels.layout import stored, stored_by_columns
 from lptune.kernels.op import op
 from lptune.kernels.record import KEY, MICRO_BATCH, PART
 from lptune.numerics import FORMATS, QuantizedColumns, QuantizedRows, QuantizedTensor
@@ -62,11 +63,7 @@ def quantize_tensor_stochastic(
     )
 
 
-def _empty_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
-    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
-
-
-@op(fake=_empty_both_ways)
+@op(fake=empty_tensor_both_ways)
 def quantize_tensor_stochastic_both_ways(
     x_MK: Tensor, fmt: str, layer: Tensor, *, power_of_two: bool = False
 ) -> tuple[QuantizedTensor, Tensor]:
@@ -138,8 +135,7 @@ def _quantize(
             q = native.round_stochastically(x, inverse, key, first)
         else:
             q = _round(x, inverse, fmt, key, first)
-    q_columns = q.t().clone(memory_format=torch.contiguous_format).t() if transposed or twice else q[:0]
-    return (q_columns, scale, q[:0]) if transposed else (q.contiguous(), scale, q_columns)
+    return stored(q, transposed), scale, stored_by_columns(q) if twice else q[:0]
 
 
 def _round(x: Tensor, inverse: Tensor, fmt: str, key: int, first: int) -> Tensor:

@@ -1,26 +1,17 @@
 """The prediction of a step: its FLOPs, what a speed-up needs, and that the documentation has its numbers."""
 
-import importlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def predict() -> Iterator[ModuleType]:
-    before = set(sys.modules)
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("predict")
-    sys.path.remove(str(BENCHMARKS))
-    for name in set(sys.modules) - before:
-        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
-            del sys.modules[name]
+def predict(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("predict")
 
 
 def test_linear_layers_take_six_flops_for_each_weight_and_token(predict: ModuleType) -> None:

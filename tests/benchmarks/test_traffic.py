@@ -8,11 +8,8 @@ the 8-bit weight, which forward has row by row, is copied for grad_input.
 T tokens; K, N: in_features and out_features of a linear layer.
 """
 
-import importlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,20 +22,13 @@ from lptune import linear, models
 from lptune.config import PrecisionConfig
 from lptune.linear.kinds import rowwise
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 T, SEQ_LEN = 256, 64
 LOW = ("int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
 
 
 @pytest.fixture(scope="module")
-def traffic() -> Iterator[ModuleType]:
-    before = set(sys.modules)
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("traffic")
-    sys.path.remove(str(BENCHMARKS))
-    for name in set(sys.modules) - before:
-        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
-            del sys.modules[name]
+def traffic(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return import_benchmark("traffic")
 
 
 @pytest.fixture(scope="module")

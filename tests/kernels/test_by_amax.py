@@ -2,14 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lptune import kernels, numerics
-from lptune.kernels import LIVE, LayerAmaxes, native
-from lptune.kernels.backend import choose_backend
+from lptune.kernels import LIVE, LayerAmaxes
 from lptune.numerics import FORMATS
 from tests.helpers.definitions import (
     BLOCKS,
@@ -19,15 +17,7 @@ from tests.helpers.definitions import (
     some_amaxes,
 )
 
-
-@pytest.fixture(params=["native", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "native" and not native.available():
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setenv("LPTUNE_KERNELS", request.param)
-    choose_backend.cache_clear()
-    yield str(request.param)
-    choose_backend.cache_clear()
+pytestmark = pytest.mark.usefixtures("cpu_quantizers")
 
 
 @pytest.mark.parametrize(("block", "first_row"), BLOCKS)

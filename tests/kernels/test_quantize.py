@@ -1,31 +1,20 @@
 """Every backend of every quantizer gives the bits of its twin in lptune.numerics."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from lptune import kernels, numerics
-from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
 from lptune.numerics import FORMATS
 from tests.helpers.hard_rows import hard_to_round
 
+pytestmark = pytest.mark.usefixtures("cpu_quantizers")
+
 SHAPES = [(1, 1), (3, 5), (65, 33), (128, 512), (1, 700), (700, 1), (0, 4), (4, 0)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-
-
-@pytest.fixture(params=["native", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "native" and not native.available():
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setenv("LPTUNE_KERNELS", request.param)
-    choose_backend.cache_clear()
-    assert choose_backend("quantize", "cpu") == request.param
-    yield str(request.param)
-    choose_backend.cache_clear()
 
 
 def _matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

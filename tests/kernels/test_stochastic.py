@@ -1,27 +1,16 @@
 """The quantizers that round stochastically give, on every backend of a CPU, the bits of lptune.numerics."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from lptune import kernels, numerics
-from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
 from lptune.numerics import FORMATS
 from tests.helpers.definitions import SALTS, expected_stochastic, hard_matrix
 
-
-@pytest.fixture(params=["native", "reference"], autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "native" and not native.available():
-        pytest.skip("needs a C++ compiler")
-    monkeypatch.setenv("LPTUNE_KERNELS", request.param)
-    choose_backend.cache_clear()
-    yield str(request.param)
-    choose_backend.cache_clear()
+pytestmark = pytest.mark.usefixtures("cpu_quantizers")
 
 
 def _bits(each: Tensor) -> Tensor:

@@ -267,8 +267,7 @@ def _operand(x: Tensor, along: int) -> tuple[ctypes.c_void_p, ctypes.c_int64, in
 
 
 def _scales(scale_a: Tensor | None, scale_b: Tensor | None) -> list[Tensor]:
-    one = torch.ones(1)
-    return [one if s is None else s.contiguous() for s in (scale_a, scale_b)]
+    return [torch.ones(1) if s is None else s.contiguous() for s in (scale_a, scale_b)]
 
 
 def apply_scales(
