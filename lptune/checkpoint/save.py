@@ -372,9 +372,9 @@ def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
     """Divides the parts over files of about equal size; one file if all parts are small. Returns (suffix of
     the file name, its parts) for each file.
     """
-    total = sum(part.num_bytes for part in parts)
-    limit = min(max(total // _PARTS, _SMALLEST_PART), _LARGEST_PART)
-    files, room = list[list[_Part]](), 0
+    limit = min(max(sum(part.num_bytes for part in parts) // _PARTS, _SMALLEST_PART), _LARGEST_PART)
+    files: list[list[_Part]] = []
+    room = 0
     for part in parts:
         if room <= 0:
             files.append([])
