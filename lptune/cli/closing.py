@@ -53,7 +53,8 @@ def _done(steps: list[Record]) -> str:
     rates = [record["tokens_per_s"] for record in steps if record.get("tokens_per_s")]
     rate = f", {statistics.median(rates):,.0f} tokens/s" if rates else ""
     of_it = f" ({progress.duration_text(compiled)} of it compiling)" if compiled >= 0.1 else ""
-    return f"{steps[-1]['step']} steps in {progress.duration_text(seconds)}{of_it}{rate}"
+    count = f"{steps[-1]['step']} step{'s' * (steps[-1]['step'] > 1)}"
+    return f"{count} in {progress.duration_text(seconds)}{of_it}{rate}"
 
 
 def _held_out(records: list[Record]) -> str:

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from lptune.config import UserError
 from lptune.data import Rows, Tokenizer
+from lptune.data.errors import RowError
 from lptune.distributed import World
 from lptune.models import Decoder
 from lptune.training.generate import greedy
@@ -44,7 +45,7 @@ def show_samples(
     # A turn may end with a special token (<|im_end|>): such a token at the end of a reference stops, too.
     ends = {answer[-1] for _, answer in prompts if not tokenizer.decode(answer[-1:])}
     stop_ids = sorted(ends | {token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None})
-    with world.phase(f"answering {len(prompts)} held-out prompts"):
+    with world.phase(f"answering {len(prompts)} held-out prompt{'s' * (len(prompts) > 1)}"):
         answers = greedy(
             model,
             [prompt for prompt, _ in prompts],
@@ -95,7 +96,7 @@ def _around_a_question(tokenizer: Tokenizer) -> tuple[str, str]:
     question = {"role": "user", "content": _QUESTION}
     try:
         text = tokenizer.render_chat([question], add_generation_prompt=True)
-    except UserError:  # the template wants another conversation
+    except (RowError, UserError):  # the template wants another conversation
         return "", ""
     before, _, after = tokenizer.decode(tokenizer.encode(text, add_special=False)).partition(_QUESTION)
     return (before.split() or [""])[-1], after.strip()

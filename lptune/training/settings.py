@@ -66,11 +66,11 @@ def lasting_bytes(model: Decoder, cfg: RunConfig) -> int | None:
 
 
 def _of_the_device(num_bytes: int, world: World) -> str:
-    size = ""
+    taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
     if world.device.type == "cuda":
-        size = f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f}"
+        taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
     each = " on each rank" if world.size > 1 else ""
-    return f"{num_bytes / 2**30:.2f}{size} GiB{each} for weights, gradients and AdamW; activations on top"
+    return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 
 def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:

@@ -70,7 +70,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
         file.write('{"step": 2, "lo')
     closing.show(cfg)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "done       1 steps in 0.0 s"
+    assert lines[0] == "done       1 step in 0.0 s"
     assert [line.split("  ")[0] for line in lines] == ["done", "files"]
 
 
