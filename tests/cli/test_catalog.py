@@ -300,7 +300,7 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
 
 WRONG = {
     "sed=1": ("unknown key 'sed' (did you mean 'seed'?)",),
-    "micro_batch_size=8": ("do not divide among 3 data ranks; numbers of ranks that do: 1, 2;",),
+    "micro_batch_size=8": ("do not divide among 3 data ranks; set global_batch_size to a multiple of 3,",),
     "parallel.tensor=2": ("tensor=2 needs a multiple of 2 ranks, found 3",),
     "model.path=nowhere": ("model.path: nowhere is not a folder; `lptune download` fetches one",),
     "data.source=rows.jsnl.json": ("rows.jsnl.json: no such file; set data.source to a file",),
