@@ -12,8 +12,6 @@
 # variables by which the container runtime lends the driver. Ubuntu 24.04 has Python 3.12.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-
 # g++ and Python.h: torch.compile, Triton's launchers and lptune's C++ are compiled at run time.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
