@@ -99,6 +99,19 @@ def test_the_first_screen_of_the_index_answers_the_first_questions() -> None:
         assert any(word in line and f"({page}" in line for line in screen), word
 
 
+def test_the_menu_of_the_site_has_every_page_once() -> None:
+    source = (DOCS / "site" / "build.py").read_text(encoding="utf-8")
+    (menu,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MENU"
+    ]
+    names = [name for page_names in menu.values() for name in page_names]
+    assert len(names) == len(set(names))
+    missing = {path.stem for path in DOCS.glob("*.md")} - {"README"} - set(names)
+    assert not missing, f"put them into MENU of docs/site/build.py: {missing}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_link_leads_to_a_page_and_to_a_heading_of_it(page: Path) -> None:
     for path, anchor in links(page):

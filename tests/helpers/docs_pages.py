@@ -91,10 +91,8 @@ def commands(page: Path) -> Iterator[Command]:
         for line in joined.splitlines():
             line = line.strip().removeprefix("$ ")
             first = (line.split() or [""])[0].removeprefix(".venv/bin/")
-            if (
-                line.startswith("#")
-                or ((not block.language or block.language == "console")
-                and first not in COMMANDS)
+            if line.startswith("#") or (
+                (not block.language or block.language == "console") and first not in COMMANDS
             ):
                 continue
             for words in simple_commands(line):
