@@ -28,7 +28,7 @@ RUN python3 -m venv /opt/venv \
     && pip install --require-hashes --no-deps -r /tmp/requirements/ci.txt \
     && pip install "$(grep -o '^torch==[^ ]*' /tmp/requirements/torch.txt)"
 
-COPY pyproject.toml README.md LICENSE /opt/lptune/
+COPY pyproject.toml hatch_build.py README.md LICENSE /opt/lptune/
 COPY lptune /opt/lptune/lptune
 COPY recipes /opt/lptune/recipes
 COPY configs /opt/lptune/configs

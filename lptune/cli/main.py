@@ -35,11 +35,12 @@ from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
-from lptune.config import DivergedError, UserError, closest
+from lptune.config import DivergedError, UserError, closest, with_addresses
 
 
 @click.group(
     invoke_without_command=True,
+    epilog=with_addresses("Documentation: docs/README.md"),
     context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="lptune")
@@ -72,6 +73,9 @@ for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None
         command.callback = _in_a_folder(command.callback)
+    for option in command.params:
+        if isinstance(option, click.Option) and option.help:
+            option.help = with_addresses(option.help)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

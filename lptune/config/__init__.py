@@ -25,6 +25,7 @@ from lptune.config.inference import (
     SamplingConfig,
 )
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
+from lptune.config.pages import with_addresses
 from lptune.config.paths import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -169,4 +170,5 @@ __all__ = [
     "remedy",
     "source_names",
     "to_yaml",
+    "with_addresses",
 ]

@@ -8,6 +8,7 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+from lptune.config.pages import with_addresses
 from lptune.config.text import printable
 
 
@@ -17,7 +18,7 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
+        super().__init__(printable(with_addresses(" ".join(message.split()))))
 
 
 class UnknownKeyError(UserError):
