@@ -12,7 +12,9 @@
 # variables by which the container runtime lends the driver. Ubuntu 24.04 has Python 3.12.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
-# g++ and Python.h: torch.compile, Triton's launchers and lptune's C++ are compiled at run time.
+# g++ and Python.h: torch.compile, Triton's launchers and lptune's C++ are compiled at run time. Without versions: Ubuntu's
+# mirrors keep only the newest of a release.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
        ca-certificates g++ python3-dev python3-venv \
@@ -35,6 +37,6 @@ COPY configs /opt/lptune/configs
 RUN pip install --no-deps --no-build-isolation /opt/lptune && pip check && lptune --version
 
 RUN useradd --create-home --uid 10001 lptune
-USER lptune
+USER 10001
 WORKDIR /work
 CMD ["lptune", "--help"]

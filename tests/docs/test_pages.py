@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from lptune.config import PRECISION_KINDS
+from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
 from lptune.hardware import devices
 from lptune.linear import Kind
-from tests.helpers.docs_pages import PAGES, ROOT, anchors, links, prose
+from tests.helpers.docs_pages import PAGES, ROOT, anchors, blocks, links, prose
 
 DOCS = ROOT / "docs"
 FIRST_QUESTIONS = {
@@ -119,6 +120,18 @@ def test_a_link_leads_to_a_page_and_to_a_heading_of_it(page: Path) -> None:
         assert target.exists(), f"{page.name}: {path}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page.name}: {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_of_a_page_has_keys_that_exist(page: Path) -> None:
+    known = set(key_paths(FinetuneConfig))
+    for block in blocks(page, "yaml"):
+        content = yaml.safe_load(block.text)
+        if "task" in content:  # of lm_eval
+            continue
+        for section, value in content.items():
+            names = [f"{section}.{key}" for key in value] if isinstance(value, dict) else [section]
+            assert not set(names) - known, f"{block.place}: {set(names) - known}"
 
 
 def test_a_table_row_has_as_many_cells_as_its_header() -> None:
