@@ -9,7 +9,9 @@ from pathlib import Path
 from lptune import __version__
 
 GITHUB = "https://github.com/lptune/lptune"
-_IN_A_CLONE = (Path(__file__).parents[2] / "docs" / "README.md").is_file()
+_ROOT = Path(__file__).parents[2]
+# Both: some packages leave a folder docs/ in site-packages.
+_IN_A_CLONE = all((_ROOT / name).is_file() for name in ("docs/README.md", "pyproject.toml"))
 
 
 def with_addresses(text: str) -> str:
