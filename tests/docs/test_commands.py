@@ -1,6 +1,7 @@
 """Every command that the documentation shows: run, or checked as far as this machine can.
 
-- Those of docs/tour.md run in test_tour.py, as they stand. `lptune ls`, `cat`, `cp` and `validate` run here.
+- Those of docs/tour.md run in test_tour.py, as they stand. `lptune ls`, `cat`, `cp`, `validate` and `keys`
+  run here.
 - Other commands of lptune are parsed by lptune itself. Where they have a config, it is loaded with all keys,
   as `lptune validate` does.
 - Of programs of this repository the file must be there, and hold each flag.
@@ -37,7 +38,8 @@ NOT_OURS = {
     "sbatch": "needs Slurm; tests/cli/test_multi_node.py runs the script with stand-ins",
     "vllm": "is not installed, see docs/export.md",
 }
-EXECUTED = ("ls", "cat", "cp", "validate")
+OF_OTHERS = ("scripts/download_hf_assets.py",)  # programs of torchtitan, beside ours in a table
+EXECUTED = ("ls", "cat", "cp", "validate", "keys")
 PLACEHOLDERS = {
     "CONFIG": "llama3_2/1b", "RECIPE": "full_finetune", "FAMILY/SIZE": "llama3_2/tiny", "OWNER/NAME": "o/n",
 }  # fmt: skip
@@ -115,6 +117,8 @@ def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> Non
     given = tuple(context.params.get("arguments") or ())
     if name == "run":
         _, given = map(tuple, run_module._split(given))
+    if name == "sweep":  # the first of each grid's values
+        given = tuple(re.sub(r"^([\w.]+=[^,\[{'\"]*),.*", r"\1", word) for word in given)
     names = [word for word in given[:1] if "=" not in word]
     path = catalog.find_config(config)
     loaded_by = names[0] if names else catalog.recipe_of(path)
@@ -148,6 +152,8 @@ def check_program(command: Command) -> None:
         compile(words[1], command.place, "exec")
         return
     else:
+        if words[0] in OF_OTHERS:
+            return
         (script, *_) = [word for word in words if re.search(r"\.(py|sh)$", word)]
         source = ROOT / script
         assert source.is_file(), command
