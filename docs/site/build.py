@@ -24,7 +24,7 @@ GITHUB = "https://github.com/lptune/lptune"
 MENU = {
     "Start": ("tour", "choose_precision", "data", "models", "platforms", "first-run"),
     "Run": (
-        "commands", "advise", "plan", "distributed", "multi_node", "resume", "report", "shadow", "sweep",
+        "commands", "advise", "plan", "distributed", "multi_node", "resume", "tracking", "report", "shadow", "sweep",
         "migrate", "pretraining", "preferences", "distillation",
     ),
     "Results": ("export", "generate", "evaluation"),
