@@ -28,6 +28,7 @@ from lptune.cli.cp import cp
 from lptune.cli.data import data
 from lptune.cli.download import download
 from lptune.cli.export import export
+from lptune.cli.keys import keys_command
 from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
@@ -68,9 +69,23 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
+_COMMANDS = (
+    cat,
+    cp,
+    data,
+    download,
+    export,
+    keys_command,
+    ls,
+    new_checkpoint,
+    plan,
+    run,
+    validate,
+    verify,
+)
+for command in _COMMANDS:
     cli.add_command(command)
-    if command not in (ls, cat, cp):  # these need no current directory
+    if command not in (ls, cat, cp, keys_command):  # these need no current directory
         assert command.callback is not None
         command.callback = _in_a_folder(command.callback)
     for option in command.params:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lptune import progress
-from lptune.cli import banner, catalog, closing, preflight, recipe
+from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
 from lptune.config import RunConfig, UserError, check_given_files_stay, closest
 from lptune.launch import flags, launcher, rank
 
@@ -21,7 +21,9 @@ _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True}, options_metavar="[OPTIONS] [torchrun flags]"
+    cls=recipe_help.RunCommand,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [torchrun flags]",
 )
 @click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
 @click.option(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
+    ChoiceError,
     DivergedError,
     UnknownKeyError,
     UserError,
@@ -101,6 +102,7 @@ __all__ = [
     "TEMPORARY",
     "AnswersConfig",
     "CheckpointConfig",
+    "ChoiceError",
     "DataConfig",
     "DistillConfig",
     "DistillationConfig",
