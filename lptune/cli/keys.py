@@ -4,14 +4,17 @@ The text is that of the dataclasses (lptune/config/documented.py), so the list c
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from lptune.cli import catalog, key_text, recipe
+from lptune.cli import catalog, recipe
 from lptune.cli.terminal import text_width, wrapped
 from lptune.config import UserError, closest
-from lptune.config.documented import Key, keys, sections
 from lptune.config.elsewhere import KEYS
+
+if TYPE_CHECKING:
+    from lptune.config.documented import Key
 
 
 @click.command("keys")
@@ -43,6 +46,8 @@ def _all(name: str, cls: type, width: int) -> Iterator[str]:
         "the command line with dots (`optimizer.lr=1e-5`). `lptune keys SECTION` and `lptune keys KEY` say "
         "more."
     )
+    from lptune.cli import key_text
+
     yield from wrapped(intro, width)
     yield from key_text.overview_lines(cls, width)
 
@@ -51,6 +56,9 @@ def _of_words(words: Sequence[str], cls: type, width: int) -> Iterator[str]:
     """The section or the keys with this name; else the keys that another trainer's word means; else the keys
     whose name or text has all the words.
     """
+    from lptune.cli import key_text
+    from lptune.config.documented import keys, sections
+
     name = " ".join(words)
     only = key_text.exceptional()
     others = [other for other in key_text.configs().values() if other is not cls]
@@ -77,7 +85,7 @@ def _of_words(words: Sequence[str], cls: type, width: int) -> Iterator[str]:
         raise UserError(f"keys: {name}: no section or key has this name, and no text this word{hint}")
 
 
-def _named(name: str, known: dict[str, Key], own: set[str]) -> list[Key]:
+def _named(name: str, known: "dict[str, Key]", own: set[str]) -> "list[Key]":
     """The key with this dotted name, or the keys with this last part, those of the recipe before others."""
     if name in known:
         return [known[name]]
@@ -85,12 +93,14 @@ def _named(name: str, known: dict[str, Key], own: set[str]) -> list[Key]:
     return [key for key in found if key.name in own] or found
 
 
-def _has(key: Key, words: Sequence[str]) -> bool:
+def _has(key: "Key", words: Sequence[str]) -> bool:
     text = f"{key.name} {key.text}".lower()
     return all(word.lower() in text for word in words)
 
 
-def _in_full(found: Sequence[Key], only: Mapping[str, list[str]], width: int) -> Iterator[str]:
+def _in_full(found: "Sequence[Key]", only: Mapping[str, list[str]], width: int) -> Iterator[str]:
+    from lptune.cli import key_text
+
     for number, key in enumerate(found):
         yield from ([""] * (number > 0))
         yield from key_text.key_lines(key, only, width)

@@ -80,12 +80,16 @@ def ls(words: tuple[str, ...]) -> None:
 
 def row(name: str, path: Path) -> Row:
     """What is known of a config."""
+    return Row(name, catalog.recipe_of(path), catalog.comment(path), num_weights(name), hub_id(path))
+
+
+def hub_id(config: Path) -> str:
+    """The id on the hub that the first comment of a config downloads; empty if it downloads nothing."""
     try:
-        found = _HUB_ID.search(read_text(path, 2**20))
+        found = _HUB_ID.search(read_text(config, 2**20))
     except (OSError, ValueError):  # reported where the config is loaded
-        found = None
-    hub_id = found[1] if found else ""
-    return Row(name, catalog.recipe_of(path), catalog.comment(path), num_weights(name), hub_id)
+        return ""
+    return found[1] if found else ""
 
 
 def num_weights(name: str) -> int | None:

@@ -24,6 +24,7 @@ import click
 
 from lptune import __version__
 from lptune.cli.cat import cat
+from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
 from lptune.cli.data import data
 from lptune.cli.download import download
@@ -71,6 +72,7 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
 
 _COMMANDS = (
     cat,
+    completion,
     cp,
     data,
     download,
@@ -85,7 +87,7 @@ _COMMANDS = (
 )
 for command in _COMMANDS:
     cli.add_command(command)
-    if command not in (ls, cat, cp, keys_command):  # these need no current directory
+    if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
         assert command.callback is not None
         command.callback = _in_a_folder(command.callback)
     for option in command.params:
@@ -95,6 +97,7 @@ for command in _COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's docstring for the codes."""
+    prepare(cli)
     try:
         code = cli.main(args=arguments, prog_name="lptune", standalone_mode=False)
         sys.stdout.flush()  # an error at exit would be printed by Python, not here

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from lptune.cli import catalog, key_text, recipe
+from lptune.cli import catalog, recipe
 from lptune.cli.terminal import columns, text_width, wrapped
 from lptune.config import UserError, read_text
 
@@ -52,6 +52,8 @@ def _recipe_in(args: list[str]) -> str | None:
 
 
 def _lines(name: str, width: int) -> Iterator[str]:
+    from lptune.cli import key_text  # slow to import
+
     path = catalog.find_recipe(name)
     yield f"Usage: lptune run [OPTIONS] {name} --config CONFIG [key=value …]"
     yield ""
