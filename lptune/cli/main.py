@@ -27,6 +27,7 @@ from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
 from lptune.cli.data import data
+from lptune.cli.doctor import doctor
 from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.keys import keys_command
@@ -75,6 +76,7 @@ _COMMANDS = (
     completion,
     cp,
     data,
+    doctor,
     download,
     export,
     keys_command,

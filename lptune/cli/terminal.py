@@ -19,15 +19,15 @@ def line_width() -> int | None:
     return max(_NARROWEST, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else None
 
 
-def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """`text` in lines of at most `width` columns, each indented. No word is cut."""
+def wrapped(text: str, width: int, indent: int = 0, *, break_words: bool = False) -> list[str]:
+    """`text` in lines of at most `width` columns, each indented. break_words: cut longer words (paths)."""
     margin = " " * indent
     return textwrap.wrap(
         text,
         width,
         initial_indent=margin,
         subsequent_indent=margin,
-        break_long_words=False,
+        break_long_words=break_words,
         break_on_hyphens=False,
     )
 
