@@ -20,9 +20,10 @@ _BACKENDS = {"native": "lptune's C++", "triton": "lptune's Triton kernels", "flo
 
 
 class Speed(NamedTuple):
-    """FLOP/s of a GEMM."""
+    """The speed of a GEMM on this device."""
 
     flops: float
+    """FLOP/s (INT8: operations/s)."""
     is_measured: bool
     """Measured here; False: the published peak of the device."""
 

@@ -9,10 +9,10 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 
 class Line(NamedTuple):
-    """One finding."""
+    """One finding of a probe, which becomes a line of the report."""
 
     section: str
-    """devices | kinds | memory and disk | software | collectives | environment | config."""
+    """The heading under which it is printed; `recommendation` stands at the end."""
     name: str
     status: str
     """ok, note (a run works, but slower, or there is something to know) or problem (a run would fail)."""

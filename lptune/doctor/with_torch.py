@@ -54,7 +54,7 @@ def probes(*, measure: bool) -> list[tuple[str, Probe]]:
 
 
 def device_type() -> str:
-    """Where `device: auto` runs."""
+    """Type of the device where `device: auto` runs: cuda or cpu."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
