@@ -9,6 +9,9 @@ from omegaconf import DictConfig
 from lptune.config.elsewhere import key_here
 from lptune.config.errors import UnknownKeyError, closest
 
+_MAX_LISTED = 10
+"""Number of keys that a message names."""
+
 
 def check_keys(cls: type, paths: Sequence[str], values: DictConfig, where: str) -> None:
     """Raises UnknownKeyError for the first key of `values` that the config class `cls` lacks.
@@ -29,9 +32,17 @@ def check_keys(cls: type, paths: Sequence[str], values: DictConfig, where: str) 
         if not hint and not prefix and (leaf := _leaf(values, key)):
             # A section of another recipe: `data.source` of generate is prompts.source.
             similar = everywhere.get(leaf.rpartition(".")[2])
-            hint = f" (did you mean {similar!r}?)" if similar else f"; known: {', '.join(known)}"
+            hint = f" (did you mean {similar!r}?)" if similar else _listed(known, prefix)
             raise UnknownKeyError(where, leaf if similar else key, hint, leaf=leaf, similar=similar)
-        raise UnknownKeyError(where, prefix + key, hint or f"; known: {', '.join(known)}")
+        raise UnknownKeyError(where, prefix + key, hint or _listed(known, prefix))
+
+
+def _listed(known: Sequence[str], prefix: str) -> str:
+    """The keys of a section, or the first of many and where the others are."""
+    if len(known) <= _MAX_LISTED:
+        return f"; known: {', '.join(known)}"
+    command = f"lptune keys {prefix.rstrip('.')}".strip()
+    return f"; known: {', '.join(known[:_MAX_LISTED])}, …: `{command}` lists all"
 
 
 def _leaf(values: DictConfig, key: str) -> str | None:

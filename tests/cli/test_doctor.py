@@ -8,7 +8,7 @@ The machines with GPUs are fakes: torch.cuda answers as the device would.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +103,29 @@ def test_the_recommendation_names_kind_ratio_device_and_source(gpus: FakeGpus) -
     (found,) = [line for line in probes["kinds"]() if line.section == "recommendation"]
     assert found.name == "int8_rowcol"
     assert found.text == f"int8 GEMMs are 2.0x as fast as bf16 on {H100} (published)"
+
+
+def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its kernels are tuned in a run and not here: a ratio of untuned ones would mislead.
+    asked = []
+
+    def measured(formats: Sequence[str] = ("bf16", "int8", "e4m3")) -> dict[str, Speed]:
+        asked.append(formats)
+        return {fmt: Speed(300e12, is_measured=True) for fmt in formats}
+
+    monkeypatch.setattr(with_torch, "measured", measured)
+    gpus(H100, (9, 0))
+    found = lines(measure=True)
+    slow = found["bf16 GEMM"]
+    assert (slow.status, slow.text) == (NOTE, "300 TFLOP/s measured, 30% of the published peak")
+    assert "1,979 TFLOP/s published, 2.0x bf16" in found["int8_tensorwise"].text
+    gpus("Some GPU", (9, 0))
+    found = lines(measure=True)
+    assert "300 TFLOP/s measured, 1.0x bf16" in found["float8_tensorwise"].text
+    assert found["none"].section == "recommendation"
+    assert asked == [("bf16",), ("bf16", "int8", "e4m3")]
 
 
 def test_ampere_has_int8_alone_and_says_how_to_run_float8(gpus: FakeGpus) -> None:
