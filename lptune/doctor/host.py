@@ -83,7 +83,10 @@ def limits() -> Iterator[Line]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text, todo = f"ulimit -n: {_limit_text(soft)}", ""
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        todo = f"ulimit -n {min(65536, hard) if hard > 0 else 65536} before a run with many files or ranks"
+        most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+        todo = f"ulimit -n {most} before a run with many files or ranks"
+        if most < 4096:
+            todo = "let the administrator raise the limit: a run with many files or ranks needs more"
     yield Line(_DISK, "open files", NOTE if todo else OK, text, todo)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_low = locked != resource.RLIM_INFINITY and locked < 64 * 2**20
@@ -103,6 +106,9 @@ def disks(output_dir: str | None = None) -> Iterator[Line]:
     if output_dir is not None:
         places["output_dir"] = Path(output_dir).expanduser()
     places["temporary files"] = Path(tempfile.gettempdir())
+    wanted = os.environ.get("TMPDIR")
+    if wanted and not os.access(wanted, os.W_OK):  # Python takes another folder then, and compilers fail
+        yield Line(_DISK, "TMPDIR", PROBLEM, f"{wanted} cannot be written", "set TMPDIR to a local folder")
     for name, folder in places.items():
         yield _disk(name, folder)
     shm = Path("/dev/shm")

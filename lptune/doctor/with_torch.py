@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from lptune.config import size_text
+from lptune.config import printable, size_text
 from lptune.doctor.kinds import Speed, Support, all_kinds, kind_lines, recommended, support
 from lptune.doctor.line import NOTE, OK, PROBLEM, Line, Probe
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
@@ -174,7 +174,7 @@ def native_library() -> Iterator[Line]:
     from lptune.kernels import native
 
     if not native.available():
-        todo = "install g++: INT8 on this CPU is then several times faster"
+        todo = "install g++, see that TMPDIR can be written: INT8 on this CPU is then several times faster"
         yield Line("kinds", "lptune's C++", NOTE, "could not be built; torch's own operations are used", todo)
     else:
         gemm = "with the INT8 GEMM for AMX" if native.has_int8_mm() else "quantizers; no AMX for its GEMM"
@@ -275,18 +275,24 @@ def compilation() -> Iterator[Line]:
     import torch
 
     device = torch.device(device_type())
+    how = "Triton" if device.type == "cuda" else "the C++ compiler"
     with tempfile.TemporaryDirectory(prefix="lptune-doctor-") as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # of this child: what is cached would prove nothing
         os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they pay after several kernels
         begin = time.perf_counter()
         x = torch.arange(64.0, device=device)
-        found = torch.compile(lambda x: (2 * x + 1).sum())(x)
-        assert float(found) == 64 * 64
+        try:
+            found = float(torch.compile(lambda x: (2 * x + 1).sum())(x))
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            text = printable(f"does not work by {how}: {type(error).__name__}: {first:.200}")
+            todo = "see the lines on compiler and TMPDIR, or set compile=none: slower steps"
+            yield Line("compilation", "torch.compile", PROBLEM, text, todo)
+            return
         duration = time.perf_counter() - begin
-    how = "Triton" if device.type == "cuda" else "the C++ compiler"
-    yield Line(
-        "compilation",
-        "torch.compile",
-        OK,
-        f"works by {how}: {duration:.1f} s for a small function, imports included",
-    )
+    if found != 64 * 64:
+        text = f"a compiled sum is {found}, and must be {64 * 64}"
+        yield Line("compilation", "torch.compile", PROBLEM, text, "set compile=none")
+        return
+    text = f"works by {how}: {duration:.1f} s for a small function, imports included"
+    yield Line("compilation", "torch.compile", OK, text)

@@ -7,6 +7,7 @@ The machines with GPUs are fakes: torch.cuda answers as the device would.
 
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -378,6 +379,40 @@ def test_a_missing_compiler_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("CXX", raising=False)
     (found,) = [line for line in software.compiler() if line.name == "C++ compiler"]
     assert (found.status, "compile=none" in found.todo) == (PROBLEM, True)
+
+
+def test_a_compiler_that_fails_or_computes_wrong_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"):
+        monkeypatch.setenv(name, "as before")  # the probe sets them, for its own process
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CppCompileError: C++ compile error\nand much more")
+
+    for function, text in (
+        (fails, "does not work by .*: RuntimeError: CppCompileError: C.. compile error"),
+        (lambda x: x.sum(), "a compiled sum is 2016.0, and must be 4096"),
+        (lambda x: (2 * x + 1).sum(), "works by .* s for a small function, imports included"),
+    ):
+        monkeypatch.setattr(torch, "compile", lambda _, found=function: found)
+        (line,) = with_torch.compilation()
+        assert re.fullmatch(text, line.text)
+        assert line.status == (OK if "works by" in text and "not" not in text else PROBLEM)
+
+
+def test_limits_and_a_closed_tmpdir_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    infinite = resource.RLIM_INFINITY
+    for (soft, hard), todo in {
+        (1024, infinite): "ulimit -n 65536",
+        (1024, 8192): "ulimit -n 8192",
+        (64, 64): "administrator",
+        (65536, 65536): "",
+    }.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, found=(soft, hard): found)
+        first = next(iter(host.limits()))
+        assert (first.status == OK, todo in first.todo) == (not todo, True)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    found = {line.name: line for line in host.disks()}
+    assert (found["TMPDIR"].status, "cannot be written" in found["TMPDIR"].text) == (PROBLEM, True)
 
 
 def test_sizes_stop_at_a_number_of_files_and_follow_no_link(tmp_path: Path) -> None:
