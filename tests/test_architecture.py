@@ -19,6 +19,7 @@ ALLOWED = {
     "config": set(),
     "hardware": {"config"},
     "launch": {"config"},
+    "migrate": {"config"},
     "numerics": {"config"},
     "kernels": {"config", "hardware", "numerics"},
     "linear": {"config", "hardware", "numerics", "kernels"},
@@ -29,7 +30,7 @@ ALLOWED = {
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training"},
+    "cli": {"config", "hardware", "launch", "migrate", "models", "data", "checkpoint", "training"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

@@ -22,7 +22,7 @@ if import_path.is_program():
     from lptune.config import printable  # slow to import, so after the signals
 
     # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
-    _works = _is_run or not {"export", "download", "new-checkpoint", "cp", "verify", "validate"}.isdisjoint(
+    _works = _is_run or not {"export", "download", "migrate", "new-checkpoint", "cp", "verify", "validate"}.isdisjoint(
         _command
     )
     # A recipe and `data` may print colours, and `data` escapes what it prints by itself. Other commands print

@@ -29,6 +29,7 @@ from lptune.cli.data import data
 from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.ls import ls
+from lptune.cli.migrate import migrate
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
 from lptune.cli.run import run
@@ -67,7 +68,7 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
+for command in (run, ls, cat, cp, validate, data, plan, download, migrate, new_checkpoint, export, verify):
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None

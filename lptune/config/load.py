@@ -47,7 +47,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises UserError (one line) for an unreadable file, an unknown key, a wrong type, a missing or illegal
     value.
     """
-    values = _read_yaml(path)
+    values = read_yaml(path)
     _check_keys(cls, values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
@@ -164,7 +164,11 @@ def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
     return found
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
+    """The values of the YAML file at `path`, `${…}` unresolved. Nothing in the file is executed.
+
+    Raises UserError (one line) for a file that cannot be read, is no mapping, nests too deep or is too long.
+    """
     try:
         text = read_text(path, _MAX_CHARS)
         _check_depth(text)

@@ -1,0 +1,57 @@
+"""What the three tables share: optimizers, batches, precision, and the sentences about them."""
+
+from lptune.migrate.draft import Draft
+
+ADAM = "Adam adds the decay to the gradient; AdamW does not"
+DECAY = "here on matrices only, not on norms and biases"
+EIGHT_BIT = "8-bit moments there, 2 bytes per parameter; here float32, 8 bytes"
+MASTER = (
+    "pure bf16 there; here weights, gradients and moments are float32 (16 bytes per parameter, not 8) and "
+    "matmuls bf16, so that small updates are not lost"
+)
+PROMPTS = (
+    "the text around a prompt is the tokenizer's chat template (or data.chat_template, "
+    "data.prompt_template); look at rows with `lptune data`"
+)
+ROWS = "rows per step over all ranks"
+PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_offload moves them)"
+
+
+def set_batches(
+    draft: Draft, micro: tuple[str, int], *, global_size: int | None, accumulate: str, model_ranks: int
+) -> None:
+    """micro_batch_size and global_batch_size, for `draft.num_ranks` ranks.
+
+    micro: the key of the rows per forward and their default. global_size: rows per step where the file says
+    it. accumulate: key of the accumulation steps, or of global_size. model_ranks: ranks that share a copy's
+    rows (tensor, context and pipeline parallelism).
+    """
+    key, default = micro
+    size = draft.integer(key, default)
+    if draft.num_ranks % model_ranks:
+        raise draft.error(
+            key,
+            f"{draft.num_ranks} ranks (--world-size) do not divide among {model_ranks} that share a model; "
+            "give the number of ranks that the config ran on",
+        )
+    data_ranks = draft.num_ranks // model_ranks
+    steps = draft.integer(accumulate, 1) if global_size is None else 1
+    total = size * steps * data_ranks if global_size is None else global_size
+    theirs = tuple(name for name in (key, accumulate) if draft.get(name) is not None)
+    if total % size:
+        raise draft.error(accumulate, f"{total} is no multiple of {key} ({size})")
+    draft.set("micro_batch_size", size, *(theirs[:1] if key in theirs else ()))
+    draft.set("global_batch_size", total, *theirs)
+    if global_size is None:
+        draft.assumed.append(
+            f"{draft.num_ranks} rank{'s' * (draft.num_ranks > 1)} (--world-size)"
+            f"{f', {model_ranks} for each row' * (model_ranks > 1)}: a step has {size} x {steps} x "
+            f"{data_ranks} = {total} rows. Here global_batch_size does not change with the number of ranks."
+        )
+
+
+def set_defaults(draft: Draft, defaults: dict[str, object]) -> None:
+    """Writes out what the other tool takes for keys that its file does not name, where ours differs."""
+    for ours, value in defaults.items():
+        if draft.value_of(ours) is None:
+            draft.set(ours, value)
