@@ -27,10 +27,11 @@ ALLOWED = {
     "data": {"config"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
+    "sweep": {"config"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "cli": {"config", "hardware", "launch", "migrate", "models", "data", "checkpoint", "training"},
+    "cli": {"config", "hardware", "launch", "migrate", "models", "data", "checkpoint", "sweep", "training"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

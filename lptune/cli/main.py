@@ -34,6 +34,7 @@ from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
 from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
+from lptune.cli.sweep import sweep
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
 from lptune.config import DivergedError, UserError, closest
@@ -68,7 +69,8 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, migrate, new_checkpoint, export, verify):
+for command in (run, ls, cat, cp, validate, data, plan, download, migrate, new_checkpoint, export, sweep,
+                verify):  # fmt: skip
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None
