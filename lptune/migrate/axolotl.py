@@ -8,7 +8,7 @@ from typing import Any
 
 from lptune.migrate import axolotl_data
 from lptune.migrate.axolotl_keys import RULES
-from lptune.migrate.common import set_batches, set_defaults
+from lptune.migrate.common import WARMUP, set_batches, set_defaults
 from lptune.migrate.draft import (
     BY_DESIGN,
     NOT_NEEDED,
@@ -22,7 +22,6 @@ from lptune.migrate.draft import (
 _SCHEDULES = {
     "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
 }  # fmt: skip
-_WARMUP = "the first step has lr / warmup_steps, and 0 there"
 _SHARED = (
     "tensor_parallel_size",
     "context_parallel_size",
@@ -111,7 +110,7 @@ def _num_steps(draft: Draft) -> int | None:
 
 
 def _set_schedule(draft: Draft) -> None:
-    name = draft.get("lr_scheduler", "cosine")
+    name = str(draft.get("lr_scheduler", "cosine"))
     keys = ["lr_scheduler"] if draft.get("lr_scheduler") is not None else []
     if name in _SCHEDULES:
         draft.set("schedule.kind", _SCHEDULES[name], *keys)
@@ -123,7 +122,7 @@ def _set_schedule(draft: Draft) -> None:
     if isinstance(count, float) and 0 < count < 1:
         ratio, key = count, "warmup_steps"
     elif count is not None:
-        draft.set("schedule.warmup_steps", draft.integer("warmup_steps", 0, 0), "warmup_steps", note=_WARMUP)
+        draft.set("schedule.warmup_steps", draft.integer("warmup_steps", 0, 0), "warmup_steps", note=WARMUP)
         ratio = None
         if draft.get("warmup_ratio") is not None:
             draft.drop("warmup_ratio", OFF, "warmup_steps holds")
@@ -140,7 +139,7 @@ def _set_schedule(draft: Draft) -> None:
 def _set_warmup(
     draft: Draft, ratio: float, steps: int | None, keys: tuple[str, ...], extra: str, limit: int | None = None
 ) -> None:
-    note = f"{ratio:g} of the steps{f', {extra}' if extra else ''}; {_WARMUP}"
+    note = f"{ratio:g} of the steps{f', {extra}' if extra else ''}; {WARMUP}"
     if steps is None:
         draft.set("schedule.warmup_steps", 0, *keys, note=note)
         draft.fill(

@@ -43,7 +43,7 @@ def _base_model(draft: Draft, key: str, value: Any) -> None:
 
 def _bf16(draft: Draft, key: str, value: Any) -> None:
     if value in (True, "auto", "full", "true"):
-        note = "float32 master weights; bf16: full has none" if value == "full" else ""
+        note = "weights are loaded in bf16 there; here the optimizer updates float32 weights"
         draft.set("compute_dtype", "bfloat16", key, note=note)
     elif draft.get("fp16") not in (True, "true"):
         draft.set("compute_dtype", "float32", key)
@@ -67,6 +67,14 @@ def _epochs(draft: Draft, key: str, value: Any) -> None:
 
 def _early_stop(draft: Draft, key: str, value: Any) -> None:
     draft.set("early_stop_after", draft.integer(key, 0, 0), key)
+
+
+def _reinit(draft: Draft, key: str, value: Any) -> None:
+    if value is True:
+        draft.drop(key, NOT_OFFERED, "a run trains the weights in model.path")
+        draft.fill("model.path", "a folder with random weights, from `lptune new-checkpoint`")
+    else:
+        draft.drop(key, OFF)
 
 
 def _unfrozen(draft: Draft, key: str, value: Any) -> None:
@@ -182,7 +190,7 @@ RULES: Rules = {
     "early_stopping_patience": integer_to("early_stop_after", minimum=0),
     **each("loss_watchdog_{threshold,patience}", _WATCHDOG),
     "unfrozen_parameters": _unfrozen,
-    "reinit_weights": unless_on(NOT_OFFERED, "`lptune new-checkpoint` makes a folder with random weights"),
+    "reinit_weights": _reinit,
     "neftune_noise_alpha": drop(NOT_OFFERED, "no noise on embeddings"),
     "seed": integer_to("seed", minimum=0),
     **each("deepspeed fsdp fsdp_version", _LAUNCH),

@@ -14,6 +14,7 @@ PROMPTS = (
     "data.prompt_template); look at rows with `lptune data`"
 )
 ROWS = "rows per step over all ranks"
+WARMUP = "the first step has lr / warmup_steps, and 0 there"
 PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_offload moves them)"
 
 

@@ -227,7 +227,7 @@ def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "")
 
 
 def drop(why: str, text: str = "") -> Rule:
-    """No equivalent."""
+    """No equivalent, because of `why`, one of `REASONS`."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, why, text)

@@ -15,6 +15,7 @@ from lptune.migrate.draft import (
     OFF,
     Draft,
     choice,
+    leaves,
     refuse,
     walk,
 )
@@ -52,16 +53,15 @@ def _check_kind(draft: Draft) -> None:
     if re.search(r"\b(q?lora|dora)_", model) or draft.get("model.lora_rank") is not None:
         raise refuse(draft, f"{model} trains adapters (LoRA)", "; there is no LoRA here")
     loss = str(draft.get("loss._component_", ""))
-    if "dpo" in loss.lower() or "rlhf" in loss:
-        raise refuse(
-            draft, f"{loss} is a loss of preferences", "; see the recipe full_dpo (docs/preferences.md)"
-        )
+    if re.search(r"dpo|rlhf|grpo|ppo|\brl\b", loss.lower()):
+        where = "; see the recipe full_dpo (docs/preferences.md)"
+        raise refuse(draft, f"{loss} is a loss of preferences or rewards", where)
     if draft.get("teacher_model") is not None:
         raise refuse(draft, "a teacher_model is distilled", "; see the recipe distill (docs/distillation.md)")
     if draft.get("quantizer") is not None:
         raise refuse(draft, "a quantizer means quantization-aware training (QAT)", "; there is no QAT here")
     for missing in ("model", "optimizer"):
-        if draft.get(missing) is None:
+        if not draft.section(missing):
             raise refuse(draft, f"is no training config (it has no `{missing}`)", "")
 
 
@@ -76,10 +76,11 @@ def _resolved(draft: Draft, value: Any) -> Any:
         if found is None:
             return value
         target = draft.get(found[1])
+        is_text = target is not None and not isinstance(target, Mapping | list)
+        if not is_text and (found[0] != value or found[1] not in leaves(draft.values)):
+            raise draft.error(found[0], "refers to a key that the file does not have")
         if found[0] == value:
             value = target
-        elif isinstance(target, Mapping | list) or target is None:
-            raise draft.error(found[0], "refers to a key that the file does not have")
         else:
             value = value[: found.start()] + str(target) + value[found.end() :]
         if isinstance(value, str) and len(value) > 4096:

@@ -110,7 +110,9 @@ def _entry(draft: Draft, key: str, value: Any) -> Any:
         draft.drop(key, NOT_OFFERED, f"{name or 'a dataset without _component_'} is not known")
         return None
     component = f"{key}._component_"
-    rest = {each: value[each] for each in value if each != "_component_"}
+    rest = {name: each for name, each in value.items() if name != "_component_" and each is not None}
+    for name in [name for name, each in value.items() if each is None]:
+        draft.drop(f"{key}.{name}", OFF)
     found: Entry = {
         "source": _source(draft, key, builder, rest),
         "format": (builder.format, (component,), ""),

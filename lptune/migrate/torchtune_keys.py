@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lptune.migrate.common import DECAY, EIGHT_BIT, MASTER, PAGED
+from lptune.migrate.common import DECAY, EIGHT_BIT, MASTER, PAGED, WARMUP
 from lptune.migrate.draft import (
     BY_DESIGN,
     NOT_NEEDED,
@@ -163,9 +163,8 @@ def _scheduler(draft: Draft, key: str, value: Any) -> None:
         draft.drop(f"{key}._component_", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
         draft.fill("schedule.kind", f"{name} is not offered")
     if value.get("num_warmup_steps") is not None:
-        draft.set(
-            "schedule.warmup_steps", draft.integer(f"{key}.num_warmup_steps", 0, 0), f"{key}.num_warmup_steps"
-        )
+        steps = f"{key}.num_warmup_steps"
+        draft.set("schedule.warmup_steps", draft.integer(steps, 0, 0), steps, note=WARMUP)
     for other in sorted(set(value) - {"_component_", "num_warmup_steps"}):
         draft.drop(f"{key}.{other}", NOT_OFFERED)
 
