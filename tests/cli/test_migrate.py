@@ -1,9 +1,12 @@
 """`lptune migrate` as a command; what it makes of each key is tested in tests/migrate."""
 
+import json
 from pathlib import Path
 
+import yaml
+
 from tests.cli.conftest import Command
-from tests.helpers import cold
+from tests.helpers import cold, warm
 
 CONFIGS = Path(__file__).parents[1] / "migrate/configs"
 TORCHTUNE = str(CONFIGS / "torchtune_llama3_3_70b_full_multinode.yaml")
@@ -54,6 +57,65 @@ def test_an_existing_file_and_a_wrong_file_are_one_line_and_nothing_is_written(c
         assert stderr.count("\n") == 1
     assert Path("my.yaml").read_text() == "mine"
     assert not Path("b.yaml").exists()
+
+
+THEIRS = """
+output_dir: runs/theirs
+model: {_component_: torchtune.models.llama3_2.llama3_2_1b}
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  path: tiny/tokenizer.model
+  max_seq_len: 64
+dataset:
+  _component_: torchtune.datasets.instruct_dataset
+  source: json
+  data_files: rows.jsonl
+  column_map: {input: frage, output: antwort}
+  packed: true
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: tiny
+  output_dir: ${output_dir}
+batch_size: 2
+gradient_accumulation_steps: 2
+epochs: 2
+max_steps_per_epoch: 2
+optimizer: {_component_: torch.optim.AdamW, lr: 1e-3, betas: [0.8, 0.9], eps: 1e-7}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 2
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+clip_grad_norm: 0.5
+dtype: fp32
+device: cpu
+seed: 3
+"""
+
+
+def test_a_migrated_config_trains_as_the_old_one_says(tmp_path: Path) -> None:
+    rows = [{"frage": f"What is {n} + 1?", "antwort": str(n + 1)} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    for arguments in (
+        ["new-checkpoint", "llama3_2/tiny", "tiny"],
+        ["migrate", "theirs.yaml", "--output", "my.yaml"],
+        ["run", "full_finetune", "--config", "my.yaml", "export.enabled=false"],
+    ):
+        done = warm.lptune(arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/theirs"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in metrics if row["step"]] == [
+        5e-4,
+        1e-3,
+        1e-3,
+        5e-4,
+    ]  # 2 of warm-up, half a wave
+    assert "steps 0 to 4 of 4 rows x 64 tokens" in done.stdout
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert (config["seed"], config["compute_dtype"], config["max_grad_norm"]) == (3, "float32", 0.5)
+    optimizer = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7, "weight_decay": 0.01}
+    assert {key: config["optimizer"][key] for key in optimizer} == optimizer
 
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
