@@ -69,8 +69,21 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, migrate, new_checkpoint, export, sweep,
-                verify):  # fmt: skip
+for command in (
+    run,
+    ls,
+    cat,
+    cp,
+    validate,
+    data,
+    plan,
+    download,
+    migrate,
+    new_checkpoint,
+    export,
+    sweep,
+    verify,
+):
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None

@@ -78,12 +78,12 @@ from lptune.config.text import (
 )
 
 if TYPE_CHECKING:
-    from lptune.config.load import as_written, default, key_paths, load_config, read_yaml, to_yaml
+    from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
 
 
 def __getattr__(name: str) -> Any:
     # The file that reads configs imports OmegaConf and PyYAML, which `lptune --help` does not need: 30 ms.
-    if name in ("as_written", "default", "key_paths", "load_config", "read_yaml", "to_yaml"):
+    if name in ("as_written", "default", "key_paths", "load_config", "to_yaml"):
         from lptune.config import load
 
         return getattr(load, name)
@@ -164,7 +164,6 @@ __all__ = [
     "printable",
     "raw_lines",
     "read_text",
-    "read_yaml",
     "flop_text",
     "size_text",
     "remedy",

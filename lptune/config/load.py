@@ -165,8 +165,7 @@ def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """The values of the YAML file at `path`, with `${…}` as they stand there. Raises UserError (one line)
-    for a file that cannot be read, is no mapping, nests too deep or is too long."""
+    """The YAML at `path`, without a config class. Raises UserError as `load_config` does."""
     try:
         text = read_text(path, _MAX_CHARS)
         _check_depth(text)

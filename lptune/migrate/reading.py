@@ -8,7 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lptune.config import UserError, read_text, read_yaml
+from lptune.config import UserError, read_text
+from lptune.config.load import read_yaml
 from lptune.migrate import axolotl, torchtitan, torchtune
 from lptune.migrate.draft import Draft
 
