@@ -101,7 +101,7 @@ def test_a_migrated_config_trains_as_the_old_one_says(tmp_path: Path) -> None:
         ["migrate", "theirs.yaml", "--output", "my.yaml"],
         ["run", "full_finetune", "--config", "my.yaml", "export.enabled=false"],
     ):
-        done = warm.lptune(arguments, folder=tmp_path)
+        done = warm.lptune(arguments, folder=tmp_path, timeout_s=300)
         assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/theirs"
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
