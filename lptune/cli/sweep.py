@@ -21,13 +21,14 @@ import click
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import RunConfig, UserError, check_given_files_stay, check_path, kind_of, lock_file
+from lptune.config import RunConfig, UserError, check_given_files_stay, closest, kind_of, lock_file
 from lptune.launch import flags, launcher, preemption
 
 _OWN_FLAGS = (
     "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
     "--help", "-h",
 )  # fmt: skip
+_RANK_WORDS = ("auto", "cpu", "gpu", "xpu")
 _STOPPED = preemption.STOPPED
 _REPORT_RUNS = 50  # more curves than that cannot be told apart
 
@@ -75,34 +76,24 @@ def sweep(
     command continues a sweep that was stopped. Brackets and quotes keep the commas within a value
     (docs/sweep.md).
     """
-    from lptune.sweep import Grid
-
     if config_name is None:
         raise UserError("sweep: --config is required; `lptune ls` shows what there is")
-    torchrun_flags, positional = _split(arguments)
-    recipe_path, config_path, overrides = recipe.split(config_name, positional)
-    recipe_name = positional[0] if len(overrides) < len(positional) else recipe_path.stem
-    grid = Grid(overrides, max_runs)
-    folder = output_dir or Path("sweeps", _default_name(config_name, config_path))
-    check_path("--output-dir", str(folder))
-    check_above(folder / "sweep.json")
     if slurm is None and nnodes not in (None, "1"):
         raise UserError("sweep: --nnodes: runs of several machines are started by Slurm; add --slurm FILE")
-    for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
-        if value is not None:
-            torchrun_flags.append(f"{name}={value}")
-    ranks = _ranks(torchrun_flags, nnodes, nproc_per_node)
-    planned = []
-    for point in grid.points:
-        here = folder / point.name
-        given = (*point.overrides, f"output_dir={here}")
-        checked = _check((recipe_path, config_path), given, ranks, here=slurm is None)
-        planned.append(_Planned(point.name, here, (recipe_name, "--config", config_name, *given), checked))
-    _check_distinct(planned)
-    click.echo(f"sweep: {len(planned)} runs of {recipe_name} with {config_name} in {folder}")
+    ranks = _checked_ranks(nnodes, nproc_per_node)
+    torchrun_flags, positional = _split(arguments)
+    if torchrun_flags and slurm is not None:
+        raise UserError(f"sweep: {torchrun_flags[0]}: the script of --slurm sets torchrun's flags itself")
+    if torchrun_flags:
+        ranks = None, None  # only torchrun knows them
+    counts = {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes}
+    planned = _plan(config_name, positional, output_dir, max_runs, ranks, here=slurm is None)
+    folder = planned[0].folder.parent
+    click.echo(f"sweep: {len(planned)} runs of {planned[0].arguments[0]} with {config_name} in {folder}")
     if slurm is not None:
-        _write_script(slurm, folder, planned, torchrun_flags, nnodes, nproc_per_node)
+        _write_script(slurm, planned, nnodes, nproc_per_node)
         return 0
+    torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
     if dry_run:
         for each in planned:
             click.echo(shlex.join(["lptune", "run", *torchrun_flags, *each.arguments]))
@@ -115,22 +106,51 @@ def sweep(
 
 def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """torchrun's flags, which stand first, and RECIPE and the overrides, as for `lptune run`."""
-    if not arguments or not arguments[0].startswith("-"):
-        return [], list(arguments)
-    return flags.split_flags(arguments, _OWN_FLAGS)
+    torchrun_flags, positional = list[str](), list(arguments)
+    if arguments and arguments[0].startswith("-"):
+        torchrun_flags, positional = flags.split_flags(arguments, _OWN_FLAGS)
+    for argument in positional:
+        if argument.startswith("-"):
+            hint = closest(argument.partition("=")[0], _OWN_FLAGS) or "; torchrun's flags stand before RECIPE"
+            raise UserError(f"sweep: no such option here: {argument}{hint}")
+    return torchrun_flags, positional
 
 
-def _default_name(config_name: str, path: Path) -> str:
-    return config_name.replace("/", "-") if config_name in catalog.configs() else path.stem
-
-
-def _ranks(given: Sequence[str], nnodes: str | None, nproc: str | None) -> tuple[int | None, int | None]:
-    """Machines and ranks of each, for the checks; None if only torchrun knows them."""
-    numbers = [nnodes or "1", nproc or "1"]
-    known = {f"--nnodes={nnodes}", f"--nproc-per-node={nproc}"}
-    if set(given) - known or not all(number.isdigit() for number in numbers):
+def _checked_ranks(nnodes: str | None, nproc: str | None) -> tuple[int | None, int | None]:
+    """Machines and ranks of each, for the checks; None for a number that only the machine knows (`gpu`)."""
+    for name, value, words in (("--nnodes", nnodes, ()), ("--nproc-per-node", nproc, _RANK_WORDS)):
+        if value is not None and value not in words and not re.fullmatch(r"[1-9]\d{0,6}", value):
+            raise UserError(f"sweep: {name}: must be a positive integer, found {value!r:.60}")
+    if nproc in _RANK_WORDS:
         return None, None
-    return int(numbers[0]), int(numbers[1])
+    return int(nnodes or 1), int(nproc or 1)
+
+
+def _plan(
+    config_name: str,
+    positional: Sequence[str],
+    output_dir: Path | None,
+    max_runs: int,
+    ranks: tuple[int | None, int | None],
+    *,
+    here: bool,
+) -> list[_Planned]:
+    """The runs, all of them checked. here: whether they will start on this machine."""
+    from lptune.sweep import Grid
+
+    recipe_path, config_path, overrides = recipe.split(config_name, positional)
+    recipe_name = positional[0] if len(overrides) < len(positional) else recipe_path.stem
+    name = config_name.replace("/", "-") if config_name in catalog.configs() else config_path.stem
+    folder = output_dir or Path("sweeps", name)
+    check_above(folder / "sweep.json")
+    planned = []
+    for point in Grid(overrides, max_runs).points:
+        given = (*point.overrides, f"output_dir={folder / point.name}")
+        config_digest = _check((recipe_path, config_path), given, ranks, here=here)
+        arguments = (recipe_name, "--config", config_name, *given)
+        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest))
+    _check_distinct(planned)
+    return planned
 
 
 def _check(
@@ -262,21 +282,13 @@ def _report(context: click.Context, folder: Path, runs: Sequence[Path]) -> None:
 # ---- Slurm
 
 
-def _write_script(
-    path: Path, folder: Path, planned: Sequence[_Planned], given: Sequence[str], nnodes: str | None,
-    nproc: str | None,
-) -> None:  # fmt: skip
+def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, nproc: str | None) -> None:
     from lptune.sweep import Shape, script
 
-    others = [flag for flag in given if not flag.startswith(("--nnodes=", "--nproc-per-node="))]
-    if others:
-        raise UserError(f"sweep: {others[0]}: with --slurm the script sets torchrun's flags; write it there")
     if kind_of(path):
         raise UserError(f"{path}: exists; choose another name, or remove it first")
-    if nnodes is not None and not nnodes.isdigit():
-        raise UserError(f"sweep: --nnodes: must be a positive integer, found {nnodes!r:.60}")
     shape = Shape(int(nnodes or 1), nproc or "gpu")
-    job = re.sub(r"[^\w.-]", "-", folder.name) or "sweep"
+    job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
     text = script(str(path), job, os.getcwd(), [each.arguments for each in planned], shape)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -186,7 +186,11 @@ def test_everything_is_checked_before_the_first_run(command: Command) -> None:
         (["optimizer.lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 are the same"),
         (["sed=1,2"], "unknown key 'sed'"),
         (["--nproc-per-node", "3", "seed=1,2"], "3"),
+        (["--nproc-per-node", "0", "seed=1,2"], "must be a positive integer, found '0'"),
         (["--nnodes", "2", "seed=1,2"], "add --slurm"),
+        (["seed=1,2", "--dryrun"], "no such option here: --dryrun (did you mean '--dry-run'?)"),
+        (["--rdzv-id", "x", "seed=1,2", "--slurm", "my.sbatch"], "the script of --slurm sets"),
+        (["seed=1,2", "--output-dir", "my.yaml"], "my.yaml: is a file"),
         (["evaluate", "seed=1,2"], ""),
     ):
         code, stdout, stderr = command("sweep", "--config", "my.yaml", *arguments)
