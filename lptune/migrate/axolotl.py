@@ -100,8 +100,10 @@ def _set_batches(draft: Draft) -> None:
             draft.drop(
                 key, NOT_OFFERED if on else OFF, "there is no context or pipeline parallelism" if on else ""
             )
-    set_batches(draft, ("micro_batch_size", 1), global_size=None, accumulate="gradient_accumulation_steps",
-                model_ranks=shared)  # fmt: skip
+    steps = draft.integer("gradient_accumulation_steps", 1)
+    keys = draft.given("micro_batch_size", "gradient_accumulation_steps")
+    size = draft.integer("micro_batch_size", 1)
+    set_batches(draft, (size, draft.given("micro_batch_size")), (None, keys), shared, steps)
 
 
 def _num_steps(draft: Draft) -> int | None:

@@ -1,5 +1,6 @@
 """What the three tables share: optimizers, batches, precision, and the sentences about them."""
 
+from lptune.config import UserError
 from lptune.migrate.draft import Draft
 
 ADAM = "Adam adds the decay to the gradient; AdamW does not"
@@ -19,36 +20,37 @@ PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_
 
 
 def set_batches(
-    draft: Draft, micro: tuple[str, int], *, global_size: int | None, accumulate: str, model_ranks: int
+    draft: Draft,
+    micro: tuple[int, list[str]],
+    whole: tuple[int | None, list[str]],
+    model_ranks: int,
+    steps: int = 1,
 ) -> None:
     """micro_batch_size and global_batch_size, for `draft.num_ranks` ranks.
 
-    micro: the key of the rows per forward and their default. global_size: rows per step where the file says
-    it. accumulate: key of the accumulation steps, or of global_size. model_ranks: ranks that share a copy's
-    rows (tensor, context and pipeline parallelism).
+    micro: rows per forward, and the keys that say so. whole: rows per step, None where they follow from the
+    number of ranks, and their keys. model_ranks: ranks that share a row (tensor, context and pipeline
+    parallelism). steps: of accumulation.
     """
-    key, default = micro
-    size = draft.integer(key, default)
+    size, keys = micro
+    total, total_keys = whole
     if draft.num_ranks % model_ranks:
-        raise draft.error(
-            key,
-            f"{draft.num_ranks} ranks (--world-size) do not divide among {model_ranks} that share a model; "
-            "give the number of ranks that the config ran on",
+        raise UserError(
+            f"{draft.file}: {draft.num_ranks} ranks (--world-size) do not divide among {model_ranks} that "
+            "share a model; give the number of ranks that the config ran on"
         )
-    data_ranks = draft.num_ranks // model_ranks
-    steps = draft.integer(accumulate, 1) if global_size is None else 1
-    total = size * steps * data_ranks if global_size is None else global_size
-    theirs = tuple(name for name in (key, accumulate) if draft.get(name) is not None)
-    if total % size:
-        raise draft.error(accumulate, f"{total} is no multiple of {key} ({size})")
-    draft.set("micro_batch_size", size, *(theirs[:1] if key in theirs else ()))
-    draft.set("global_batch_size", total, *theirs)
-    if global_size is None:
+    if total is None:
+        data_ranks = draft.num_ranks // model_ranks
+        total = size * steps * data_ranks
         draft.assumed.append(
             f"{draft.num_ranks} rank{'s' * (draft.num_ranks > 1)} (--world-size)"
             f"{f', {model_ranks} for each row' * (model_ranks > 1)}: a step has {size} x {steps} x "
             f"{data_ranks} = {total} rows. Here global_batch_size does not change with the number of ranks."
         )
+    if total % size:
+        raise UserError(f"{draft.file}: {total} rows per step are no multiple of {size} rows per forward")
+    draft.set("micro_batch_size", size, *keys)
+    draft.set("global_batch_size", total, *total_keys)
 
 
 def set_defaults(draft: Draft, defaults: dict[str, object]) -> None:

@@ -20,6 +20,9 @@ from lptune.migrate.torchtitan_keys import RULES
 _FAMILIES = ("llama3", "qwen3", "llama", "llama2")
 _SHARES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
 _BATCH = ("training.local_batch_size", "training.batch_size")
+_BATCH_OF_ALL = "training.global_batch_size"
+_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
+_TOKENS_OF_ALL = "training.num_tokens_per_train_step"
 _MODEL_KEYS = ("model.hf_assets_path", "model.tokenizer_path", "hf_assets_path")
 _DATASETS = {
     "c4": ("allenai/c4:en", "train"),
@@ -42,11 +45,12 @@ _FROM_SCRATCH = (
 
 def fill(draft: Draft) -> None:
     """Fills `draft` from a torchtitan config."""
-    name = str(draft.get("model.name", ""))
+    name = str(draft.get("model.name", draft.get("model_spec.name", "")))
     if "flux" in name or draft.get("encoder") is not None:
         raise refuse(draft, "trains a model of images", "")
     draft.recipe = "continued_pretrain"
     walk(draft, RULES)
+    _set_checkpointing(draft)
     _set_model(draft, name)
     _set_data(draft)
     _set_batches(draft)
@@ -63,6 +67,17 @@ def fill(draft: Draft) -> None:
         "compile": "none",
     }
     set_defaults(draft, defaults)
+
+
+def _set_checkpointing(draft: Draft) -> None:
+    """The JSON of 2026 has no mode: the policy is a class, known by its fields."""
+    section = draft.section("activation_checkpoint")
+    if "param_groups" in draft.section("optimizer") and "mode" not in section:
+        if "memory_budget" in section:
+            draft.fill("activation_checkpointing", "none, selective or full in place of a memory budget")
+        is_selective = "force_recompute_mm_shapes_by_fqns" in section
+        mode = "selective" if is_selective else "full" if section else "none"
+        draft.set("activation_checkpointing", mode)
 
 
 def _set_model(draft: Draft, name: str) -> None:
@@ -109,6 +124,10 @@ def _set_data(draft: Draft) -> None:
         draft.fill(
             "data.max_rows", f"{source} has hundreds of millions of rows: limit what is read, or name files"
         )
+    elif draft.get("dataloader") is not None:
+        draft.drop("dataloader", NOT_OFFERED, "its data are named by a Python class")
+        draft.set("data.source", "FILL-IN.jsonl")
+        draft.fill("data.source", "dataloader names the data by a class; give a file or a hub id")
     else:
         draft.set("data.source", "FILL-IN.jsonl", *keys, note=note)
         draft.fill(
@@ -124,30 +143,44 @@ def _degree(draft: Draft, name: str) -> tuple[str, int]:
     return f"parallelism.{name}", 1
 
 
-def _set_batches(draft: Draft) -> None:
+def _set_sharing(draft: Draft) -> int:
+    """parallel.tensor; returns the number of ranks that share each row."""
     shared = 1
     for name in _SHARES:
         key, degree = _degree(draft, name)
         shared *= max(degree, 1)
         if name == "tensor_parallel_degree":
             draft.set("parallel.tensor", degree, *draft.given(key))
-        elif draft.get(key) is not None:
-            draft.drop(key, OFF if degree == 1 else NOT_OFFERED, "" if degree == 1 else f"{name} {degree}")
-        if name != "tensor_parallel_degree" and degree > 1:
+        elif degree > 1:
+            draft.drop(key, NOT_OFFERED, f"{name} {degree}")
             draft.fill("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
-    tokens, length = "training.num_tokens_per_microbatch_per_dp_rank", draft.integer("training.seq_len", 2048)
-    if draft.get(tokens) is not None:  # since 2026 torchtitan counts tokens, not rows
-        length = draft.integer("training.max_context_length", 2048)
-        draft.set("data.seq_len", length, "training.max_context_length")
-        draft.values["training"]["local_batch_size"] = max(1, draft.integer(tokens, 1) // length)
+        elif draft.get(key) is not None:
+            draft.drop(key, OFF)
+    return shared
+
+
+def _set_batches(draft: Draft) -> None:
+    shared = _set_sharing(draft)
+    if draft.get(_TOKENS) is not None:
+        _set_batches_by_tokens(draft, shared)
+        return
     batch = next((key for key in _BATCH if draft.get(key) is not None), _BATCH[0])
-    default = 8
-    given = draft.integer("training.global_batch_size", -1, -1)
-    set_batches(draft, (batch, default), global_size=given if given > 0 else None,
-                accumulate="training.global_batch_size", model_ranks=shared)  # fmt: skip
-    if draft.get(tokens) is not None:
-        del draft.values["training"]["local_batch_size"]
-        draft.set("micro_batch_size", draft.value_of("micro_batch_size"), tokens)
+    given = draft.integer(_BATCH_OF_ALL, -1, -1)
+    keys = draft.given(batch)
+    all_keys = [*keys, *draft.given(_BATCH_OF_ALL)]
+    set_batches(draft, (draft.integer(batch, 8), keys), (given if given > 0 else None, all_keys), shared)
+
+
+def _set_batches_by_tokens(draft: Draft, shared: int) -> None:
+    """Since 2026 torchtitan counts tokens, not rows."""
+    length = draft.integer("training.max_context_length", 2048, 2)
+    draft.set("data.seq_len", length, *draft.given("training.max_context_length"))
+    size = max(1, draft.integer(_TOKENS, 1) // length)
+    per_step = draft.integer(_TOKENS_OF_ALL, -1, -1)
+    given = per_step // length if per_step > 0 else None
+    set_batches(draft, (size, [_TOKENS]), (given, [_TOKENS_OF_ALL if given else _TOKENS]), shared)
+    if not given and draft.get(_TOKENS_OF_ALL) is not None:
+        draft.drop(_TOKENS_OF_ALL, OFF)
 
 
 def _set_schedule(draft: Draft) -> None:

@@ -1,5 +1,6 @@
 """The keys of torchtitan whose meaning does not depend on others, and the table of all keys."""
 
+import math
 from typing import Any
 
 from lptune.migrate.common import ADAM, DECAY, MASTER
@@ -77,29 +78,74 @@ def _profiling(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, OFF)
 
 
+def _param_groups(draft: Draft, key: str, value: Any) -> None:
+    """Since 2026, each pattern of names has an optimizer of its own; one that matches all is AdamW here."""
+    group = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) else {}
+    if group.get("pattern") != ".*" or group.get("optimizer_name") != "AdamW":
+        draft.drop(key, NOT_OFFERED, "one AdamW for all parameters; no other groups or optimizers")
+        draft.fill("optimizer.lr", f"and the other keys of optimizer: {key} is not one AdamW")
+        return
+    draft.set("optimizer.kind", "adamw", f"{key}[0].optimizer_name")
+    draft.drop(f"{key}[0].pattern", NOT_NEEDED, "it matches all parameters")
+    arguments = group.get("optimizer_kwargs")
+    for name, item in arguments.items() if isinstance(arguments, dict) else ():
+        theirs = f"{key}[0].optimizer_kwargs.{name}"
+        if name in ("lr", "eps", "weight_decay") and _is_number(item):
+            draft.set(f"optimizer.{name}", float(item), theirs, note=DECAY if name == "weight_decay" else "")
+        elif name == "betas" and isinstance(item, list) and len(item) == 2 and all(map(_is_number, item)):
+            draft.set("optimizer.beta1", float(item[0]), theirs)
+            draft.set("optimizer.beta2", float(item[1]), theirs)
+        else:
+            raise draft.error(theirs, f"is not known, or not a number: {item!r:.60}")
+    if not isinstance(arguments, dict):
+        raise draft.error(key, "its group has no optimizer_kwargs")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _validator(draft: Draft, key: str, value: Any) -> None:
+    draft.drop(key, NOT_OFFERED, "its data are named by a Python class")
+    draft.fill("data.eval_source", f"held-out data, and eval_every_steps: {key} names its data by a class")
+
+
 _WRITES = drop(NOT_NEEDED, "what a run writes is in output_dir")
 _FROM_CONFIG = drop(NOT_NEEDED, "family and sizes are read from config.json in model.path")
 _YAML = drop(NOT_NEEDED, "OUTPUT_DIR/config.yaml holds every key")
 _CODE = drop(BY_DESIGN, "a config names no code; copy a recipe with `lptune cp`")
 _MOE = drop(NOT_OFFERED, "there are no mixtures of experts")
 _WHOLE = drop(BY_DESIGN, "the last checkpoint is whole; OUTPUT_DIR/export holds the model")
+_PIPELINE = drop(NOT_OFFERED, "there is no pipeline parallelism")
+_CONTEXT = drop(NOT_OFFERED, "there is no context parallelism")
 _GARBAGE = drop(NOT_NEEDED, "garbage is not collected between steps")
 _PARALLEL = {
     "data_parallel_replicate_degree": integer_to("parallel.replicate"),
     "data_parallel_shard_degree": drop(NOT_NEEDED, "the ranks that remain shard the model"),
     **each("{tensor,context,pipeline}_parallel_degree", later),
-    "pipeline_parallel_schedule": drop(NOT_OFFERED, "there is no pipeline parallelism"),
+    **each("pipeline_parallel_{schedule,schedule_csv,microbatch_size,layers_per_stage}", _PIPELINE),
+    **each("pipeline_parallel_{first_stage_less_layers,last_stage_less_layers}", _PIPELINE),
+    **each("num_pp_microbatches module_fqns_per_model_part", _PIPELINE),
+    "enable_sequence_parallel": to("parallel.sequence"),
+    **each("enable_fsdp_symm_mem spmd_backend", drop(NOT_NEEDED, "FSDP2's own collectives")),
     "fsdp_reshard_after_forward": _reshard,
     "enable_async_tensor_parallel": unless_on(NOT_OFFERED, "sequence parallelism gathers in 8 bits instead"),
     "disable_loss_parallel": unless_on(NOT_OFFERED, "the loss is computed on the shards of the vocabulary"),
     **each("{expert,expert_tensor}_parallel_degree", _MOE),
-    "context_parallel_rotate_method": drop(NOT_OFFERED, "there is no context parallelism"),
+    **each("context_parallel_{rotate_method,load_balancer,ptrr_mask_key}", _CONTEXT),
 }
 
 RULES: Rules = {
     **each("job.dump_folder dump_folder", to("output_dir")),
     "job.description": drop(NOT_NEEDED, "name the folder, output_dir, after the run"),
-    **each("job.{print_config,print_args} debug.print_config", _YAML),
+    **each("job.{print_config,print_args} debug.print_config debug.save_config_file", _YAML),
+    "model_spec": _FROM_CONFIG,
+    "loss": drop(NOT_NEEDED, "the recipe computes the cross-entropy, in chunks"),
+    "dataloader": later,
+    "validator": _validator,
+    "optimizer.param_groups": _param_groups,
+    "training.num_tokens_per_train_step": later,
+    "training.disable_cuda_graphs": drop(NOT_NEEDED, "CUDA graphs are not used"),
     **each("job.custom_config_module experimental.{custom_args_module,custom_import}", _CODE),
     "profiling": _profiling,
     "metrics.log_freq": drop(NOT_NEEDED, "every step is in metrics.jsonl"),
@@ -153,6 +199,7 @@ RULES: Rules = {
     "checkpoint.load_step": drop(BY_DESIGN, "resume takes the path of a checkpoint"),
     "checkpoint.exclude_from_loading": drop(NOT_OFFERED),
     "activation_checkpoint.mode": _checkpointing,
+    **each("activation_checkpoint.{determinism_check,debug}", drop(NOT_NEEDED, "torch's defaults")),
     "activation_checkpoint.selective_ac_option": drop(BY_DESIGN, "selective is one policy, of operations"),
     "activation_checkpoint.preserve_rng_state": drop(NOT_NEEDED, "random bits depend on seed, step, layer"),
     **each("quantize.{linear,dense}.float8 float8 quantize.linear.mx quantize.dense.mx mx", later),

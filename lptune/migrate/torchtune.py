@@ -90,8 +90,11 @@ def _resolved(draft: Draft, value: Any) -> Any:
 
 def _set_batches(draft: Draft) -> None:
     shared = draft.integer("tensor_parallel_dim", 1) * draft.integer("context_parallel_dim", 1)
-    accumulate = "gradient_accumulation_steps"
-    set_batches(draft, ("batch_size", 1), global_size=None, accumulate=accumulate, model_ranks=shared)
+    steps = draft.integer("gradient_accumulation_steps", 1)
+    keys = draft.given("batch_size", "gradient_accumulation_steps")
+    set_batches(
+        draft, (draft.integer("batch_size", 1), draft.given("batch_size")), (None, keys), shared, steps
+    )
 
 
 def _set_float8(draft: Draft) -> None:

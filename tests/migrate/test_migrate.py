@@ -5,6 +5,7 @@ comments.
 """
 
 import copy
+import json
 import math
 import tomllib
 from collections.abc import Callable
@@ -405,3 +406,60 @@ def test_keys_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
     path = edited(tmp_path, AXOLOTL_8B, lambda it: it["datasets"][0].update({evil: 1, "path": f"a{evil}"}))
     draft = migrate(path)
     assert yaml.safe_load(to_yaml(draft, "x"))["output_dir"] == "./outputs/out"
+
+
+NEW_TORCHTITAN: dict[str, Any] = {
+    # The fields that torchtitan's Trainer.Config writes with --debug.save_config_file, at b5bcd76c6.
+    "dump_folder": "./outputs",
+    "hf_assets_path": "./assets/hf/Llama-3.1-8B",
+    "model_spec": {"name": "llama3", "flavor": "8B", "model": {"dim": 4096}},
+    "optimizer": {
+        "param_groups": [
+            {
+                "pattern": ".*",
+                "optimizer_name": "AdamW",
+                "optimizer_kwargs": {"lr": 3e-4, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.2},
+            }
+        ],
+        "implementation": "fused",
+    },
+    "lr_scheduler": {"warmup_steps": 200, "decay_ratio": None, "decay_type": "linear", "min_lr_factor": 0.0},
+    "training": {
+        "num_tokens_per_microbatch_per_dp_rank": 16384,
+        "num_tokens_per_train_step": -1,
+        "max_context_length": 8192,
+        "steps": 1000,
+    },
+    "parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
+    "activation_checkpoint": {"preserve_rng_state": True, "force_recompute_mm_shapes_by_fqns": []},
+    "dataloader": {"dataset": {"path": "allenai/c4"}},
+    "compile": {"enable": True, "components": ["model"]},
+    "loss": {"loss_fn": {}},
+    "brand_new": {"key": 1},
+}
+
+
+def test_the_json_of_a_torchtitan_with_python_configs(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(NEW_TORCHTITAN), ".json")
+    draft = migrate(path, num_ranks=8)
+    found = settings(draft)
+    expected = {
+        "model.path": "./assets/hf/Llama-3.1-8B", "output_dir": "./outputs", "data.seq_len": 8192,
+        "micro_batch_size": 2, "global_batch_size": 8, "optimizer.lr": 3e-4, "optimizer.beta2": 0.98,
+        "optimizer.eps": 1e-7, "optimizer.weight_decay": 0.2, "schedule.warmup_steps": 200, "num_steps": 1000,
+        "parallel.tensor": 2, "parallel.sequence": False, "activation_checkpointing": "selective",
+        "compile": "block", "data.source": "FILL-IN.jsonl",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert [each.theirs for each in draft.dropped if each.why == UNKNOWN] == ["brand_new.key"]
+    assert counts(draft)["lost"] == 0
+    recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
+
+    values = copy.deepcopy(NEW_TORCHTITAN)
+    values["training"]["num_tokens_per_train_step"] = 8192 * 24
+    values["activation_checkpoint"] = {"preserve_rng_state": True}
+    values["optimizer"]["param_groups"][0]["optimizer_name"] = "Muon"
+    draft = migrate(written(tmp_path, json.dumps(values), ".json"), num_ranks=8)
+    found = settings(draft)
+    assert (found["global_batch_size"], found["activation_checkpointing"]) == (24, "full")
+    assert "optimizer.lr" in dict(draft.to_fill)
