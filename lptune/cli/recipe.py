@@ -54,12 +54,19 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
+        from lptune import migrate  # slow to import
+
         for name, other in catalog.recipes().items():
             if other != path and error.key in lptune.config.key_paths(config_class(other)):
                 raise UserError(
                     f"{error.where}: {path.stem} has no key {error.key!r}, and the recipe {name} has it; "
                     f"name the recipe: {name} --config {config}"
                 ) from None
+        if error.where == str(config) and (tool := migrate.tool_of(config)):
+            raise UserError(
+                f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
+                "lptune"
+            ) from None
         raise
 
 

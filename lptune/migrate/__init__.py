@@ -16,7 +16,7 @@ Nothing of the file is imported or executed. Names such as `torch.optim.AdamW` a
 """
 
 from lptune.migrate.draft import Draft
-from lptune.migrate.reading import TOOLS, migrate
+from lptune.migrate.reading import TOOLS, migrate, tool_of
 from lptune.migrate.report import counts, to_text, to_yaml
 
-__all__ = ["TOOLS", "Draft", "counts", "migrate", "to_text", "to_yaml"]
+__all__ = ["TOOLS", "Draft", "counts", "migrate", "to_text", "to_yaml", "tool_of"]

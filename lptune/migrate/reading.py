@@ -47,6 +47,14 @@ def migrate(
     return draft
 
 
+def tool_of(file: Path) -> str | None:
+    """The tool whose config `file` is, by its content; None for another file."""
+    try:
+        return _tool(_read(file))
+    except UserError:
+        return None
+
+
 def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))

@@ -118,6 +118,19 @@ def test_a_migrated_config_trains_as_the_old_one_says(tmp_path: Path) -> None:
     assert {key: config["optimizer"][key] for key in optimizer} == optimizer
 
 
+def test_a_config_of_another_tool_is_told_from_one_with_a_wrong_key(command: Command) -> None:
+    for name, tool in (("torchtune_mistral_7b_full", "torchtune"), ("axolotl_llama-3_fft-8b", "axolotl")):
+        path = CONFIGS / f"{name}.yaml"
+        for arguments in (["validate", str(path)], ["run", "full_finetune", "--config", str(path)]):
+            code, _, stderr = command(*arguments)
+            assert (code, stderr.count("\n")) == (2, 1)
+            assert f"is a config of {tool}; `lptune migrate {path}" in stderr
+    Path("mine.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nsed: 1\n")
+    assert "unknown key 'sed'" in command("validate", "mine.yaml")[2]
+    wrong = command("validate", TORCHTUNE, "sed=1")[2]  # the file is read first
+    assert "is a config of torchtune" in wrong
+
+
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom lptune.cli.main import main\n"
