@@ -6,7 +6,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,33 @@ def toy(tmp_path: Path) -> list[str]:
     return ["--config", "toy.yaml", "toy.py"]
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+Start = Callable[..., cold.Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("seed=1,2", …)` starts a sweep; it and its runs are killed at the end of the test."""
+    processes = []
+
+    def call(*arguments: str) -> cold.Process:
+        process = cold.start(*cold.LPTUNE, "sweep", *arguments, folder=tmp_path, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(
+    condition: Callable[[], bool], process: cold.Process | None = None, timeout_s: float = 120
+) -> None:
+    """Until the condition holds, while `process` lives."""
     deadline = time.monotonic() + timeout_s
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -242,13 +267,13 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(
-    toy: list[str], tmp_path: Path, number: signal.Signals, lptune: Lptune
+    toy: list[str], tmp_path: Path, number: signal.Signals, lptune: Lptune, start: Start
 ) -> None:
-    process = cold.start(*cold.LPTUNE, "sweep", *toy, "seed=1,5,6", folder=tmp_path)
-    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists)
+    process = start(*toy, "seed=1,5,6")
+    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
     time.sleep(0.3)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 143, stderr
     assert "the same command goes on" in stderr
     assert (tmp_path / "sweeps/toy/seed=5/saved").exists()
@@ -260,13 +285,13 @@ def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(
     assert (tmp_path / "ran").read_text().split() == ["1", "5", "5", "6"]
 
 
-def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path) -> None:
-    process = cold.start(*cold.LPTUNE, "sweep", *toy, "seed=5,6", folder=tmp_path)
+def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path, start: Start) -> None:
+    process = start(*toy, "seed=5,6")
     pid = tmp_path / "sweeps/toy/seed=5/pid"
-    wait_for(lambda: pid.exists() and pid.read_text() != "")
+    wait_for(lambda: pid.exists() and pid.read_text() != "", process)
     time.sleep(0.3)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     wait_for((tmp_path / "sweeps/toy/seed=5/saved").exists)
 
     def is_gone() -> bool:
@@ -277,32 +302,33 @@ def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path) -> 
     assert not (tmp_path / "sweeps/toy/seed=6").exists()
 
 
-def test_two_sweeps_in_one_folder_are_refused(toy: list[str], tmp_path: Path, lptune: Lptune) -> None:
-    process = cold.start(*cold.LPTUNE, "sweep", *toy, "seed=5,6", folder=tmp_path)
-    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists)
+def test_two_sweeps_in_one_folder_are_refused(
+    toy: list[str], tmp_path: Path, lptune: Lptune, start: Start
+) -> None:
+    process = start(*toy, "seed=5,6")
+    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
     time.sleep(0.3)
     done = lptune("sweep", *toy, "seed=5,6")
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert (done.returncode, "another sweep runs there" in done.stderr) == (2, True)
 
 
-def test_two_real_runs_of_which_one_is_stopped_in_the_middle(tmp_path: Path) -> None:
+def test_two_real_runs_of_which_one_is_stopped_in_the_middle(tmp_path: Path, start: Start) -> None:
     (tmp_path / "my.yaml").write_text(CONFIG)
     made = warm.lptune(["new-checkpoint", "llama3_2/tiny", "tiny"], folder=tmp_path)
     assert made.returncode == 0, made.stderr
     arguments = (
-        "sweep",
         "--config",
         "my.yaml",
         "optimizer.lr=1e-3,3e-3",
         "num_steps=400",
         "eval_every_steps=100",
     )
-    process = cold.start(*cold.LPTUNE, *arguments, folder=tmp_path)
+    process = start(*arguments)
     first, second = (tmp_path / f"sweeps/my/lr={lr}" for lr in ("1e-3", "3e-3"))
     metrics = first / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 120)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
     process.terminate()
     process.communicate(timeout=120)
     assert process.returncode == 143
@@ -310,7 +336,7 @@ def test_two_real_runs_of_which_one_is_stopped_in_the_middle(tmp_path: Path) -> 
     assert 3 < stopped < 400
     assert list((first / "checkpoints").glob("step-*/manifest.json"))
 
-    done = cold.run(*cold.LPTUNE, *arguments, folder=tmp_path)
+    done = cold.run(*cold.LPTUNE, "sweep", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = {}
     for folder in (first, second):
