@@ -19,6 +19,7 @@ ALLOWED = {
     "config": set(),
     "hardware": {"config"},
     "launch": {"config"},
+    "migrate": {"config"},
     "numerics": {"config"},
     "kernels": {"config", "hardware", "numerics"},
     "linear": {"config", "hardware", "numerics", "kernels"},
@@ -27,10 +28,14 @@ ALLOWED = {
     "doctor": {"config", "hardware", "launch", "kernels", "linear"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
+    "sweep": {"config"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "cli": {"config", "doctor", "hardware", "launch", "models", "data", "checkpoint", "training"},
+    "cli": {
+        "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint", "report", "sweep",
+        "training",
+    },
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

@@ -32,10 +32,12 @@ from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.keys import keys_command
 from lptune.cli.ls import ls
+from lptune.cli.migrate import migrate
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
 from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
+from lptune.cli.sweep import sweep
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
 from lptune.config import DivergedError, UserError, closest, with_addresses
@@ -81,9 +83,11 @@ _COMMANDS = (
     export,
     keys_command,
     ls,
+    migrate,
     new_checkpoint,
     plan,
     run,
+    sweep,
     validate,
     verify,
 )

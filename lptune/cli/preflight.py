@@ -28,17 +28,21 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsyst
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
-def check(cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None) -> None:
+def check(
+    cfg: RunConfig, num_machines: int | None, num_local_ranks: int | None, *, here: bool = True
+) -> None:
     """Raises UserError (one line) for what keeps `cfg` from running here.
 
-    num_local_ranks: ranks on each machine. Both are None if only torchrun knows them.
+    num_local_ranks: ranks on each machine. Both are None if only torchrun knows them. here: False if the run
+    starts on other machines, whose devices are not known.
     """
     if num_machines is not None and num_local_ranks is not None:
         num_ranks = num_machines * num_local_ranks
         mesh_axes(cfg.parallel, num_ranks)
         if not isinstance(cfg, PrecomputeConfig):  # it has no global batch
             check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_ranks // cfg.parallel.tensor)
-    _check_device(cfg, num_local_ranks or 1)
+    if here:
+        _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # the library reports what cannot be read
         check_model_folder(Path(cfg.model.path).expanduser())
         if isinstance(cfg, DistillConfig) and cfg.runs_teacher:

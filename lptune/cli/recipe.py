@@ -54,6 +54,13 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
+        from lptune import migrate  # slow to import
+
+        if error.where == str(config) and (tool := migrate.tool_of(config)):
+            raise UserError(
+                f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
+                "lptune"
+            ) from None
         if error.similar is not None and catalog.recipe_of(config) == path.stem:
             raise  # the config is of this recipe: the key is wrong, not the recipe
         if name := _recipe_with(error.key, path, config):

@@ -48,7 +48,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises UserError (one line) for an unreadable file, an unknown key, a wrong type, a missing or illegal
     value.
     """
-    values = _read_yaml(path)
+    values = read_yaml(path)
     check_keys(cls, key_paths(cls), values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
@@ -165,7 +165,8 @@ def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
     return found
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
+    """The YAML at `path`, without a config class. Raises UserError as `load_config` does."""
     try:
         text = read_text(path, _MAX_CHARS)
         _check_depth(text)

@@ -5,6 +5,7 @@
                       watch.py       ends all ranks after the first failure
                       exchange.py    messages between the launchers of several machines
                       report.py      prints the cause
+    in a sweep        bound.py       a run as a process that does not outlive its sweep
     in a rank         rank.py        start and end of a process that is a rank
     in both           outcome.py     files by which a rank tells how it ends
                       log.py         output of the ranks that do not print to the console

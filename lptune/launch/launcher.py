@@ -49,7 +49,7 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], output_dir: str | N
     rendezvous = flags.choose_rendezvous(args, given)
     signals = flags.check(args)
     args.signals_to_handle = ""  # signals are handled here, not by torchrun
-    _let_ranks_find_lptune()
+    let_ranks_find_lptune()
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))
     os.environ[OUTCOMES], os.environ[LAUNCHER] = str(folder), str(os.getpid())
     if not flags.keeps_logs_itself(args):
@@ -80,7 +80,7 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], output_dir: str | N
     sys.exit(code)
 
 
-def _let_ranks_find_lptune() -> None:
+def let_ranks_find_lptune() -> None:
     """Adds the source folder to PYTHONPATH if lptune is not installed (`python -m lptune` in its folder)."""
     if not any(finder.find_spec("lptune", None) for finder in sys.meta_path):
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

@@ -45,5 +45,5 @@ def test_ranks_find_an_lptune_that_is_not_installed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", "/others")
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
-    launcher._let_ranks_find_lptune()
+    launcher.let_ranks_find_lptune()
     assert os.environ["PYTHONPATH"] == f"{root}{os.pathsep}/others"

@@ -1,0 +1,254 @@
+"""What a migration collects, and the walk that takes each key of a file to its rule."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lptune.config import UserError, closest
+
+NOT_NEEDED = "not needed here"
+NOT_OFFERED = "not offered"
+BY_DESIGN = "different by design"
+OFF = "off or empty in the file"
+UNKNOWN = "not known to this command"
+REASONS = (NOT_NEEDED, BY_DESIGN, NOT_OFFERED, OFF, UNKNOWN)
+"""Why a key has no equivalent, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of ours with its value."""
+
+    ours: str
+    value: Any
+    theirs: tuple[str, ...]
+    """The keys it comes from; empty: a default of the other tool, which its file does not name."""
+    note: str = ""
+    """What differs. Empty: the meaning is the same."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A key of theirs, or a section of them, without an equivalent."""
+
+    theirs: str
+    why: str
+    text: str
+    num_keys: int
+
+
+@dataclass
+class Draft:
+    """The new config and the account of every old key.
+
+    values: the old config as nested dicts of plain values, interpolations resolved. num_ranks: on which the
+    old config ran. num_steps: optimizer steps of the old run, if the user knows them.
+    """
+
+    tool: str
+    file: Path
+    values: dict[str, Any]
+    num_ranks: int = 1
+    num_steps: int | None = None
+    recipe: str = "full_finetune"
+    settings: list[Setting] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    to_fill: list[tuple[str, str]] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+
+    # ---- what rules say
+
+    def set(self, ours: str, value: Any, *theirs: str, note: str = "") -> None:
+        """Key `ours` gets `value`, which comes from the keys `theirs`. The last call for a key holds."""
+        known = next((each for each in self.settings if each.ours == ours), None)
+        if known is not None:
+            self.settings.remove(known)
+            theirs = tuple(dict.fromkeys((*known.theirs, *theirs)))
+        self.settings.append(Setting(ours, value, theirs, note))
+
+    def drop(self, theirs: str, why: str, text: str = "") -> None:
+        """Key or section `theirs` has no equivalent, because of `why`, one of `REASONS`."""
+        self.dropped.append(Dropped(theirs, why, text, len(leaves(self.get(theirs), theirs)) or 1))
+
+    def fill(self, ours: str, text: str) -> None:
+        """The user must set `ours`."""
+        if (ours, text) not in self.to_fill:
+            self.to_fill.append((ours, text))
+
+    def value_of(self, ours: str, default: Any = None) -> Any:
+        """The value that `ours` has so far."""
+        return next((each.value for each in self.settings if each.ours == ours), default)
+
+    # ---- what the old file says
+
+    def get(self, theirs: str, default: Any = None) -> Any:
+        """The value of a dotted key of the old file; `default` if it is missing or null."""
+        value: Any = self.values
+        for name in theirs.split("."):
+            if not isinstance(value, Mapping) or value.get(name) is None:
+                return default
+            value = value[name]
+        return value
+
+    def section(self, theirs: str) -> dict[str, Any]:
+        """The keys below `theirs`; empty if there are none. Raises UserError for a single value."""
+        value = self.get(theirs, {})
+        if not isinstance(value, Mapping):
+            raise self.error(theirs, f"must be a section of keys, found {value!r:.60}")
+        return dict(value)
+
+    def names(self, theirs: str) -> list[str]:
+        """The list under `theirs`, or the parts of a text with commas."""
+        value = self.get(theirs, [])
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",")]
+        if not isinstance(value, list):
+            raise self.error(theirs, f"must be a list of names, found {value!r:.60}")
+        return [str(each) for each in value]
+
+    def given(self, *theirs: str) -> list[str]:
+        """Those of the keys that the old file has."""
+        return [key for key in theirs if self.get(key) is not None]
+
+    def integer(self, theirs: str, default: int, minimum: int = 1) -> int:
+        """The integer under `theirs`. Raises UserError for any other value."""
+        number = self.number(theirs, default)
+        if number != int(number) or number < minimum:
+            raise self.error(theirs, f"must be an integer of at least {minimum}, found {number}")
+        return int(number)
+
+    def number(self, theirs: str, default: float) -> float:
+        """The number under `theirs`; text such as 2e-5, which YAML 1.1 does not take for one, included."""
+        value = self.get(theirs, default)
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value)
+        except (TypeError, ValueError):
+            raise self.error(theirs, f"must be a number, found {value!r:.60}") from None
+        if not abs(number) < float("inf"):
+            raise self.error(theirs, f"must be a finite number, found {value!r:.60}")
+        return number
+
+    def error(self, theirs: str, what: str) -> UserError:
+        """One line that names the file and the key."""
+        return UserError(f"{self.file}: {theirs}: {what}")
+
+
+Rule = Callable[[Draft, str, Any], None]
+Rules = Mapping[str, Rule]
+
+
+def walk(draft: Draft, rules: Rules, means_something_empty: Sequence[str] = ()) -> None:
+    """Takes each key of `draft.values` to its rule. A rule for a section takes all keys below.
+
+    means_something_empty: keys for which null is a value.
+    """
+    _walk(draft, rules, frozenset(means_something_empty), draft.values, "")
+
+
+def _walk(
+    draft: Draft, rules: Rules, nullable: frozenset[str], section: Mapping[str, Any], prefix: str
+) -> None:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if value in (None, {}, []) and key not in nullable:
+            draft.drop(key, OFF)
+        elif key in rules:
+            rules[key](draft, key, value)
+        elif isinstance(value, Mapping):
+            _walk(draft, rules, nullable, value, f"{key}.")
+        else:
+            draft.drop(key, UNKNOWN, closest(key, rules).strip(" ()"))
+
+
+def leaves(value: Any, prefix: str = "") -> list[str]:
+    """The dotted keys of all leaves below `value`; a list of mappings counts each of their keys."""
+    if isinstance(value, Mapping) and value:
+        return [key for name, each in value.items() for key in leaves(each, f"{prefix}.{name}".lstrip("."))]
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return [key for i, each in enumerate(value) for key in leaves(each, f"{prefix}[{i}]")]
+    return [prefix] if prefix else []
+
+
+# ---- rules that several tables use
+
+
+def each(names: str, rule: Rule) -> dict[str, Rule]:
+    """`rule` for each of the names, which spaces separate; `{a,b}` in a name stands for a and for b."""
+    found: dict[str, Rule] = {}
+    for name in names.split():
+        before, brace, rest = name.partition("{")
+        inner, _, after = rest.partition("}")
+        found |= {f"{before}{part}{after}": rule for part in inner.split(",")} if brace else {name: rule}
+    return found
+
+
+def to(ours: str, note: str = "") -> Rule:
+    """The value as it is, under the key `ours`."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.set(ours, value, key, note=note)
+
+    return rule
+
+
+def number_to(ours: str, note: str = "") -> Rule:
+    """As `to`, for a number."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.set(ours, draft.number(key, 0.0), key, note=note)
+
+    return rule
+
+
+def integer_to(ours: str, note: str = "", minimum: int = 1) -> Rule:
+    """As `to`, for an integer."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.set(ours, draft.integer(key, 1, minimum), key, note=note)
+
+    return rule
+
+
+def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "") -> Rule:
+    """A value of a table: theirs, in lower case -> (ours, what differs). Another value is to fill in."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        found = choices.get(str(value).lower())
+        if found is not None:
+            draft.set(ours, found[0], key, note=found[1])
+        else:
+            draft.drop(key, NOT_OFFERED, f"{value}")
+            draft.fill(ours, f"{key}: {value} {missing or 'is not offered'}")
+
+    return rule
+
+
+def drop(why: str, text: str = "") -> Rule:
+    """No equivalent, because of `why`, one of `REASONS`."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.drop(key, why, text)
+
+    return rule
+
+
+def unless_on(why: str, text: str = "") -> Rule:
+    """No equivalent; where it is switched off, it is listed as such."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        is_off = value in (False, 0, "", "none", "None", "disabled")
+        draft.drop(key, OFF if is_off else why, "" if is_off else text)
+
+    return rule
+
+
+def later(draft: Draft, key: str, value: Any) -> None:
+    """Decided with other keys, when all have been seen."""
+
+
+def refuse(draft: Draft, what: str, instead: str) -> UserError:
+    """The one line for a config of another kind of training."""
+    return UserError(f"{draft.file}: {what}; lptune trains all weights of a text decoder{instead}")

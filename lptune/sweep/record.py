@@ -1,0 +1,67 @@
+"""sweep.json in the folder of a sweep: which runs have ended, so that they are not started again.
+
+A run counts as ended only as long as its config is the same: the record has a digest of it. Whether a run
+that was interrupted can go on is decided by `lptune run`, as for any run.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lptune.config import MEBI, TEMPORARY, UserError, read_text
+
+FILE = "sweep.json"
+RESULTS = (0, 3)
+"""Exit codes of a run that is a result: done, and diverged. Any other is started again."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of the sweep ended."""
+
+    config_digest: str
+    exit_code: int
+    time_s: float
+
+
+class Record:
+    """The record of the sweep in `folder`. Raises UserError for a sweep.json that is not one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self.ended: dict[str, Ended] = {}
+        try:
+            content = json.loads(read_text(self.path, 16 * MEBI))
+            self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
+
+    def has(self, name: str, config_digest: str) -> bool:
+        """Whether this run has ended with a result, with this config, and its folder is still there."""
+        ended = self.ended.get(name)
+        return (
+            ended is not None
+            and ended.exit_code in RESULTS
+            and ended.config_digest == config_digest
+            and (self.path.parent / name / "metrics.jsonl").is_file()
+        )
+
+    def add(self, name: str, ended: Ended) -> None:
+        """Adds an end and writes the file in one piece."""
+        self.ended[name] = ended
+        content = {"runs": {each: asdict(how) for each, how in self.ended.items()}}
+        partial = self.path.with_name(f"{TEMPORARY}{FILE}-{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
+def digest(text: str) -> str:
+    """A digest of a config's YAML."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

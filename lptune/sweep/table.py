@@ -1,0 +1,73 @@
+"""The table of a sweep: its runs, the one with the lowest final held-out loss first."""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
+_MAX_LINE = 1024**2
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has left behind. None where its metrics do not have the number."""
+
+    name: str
+    exit_code: int | None
+    eval_loss: float | None = None
+    loss: float | None = None
+    step: int | None = None
+    tokens_per_s: float | None = None
+
+
+def result(name: str, folder: Path, exit_code: int | None) -> Result:
+    """Reads metrics.jsonl in `folder`: the last row, and the last number of each key. A row that cannot be
+    read is passed over: the run may have been killed in the middle of it.
+    """
+    last: dict[str, float] = {}
+    with suppress(OSError), (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(_MAX_LINE):
+            row = _row(line)
+            for key in ("eval_loss", "loss", "step", "tokens_per_s"):
+                if isinstance(value := row.get(key), int | float) and not isinstance(value, bool):
+                    last[key] = value
+    step = int(last["step"]) if math.isfinite(last.get("step", math.nan)) else None
+    return Result(name, exit_code, last.get("eval_loss"), last.get("loss"), step, last.get("tokens_per_s"))
+
+
+def _row(line: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict):
+            return row
+    return {}
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line for each run, sorted: by held-out loss, or by loss if no run was evaluated. Runs that did not
+    end well come last.
+    """
+    key = "eval_loss" if any(each.eval_loss is not None for each in results) else "loss"
+
+    def order(each: Result) -> tuple[bool, bool, float]:
+        value = getattr(each, key)
+        has_number = value is not None and math.isfinite(value)
+        return each.exit_code != 0, not has_number, value if has_number else 0.0
+
+    lines = ["held-out loss    loss    step  tokens/s  result     run"]
+    for each in sorted(results, key=order):
+        how = _WORDS.get(each.exit_code) or f"failed ({each.exit_code})"
+        numbers = (
+            f"{_number(each.eval_loss, '.4f'):>13}  {_number(each.loss, '.4f'):>6}  "
+            f"{_number(each.step, 'd'):>6}  {_number(each.tokens_per_s, ',.0f'):>8}"
+        )
+        lines.append(f"{numbers}  {how:<9}  {each.name}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
