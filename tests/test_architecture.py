@@ -29,7 +29,8 @@ ALLOWED = {
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training"},
+    "report": {"config"},
+    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training", "report"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

@@ -26,11 +26,13 @@ from lptune import __version__
 from lptune.cli.cat import cat
 from lptune.cli.cp import cp
 from lptune.cli.data import data
+from lptune.cli.diff import diff
 from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
+from lptune.cli.report import report
 from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
@@ -67,7 +69,21 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
+for command in (
+    run,
+    ls,
+    cat,
+    cp,
+    validate,
+    data,
+    plan,
+    download,
+    new_checkpoint,
+    export,
+    verify,
+    report,
+    diff,
+):
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None

@@ -79,6 +79,14 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     return cfg
 
 
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of the YAML at `path` as nested dicts, without a config class: for the config.yaml of a run,
+    which has every key. A `${…}` stays as it is written. Raises UserError as `load_config` does.
+    """
+    values = typing.cast("dict[str, Any]", OmegaConf.to_container(_read_yaml(path), resolve=False))
+    return {str(key): value for key, value in values.items()}
+
+
 def to_yaml(cfg: Any) -> str:
     """`cfg` (a config dataclass) as YAML that `load_config` reads back to an equal object.
 

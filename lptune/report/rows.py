@@ -1,0 +1,185 @@
+"""metrics.jsonl as columns: for each metric an array of steps and an array of values.
+
+A run writes one object a line, and may be writing now. Not every row has every metric: `eval_loss` stands in
+some rows only. A null is a number that was not finite (JSON has no NaN) or that is not known, such as the
+utilization of a device without a published peak; it becomes a NaN here. Whatever else may stand in such a
+file, after a crash, an edit or by intent, is left out and counted.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lptune.config import MEBI, LongLineError, UserError, kind_of, open_regular, raw_lines
+
+MAX_LINE_BYTES = MEBI
+MAX_NAMES = 64
+"""Different metrics that are read. A run writes about twenty, and one for each data source."""
+_MAX_NAME = 80
+_MAX_STEP = 2**53  # beyond it a float does not hold every integer
+
+
+class Column(NamedTuple):
+    """One metric, by step. Steps increase, each is there once."""
+
+    steps_N: npt.NDArray[np.int64]
+    values_N: npt.NDArray[np.float64]  # NaN: null
+
+    @property
+    def finite(self) -> "Column":
+        """The steps whose value is a number."""
+        is_finite_N = np.isfinite(self.values_N)
+        return Column(self.steps_N[is_finite_N], self.values_N[is_finite_N])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What metrics.jsonl holds."""
+
+    columns: dict[str, Column]
+    num_rows: int = 0
+    first_time: str = ""
+    last_time: str = ""
+    """`time` of the first and the last row that has one, as written."""
+    notes: tuple[str, ...] = ()
+    """What was left out, a sentence each."""
+
+    def __getitem__(self, name: str) -> Column:
+        """The column of a metric; an empty one if no row has it."""
+        return self.columns.get(name, _EMPTY)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of any row; 0 if there is none."""
+        return max((int(column.steps_N[-1]) for column in self.columns.values()), default=0)
+
+
+_EMPTY = Column(np.zeros(0, np.int64), np.zeros(0))
+
+
+def read_rows(path: Path) -> Rows:
+    """Reads metrics.jsonl. Without such a file there are no rows.
+
+    Raises UserError if it cannot be read, or has lines and none of them is a row of metrics.
+    """
+    if not kind_of(path):
+        return Rows({})
+    reader = _Reader()
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            for line in _lines(file, reader):
+                reader.add(line)
+    except OSError as error:
+        is_link = kind_of(path) == "a link"
+        why = "is a link, which a report does not follow" if is_link else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path}: {why}; give the folder of a run") from None
+    rows = reader.rows()
+    if not rows.num_rows and reader.num_bad:
+        raise UserError(
+            f"{path}: none of its {reader.num_bad:,} lines is a row of metrics; give the folder of a run"
+        )
+    return rows
+
+
+def _lines(file: Any, reader: "_Reader") -> Iterator[bytes]:
+    try:
+        yield from raw_lines(file, MAX_LINE_BYTES)
+    except LongLineError as error:
+        reader.num_bad += 1
+        reader.notes.append(f"line {reader.num_lines + 1:,} {error}; it and what follows was not read")
+
+
+class _Reader:
+    """Collects rows. What a file says decides neither a type nor, beyond the limits, the memory."""
+
+    def __init__(self) -> None:
+        self.notes = list[str]()
+        self.num_lines = self.num_rows = self.num_bad = 0
+        self._steps, self._values = dict[str, list[int]](), dict[str, list[float]]()
+        self._times = ["", ""]
+        self._num_odd_values = 0
+        self._is_cut = False
+        self._unread = set[str]()
+
+    def add(self, line: bytes) -> None:
+        self.num_lines += 1
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < _MAX_STEP:
+            self._add_row(step, row)
+        elif not line.endswith(b"\n"):
+            self._is_cut = True
+        elif line.strip():
+            self.num_bad += 1
+
+    def _add_row(self, step: int, row: dict[str, Any]) -> None:
+        self.num_rows += 1
+        for name, value in row.items():
+            if name == "step":
+                continue
+            if name == "time" and isinstance(value, str):
+                self._times = [self._times[0] or value[:40], value[:40]]
+                continue
+            number = _number(value)
+            if number is None:
+                self._num_odd_values += 1
+                continue
+            values = self._values.get(name)
+            if values is None:
+                if len(self._values) >= MAX_NAMES or len(name) > _MAX_NAME:
+                    if len(self._unread) < MAX_NAMES:
+                        self._unread.add(name[:_MAX_NAME])
+                    continue
+                values = self._values[name] = []
+                self._steps[name] = []
+            self._steps[name].append(step)
+            values.append(number)
+
+    def rows(self) -> Rows:
+        columns, is_unordered = {}, False
+        for name, values in self._values.items():
+            steps_N, values_N = np.array(self._steps[name], np.int64), np.array(values)
+            if (np.diff(steps_N) <= 0).any():
+                is_unordered = True
+                # Stable, so that of the rows of one step the last one in the file stays.
+                order_N = np.argsort(steps_N, kind="stable")
+                steps_N, values_N = steps_N[order_N], values_N[order_N]
+                is_last_N = np.append(np.diff(steps_N) > 0, True)
+                steps_N, values_N = steps_N[is_last_N], values_N[is_last_N]
+            columns[name] = Column(steps_N, values_N)
+        notes = list(self.notes)
+        if self.num_bad - len(self.notes) > 0:
+            notes.append(f"{self.num_bad - len(self.notes):,} lines are no rows of metrics and were left out")
+        if self._is_cut:
+            notes.append("the last line is incomplete: the run is writing it, or was killed as it did")
+        if self._num_odd_values:
+            notes.append(f"{self._num_odd_values:,} values are no numbers and were left out")
+        if self._unread:
+            notes.append(f"{len(self._unread)} or more metrics were left out, beyond {MAX_NAMES} of them")
+        if is_unordered:
+            notes.append("steps repeat or go back; the last row of each step is shown")
+        first, last = self._times
+        return Rows(columns, self.num_rows, first, last, tuple(notes))
+
+
+def _number(value: object) -> float | None:
+    """A float for a number or null (NaN); None for anything else. An infinity becomes a NaN."""
+    if type(value) is float:
+        return value if abs(value) != float("inf") else float("nan")
+    if value is None:
+        return float("nan")
+    if type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:  # JSON's integers have no largest one
+            return None
+    return None
