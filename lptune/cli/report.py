@@ -9,7 +9,7 @@ import click
 
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
-from lptune.config import UserError, is_within, kind_of
+from lptune.config import UserError, is_within, kind_of, printable
 
 if TYPE_CHECKING:
     from lptune.report import Run
@@ -114,7 +114,7 @@ def _write(folders: Sequence[Path], reference: int | None, path: Path, refresh_s
     write_page(path, runs, reference, refresh_s)
     for folder, run in zip(folders, runs, strict=True):
         for note in run.notes:
-            click.echo(f"note: {folder}: {note}", err=True)
+            click.echo(printable(f"note: {folder}: {note}"), err=True)
     return runs
 
 

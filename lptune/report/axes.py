@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_LARGEST = 1e300  # beyond it differences overflow
 
 
 class Axis(NamedTuple):
@@ -39,9 +38,8 @@ def linear(low: float, high: float, num_ticks: int = 5, *, pad: bool = True) -> 
     """An axis from `low` to `high`, with about `num_ticks` ticks. pad: with a margin, but not below 0 where
     all values are above it.
     """
-    low, high = max(-_LARGEST, min(low, _LARGEST)), max(-_LARGEST, min(high, _LARGEST))
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # one value, or as good as one
-        margin = abs(low) * 0.5 or 0.5
+        margin = abs(low) * 0.05 or 0.5
         low, high = low - margin, high + margin
         pad = False
     elif pad:
@@ -71,13 +69,13 @@ def needs_log(values_N: npt.NDArray[np.float64]) -> bool:
     if len(values_N) < 2 or values_N.min() <= 0:
         return False
     low, high, middle = values_N.min(), values_N.max(), np.median(values_N)
-    return bool(high / low > 5 and (middle - low) < 0.1 * (high - low) and high < _LARGEST)
+    return bool(high / low > 5 and (middle - low) < 0.1 * (high - low))
 
 
 def _step(rough: float) -> float:
-    """The nearest of 1, 2, 2.5, 5, 10 times a power of ten."""
+    """The nearest of 1, 2, 5, 10 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return float(min((1, 2, 2.5, 5, 10), key=lambda choice: abs(math.log(choice * power / rough))) * power)
+    return float(min((1, 2, 5, 10), key=lambda choice: abs(math.log(choice * power / rough))) * power)
 
 
 def labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
@@ -87,8 +85,6 @@ def labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
         return tuple("0" if tick == 0 else _power(tick) for tick in ticks)
     unit, letter = next(((unit, name) for unit, name in _UNITS if largest >= max(unit, 10_000)), (1.0, ""))
     decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
-    if any(abs(round(tick / unit, decimals) - tick / unit) > 0.01 * step / unit for tick in ticks):
-        decimals += 1  # steps of 2.5
     return tuple("0" if tick == 0 else f"{tick / unit:.{decimals}f}{letter}" for tick in ticks)
 
 

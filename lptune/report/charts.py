@@ -117,11 +117,11 @@ def charts(
     names = list(dict.fromkeys(name for run in runs for name in run.rows.columns))
     unknown = [name for name in names if name not in MAIN and name not in OTHERS and name not in _UNSHOWN]
     unknown.sort(key=lambda name: not name.startswith("eval_loss/"))
-    main = [_chart(name, metric_of(name), [run.rows[name] for run in runs], labels) for name in MAIN]
-    others = [
-        _chart(name, metric_of(name), [run.rows[name] for run in runs], labels)
-        for name in [*OTHERS, *unknown[:MAX_MORE]]
-    ]
+    last = max(run.rows.last_step for run in runs)
+    main, others = (
+        [_chart(name, metric_of(name), [run.rows[name] for run in runs], labels, last) for name in group]
+        for group in (MAIN, [*OTHERS, *unknown[:MAX_MORE]])
+    )
     if reference is not None and len(runs) > 1:
         others[:0] = [
             _difference(name, title, runs, labels, reference) for name, title in DIFFERENCES.items()
@@ -163,16 +163,22 @@ def _difference(
     for run in runs:
         column = run.rows[name].finite
         steps_N, ours_N, base_N = np.intersect1d(column.steps_N, base.steps_N, return_indices=True)
-        with np.errstate(over="ignore"):
-            difference_N = column.values_N[ours_N] - base.values_N[base_N]
-        columns.append(Column(steps_N, difference_N))
+        difference_N = column.values_N[ours_N] - base.values_N[base_N]
+        found = Column(steps_N, difference_N)
+        if metric_of(name).is_noisy and len(steps_N) > _MANY:
+            # Two noisy curves minus each other are noise; their means tell whether they part.
+            found, title = means(found), f"{DIFFERENCES[name]} (means)"
+        columns.append(found)
     if not any(len(column.steps_N) for number, column in enumerate(columns) if number != reference):
         return None
-    return _chart(f"{name} difference", Metric(title, is_noisy=metric_of(name).is_noisy), columns, labels)
+    last = max(run.rows.last_step for run in runs)
+    return _chart(f"{name} difference", Metric(title), columns, labels, last)
 
 
-def _chart(name: str, metric: Metric, columns: Sequence[Column], labels: Sequence[str]) -> Chart | None:
-    """The chart of a column for each run; None if none of them has a number."""
+def _chart(
+    name: str, metric: Metric, columns: Sequence[Column], labels: Sequence[str], last: int
+) -> Chart | None:
+    """The chart of a column for each run, to the step `last`; None if none of them has a number."""
     series = []
     for number, (column, label) in enumerate(zip(columns, labels, strict=True)):
         bad_N = column.steps_N[np.isnan(column.values_N)] if metric.null_is_bad else column.steps_N[:0]
@@ -187,8 +193,6 @@ def _chart(name: str, metric: Metric, columns: Sequence[Column], labels: Sequenc
     if not len(values_N):
         return None
     firsts = [int(each.all.steps_N[0]) for each in series if len(each.all.steps_N)]
-    last = max(int(each.all.steps_N[-1]) for each in series if len(each.all.steps_N))
-    last = max([last, *(int(each.breaks_N[-1]) for each in series if len(each.breaks_N))])
     x = linear(0 if min(firsts) < 0.1 * last else min(firsts), max(last, 1), pad=False)
     return Chart(name, metric, tuple(series), _only_whole(x), _y(metric, values_N))
 

@@ -52,8 +52,7 @@ def first_parted(a: Run, b: Run, name: str, tolerance: float) -> Parted | None:
     ours, theirs = a.rows[name], b.rows[name]
     steps_N, at_a_N, at_b_N = np.intersect1d(ours.steps_N, theirs.steps_N, return_indices=True)
     a_N, b_N = ours.values_N[at_a_N], theirs.values_N[at_b_N]
-    with np.errstate(over="ignore", invalid="ignore"):
-        differs_N = np.abs(a_N - b_N) > tolerance * np.maximum(np.abs(a_N), np.abs(b_N))
+    differs_N = np.abs(a_N - b_N) > tolerance * np.maximum(np.abs(a_N), np.abs(b_N))
     differs_N |= np.isnan(a_N) != np.isnan(b_N)
     if not differs_N.any():
         return None

@@ -7,7 +7,6 @@ private file on a page that is meant to be passed on. A pipe is not waited for, 
 limit.
 """
 
-import errno
 import json
 import os
 from contextlib import suppress
@@ -40,8 +39,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> Found:
     except UserError as error:
         return Found(note=str(error).removeprefix(f"{path}: ").partition(";")[0])
     except OSError as error:
-        is_link = error.errno == errno.ELOOP
-        return Found(note="is a link, which a report does not follow" if is_link else _why(error))
+        return Found(note=_why(error))
     if len(content) > max_bytes:
         return Found(note=f"is larger than {max_bytes:,} bytes")
     return Found(content.decode("utf-8", errors="backslashreplace"))

@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 
 from lptune.report import svg
-from lptune.report.axes import number
 from lptune.report.markup import Html, scrolled, tag
 from lptune.report.run import Facts, Run
 from lptune.report.summary import (
-    Summary, differing_keys, duration, gib, loss_text, percent, steps_text, value,
+    Summary,
+    differing_keys,
+    duration,
+    gib,
+    loss_text,
+    percent,
+    steps_text,
+    value,
 )
 
 MAX_KEY_COLUMNS = 8
@@ -48,7 +54,7 @@ def _facts(facts: Facts, numbers: Summary) -> dict[str, str]:
         "Model": facts.model,
         "Recipe": facts.recipe,
         "Precision": facts.precision,
-        "Data": f"{facts.data}{digest}",
+        "Data": f"{facts.data}{digest}".strip(),
         "Device": f"{facts.device}{ranks}",
         "Versions": facts.versions,
         "First step": f"{numbers.started}{launches if numbers.started else ''}",
@@ -148,7 +154,7 @@ def _table_of_runs(
         rows.append(
             tag(
                 "tr",
-                tag("th", svg.swatch(place), " ", name, of, scope="row"),
+                tag("th", svg.swatch(place), " ", name, of, tag("div", _status(run, " ")), scope="row"),
                 (tag("td", columns[head][place], klass="num") for head in first),
                 (tag("td", keys[key][place]) for key in key_columns),
                 (
@@ -156,7 +162,6 @@ def _table_of_runs(
                     for head, cells in columns.items()
                     if head not in first
                 ),
-                tag("td", _status(run, " ")),
             )
         )
     heads = [
@@ -164,7 +169,6 @@ def _table_of_runs(
         *(tag("th", text, scope="col", klass="num") for text in first),
         *(tag("th", tag("code", key), scope="col") for key in key_columns),
         *(tag("th", text, scope="col", klass="num") for text in columns if text not in first),
-        tag("th", "Status", scope="col"),
     ]
     left = len(keys) - len(key_columns)
     more = f"{left} more keys differ: see Configuration." if left else None

@@ -119,8 +119,8 @@ def _figure(chart: Chart, runs: Sequence[Run], names: Sequence[str]) -> Html:
         details.append("log scale")
     if chart.num_bad:
         details.append(f"× {chart.num_bad:,} not finite")
-    if chart.name == "tokens_per_s":
-        details += sections.compile_times(runs, names)
+    if chart.name == "tokens_per_s" and len(runs) == 1:  # of several the summary says it
+        details += sections.compile_time(runs[0])
     caption = [
         chart.metric.title,
         tag("span", f" · {' · '.join(details)}", klass="soft") if details else None,

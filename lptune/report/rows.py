@@ -23,13 +23,16 @@ MAX_NAMES = 64
 """Different metrics that are read. A run writes about twenty, and one for each data source."""
 _MAX_NAME = 80
 _MAX_STEP = 2**53  # beyond it a float does not hold every integer
+_LARGEST = 1e100
+"""A larger number counts as not finite, one below its inverse as 0. Runs compute in float32, which ends at
+3.4e38, and between these bounds sums, squares and quotients of two numbers cannot overflow."""
 
 
 class Column(NamedTuple):
     """One metric, by step. Steps increase, each is there once."""
 
     steps_N: npt.NDArray[np.int64]
-    values_N: npt.NDArray[np.float64]  # NaN: null
+    values_N: npt.NDArray[np.float64]  # below 1e100; NaN: null, or not finite
 
     @property
     def finite(self) -> "Column":
@@ -76,9 +79,7 @@ def read_rows(path: Path) -> Rows:
             for line in _lines(file, reader):
                 reader.add(line)
     except OSError as error:
-        is_link = kind_of(path) == "a link"
-        why = "is a link, which a report does not follow" if is_link else f"cannot be read: {error.strerror}"
-        raise UserError(f"{path}: {why}; give the folder of a run") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     rows = reader.rows()
     if not rows.num_rows and reader.num_bad:
         raise UserError(
@@ -101,8 +102,8 @@ class _Reader:
     def __init__(self) -> None:
         self.notes = list[str]()
         self.num_lines = self.num_rows = self.num_bad = 0
-        self._steps, self._values = dict[str, list[int]](), dict[str, list[float]]()
-        self._times = ["", ""]
+        self._columns = dict[str, tuple[list[int], list[float]]]()
+        self._first_time = self._last_time = ""
         self._num_odd_values = 0
         self._is_cut = False
         self._unread = set[str]()
@@ -113,7 +114,7 @@ class _Reader:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        step = row.get("step") if isinstance(row, dict) else None
+        step = row.pop("step", None) if isinstance(row, dict) else None
         if type(step) is int and 0 <= step < _MAX_STEP:
             self._add_row(step, row)
         elif not line.endswith(b"\n"):
@@ -123,31 +124,33 @@ class _Reader:
 
     def _add_row(self, step: int, row: dict[str, Any]) -> None:
         self.num_rows += 1
+        time = row.pop("time", None)
+        if isinstance(time, str):
+            self._last_time = time[:40]
+            self._first_time = self._first_time or self._last_time
+        columns = self._columns
         for name, value in row.items():
-            if name == "step":
-                continue
-            if name == "time" and isinstance(value, str):
-                self._times = [self._times[0] or value[:40], value[:40]]
-                continue
-            number = _number(value)
-            if number is None:
-                self._num_odd_values += 1
-                continue
-            values = self._values.get(name)
-            if values is None:
-                if len(self._values) >= MAX_NAMES or len(name) > _MAX_NAME:
+            if type(value) is not float:  # most are
+                value = _number(value)
+                if value is None:
+                    self._num_odd_values += 1
+                    continue
+            column = columns.get(name)
+            if column is None:
+                if len(columns) >= MAX_NAMES or len(name) > _MAX_NAME:
                     if len(self._unread) < MAX_NAMES:
                         self._unread.add(name[:_MAX_NAME])
                     continue
-                values = self._values[name] = []
-                self._steps[name] = []
-            self._steps[name].append(step)
-            values.append(number)
+                column = columns[name] = ([], [])
+            column[0].append(step)
+            column[1].append(value)
 
     def rows(self) -> Rows:
         columns, is_unordered = {}, False
-        for name, values in self._values.items():
-            steps_N, values_N = np.array(self._steps[name], np.int64), np.array(values)
+        for name, (steps, values) in self._columns.items():
+            steps_N, values_N = np.array(steps, np.int64), np.array(values)
+            values_N[~(np.abs(values_N) < _LARGEST)] = np.nan
+            values_N[np.abs(values_N) < 1 / _LARGEST] = 0.0
             if (np.diff(steps_N) <= 0).any():
                 is_unordered = True
                 # Stable, so that of the rows of one step the last one in the file stays.
@@ -164,17 +167,14 @@ class _Reader:
         if self._num_odd_values:
             notes.append(f"{self._num_odd_values:,} values are no numbers and were left out")
         if self._unread:
-            notes.append(f"{len(self._unread)} or more metrics were left out, beyond {MAX_NAMES} of them")
+            notes.append(f"metrics beyond {MAX_NAMES}, or with long names, were left out")
         if is_unordered:
             notes.append("steps repeat or go back; the last row of each step is shown")
-        first, last = self._times
-        return Rows(columns, self.num_rows, first, last, tuple(notes))
+        return Rows(columns, self.num_rows, self._first_time, self._last_time, tuple(notes))
 
 
 def _number(value: object) -> float | None:
-    """A float for a number or null (NaN); None for anything else. An infinity becomes a NaN."""
-    if type(value) is float:
-        return value if abs(value) != float("inf") else float("nan")
+    """A float for an integer, NaN for null; None for anything else."""
     if value is None:
         return float("nan")
     if type(value) is int:

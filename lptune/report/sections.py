@@ -9,18 +9,13 @@ from lptune.report import shadow as shadow_checks
 from lptune.report import svg
 from lptune.report.axes import number
 from lptune.report.charts import Chart
-from lptune.report.markup import Html, tag
+from lptune.report.markup import Html, scrolled, tag
 from lptune.report.plan import COLUMNS, Plan
-from lptune.report.run import Facts, Run, Sample
+from lptune.report.run import Run, Sample
 from lptune.report.summary import (
-    Summary,
     differing_keys,
     duration,
-    gib,
-    loss_text,
     percent,
-    steps_text,
-    value,
 )
 
 MAX_SAMPLES = 20
@@ -49,18 +44,15 @@ def legend(runs: Sequence[Run], names: Sequence[str]) -> Html:
     )
 
 
-def compile_times(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+def compile_time(run: Run) -> list[str]:
     """What stands beside the tokens per second, from which the time of compilation is left out."""
-    found = []
-    for run, name in zip(runs, names, strict=True):
-        steps_N, seconds_N = run.rows["compile_time_s"].finite
-        total_s = float(seconds_N[seconds_N > 0].sum())
-        if 0 < total_s < 1e9:
-            steps = [f"{step:,}" for step in steps_N[seconds_N > 0]]
-            where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
-            of = f"{name}: " if len(runs) > 1 else ""
-            found.append(f"{of}{duration(total_s)} of compilation in {where}")
-    return found[:6]
+    steps_N, seconds_N = run.rows["compile_time_s"].finite
+    total_s = float(seconds_N[seconds_N > 0].sum())
+    if not 0 < total_s < 1e9:
+        return []
+    steps = [f"{step:,}" for step in steps_N[seconds_N > 0]]
+    where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
+    return [f"{duration(total_s)} of it in {where}"]
 
 
 def values_table(chart: Chart, runs: Sequence[Run], names: Sequence[str]) -> Html:
@@ -68,11 +60,9 @@ def values_table(chart: Chart, runs: Sequence[Run], names: Sequence[str]) -> Htm
     unit = " %" if chart.metric.as_percent else ""
     columns = [series.all for series in chart.series]
     steps_N = np.unique(np.concatenate([steps_N for steps_N, _ in columns]))
-    chosen = (
-        np.unique(np.linspace(0, len(steps_N) - 1, _NUM_VALUES).round().astype(int)) if len(steps_N) else []
-    )
+    chosen: npt.NDArray[np.int64] = np.linspace(0, len(steps_N) - 1, _NUM_VALUES).round().astype(np.int64)
     rows = []
-    for step in steps_N[chosen].tolist():
+    for step in np.unique(steps_N[chosen]).tolist():
         cells = []
         for each_N, values_N in columns:
             place = int(np.searchsorted(each_N, step))
@@ -110,7 +100,7 @@ def shadow(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
             continue
         last = run.shadow.checks[-1]
         losses = (
-            f"loss {last.loss:.6g}, in high precision {last.shadow_loss:.6g}"
+            f"Loss {last.loss:.6g}, in high precision {last.shadow_loss:.6g}."
             if last.loss is not None and last.shadow_loss is not None
             else ""
         )
@@ -133,19 +123,23 @@ def _groups(run: Run) -> Html:
         "tr", (tag("th", text, scope="col", klass="num" if i > 1 else "") for i, text in enumerate(heads))
     )
     about = (
-        "`#` stands for the number of the block, which follows the worst value. Bars: gradient SQNR of each "
-        f"block, from {lowest:.1f} to {highest:.1f} dB; the lowest of each row is marked."
+        " stands for the number of the block, which follows the worst value in brackets. Bars: gradient SQNR "
+        f"of each block, from {lowest:.1f} to {highest:.1f} dB; the lowest of each row is marked."
     )
     table = tag("table", tag("thead", head), tag("tbody", rows))
-    return tag("div", scrolled(table, "Shadow check by layer"), tag("p", about, klass="soft"))
+    return tag(
+        "div", scrolled(table, "Shadow check by layer"), tag("p", tag("code", "#"), about, klass="soft")
+    )
 
 
 def _worst(group: shadow_checks.Group, measure: str) -> str:
     if measure not in group.worst:
         return ""
     worst, block = group.worst[measure]
-    text = percent(worst) if measure in shadow_checks.LARGE_IS_BAD else f"{worst:.5g}"
-    return f"{text} ({block})" if block and len(group.sqnr_by_block) > 1 else text
+    is_share = measure in shadow_checks.LARGE_IS_BAD
+    text = percent(worst) if is_share else f"{worst:.1f}" if measure.endswith("_db") else f"{worst:.5f}"
+    is_one_of_many = block and len(group.sqnr_by_block) > 1 and not (is_share and worst == 0)
+    return f"{text} ({block})" if is_one_of_many else text
 
 
 def _bars(group: shadow_checks.Group, lowest: float, highest: float) -> Html | None:

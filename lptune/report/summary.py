@@ -50,7 +50,7 @@ def summary(run: Run) -> Summary:
         first_eval_loss=float(evaluations_N[0]) if len(evaluations_N) > 1 else None,
         eval_loss=run.final("eval_loss"),
         best_eval_loss=float(evaluations_N.min()) if len(evaluations_N) else None,
-        loss=float((tail_N / len(tail_N)).sum()) if len(tail_N) else None,
+        loss=float(tail_N.mean()) if len(tail_N) else None,
         tokens_per_s=float(np.median(speeds_N)) if len(speeds_N) else None,
         train_time_s=_sum(run, "step_time_s"),
         compile_time_s=_sum(run, "compile_time_s"),
@@ -137,7 +137,7 @@ def duration(seconds: float | None) -> str:
 
 def _sum(run: Run, name: str) -> float | None:
     values_N = run.rows[name].finite.values_N
-    return math.fsum(values_N) if len(values_N) and np.abs(values_N).max() < 1e100 else None
+    return float(values_N.sum()) if len(values_N) else None
 
 
 def _time(text: str) -> str:

@@ -50,10 +50,8 @@ def means(column: Column) -> Column:
     column_N = _columns(steps_N, num_columns)
     starts = np.flatnonzero(np.append(True, np.diff(column_N) > 0))
     counts = np.diff(np.append(starts, len(steps_N)))
-    # Divided before they are added: a sum of values near the largest float would be infinite.
-    values = np.add.reduceat(values_N / np.repeat(counts, counts), starts)
-    steps = np.add.reduceat(steps_N / np.repeat(counts, counts), starts)
-    return Column(np.rint(steps).astype(np.int64), values)
+    steps = np.add.reduceat(steps_N.astype(float), starts) / counts
+    return Column(np.rint(steps).astype(np.int64), np.add.reduceat(values_N, starts) / counts)
 
 
 def _columns(steps_N: npt.NDArray[np.int64], num_columns: int) -> npt.NDArray[np.int64]:
