@@ -47,7 +47,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises UserError (one line) for an unreadable file, an unknown key, a wrong type, a missing or illegal
     value.
     """
-    values = _read_yaml(path)
+    values = read_yaml(path)
     _check_keys(cls, values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
@@ -77,14 +77,6 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         raise UserError(f"{blamed}: {masked(str(error), raw, read)}") from None
     object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
     return cfg
-
-
-def read_values(path: Path) -> dict[str, Any]:
-    """The values of the YAML at `path` as nested dicts, without a config class: for the config.yaml of a run,
-    which has every key. A `${…}` stays as it is written. Raises UserError as `load_config` does.
-    """
-    values = typing.cast("dict[str, Any]", OmegaConf.to_container(_read_yaml(path), resolve=False))
-    return {str(key): value for key, value in values.items()}
 
 
 def to_yaml(cfg: Any) -> str:
@@ -172,7 +164,8 @@ def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
     return found
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
+    """The YAML at `path`, without a config class. Raises UserError as `load_config` does."""
     try:
         text = read_text(path, _MAX_CHARS)
         _check_depth(text)

@@ -79,7 +79,7 @@ def read_objects(path: Path) -> Found:
         value = json.loads(lines[-1])
         if isinstance(value, dict):
             found.append(value)
-    return Found(found, f"{num_bad} of its lines are no JSON objects and were left out" if num_bad else "")
+    return Found(found, f"lines that were left out, being no JSON objects: {num_bad:,}" if num_bad else "")
 
 
 def write_in_one_piece(path: Path, text: str | bytes) -> None:

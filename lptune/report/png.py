@@ -41,7 +41,7 @@ def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[S
     ):
         figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
         axes = figure.add_subplot()
-        axes.set_title(chart.metric.title, loc="left", fontsize=11, fontweight="semibold")
+        axes.set_title(chart.metric.title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("step")
         for series in chart.series:
             look = looks[series.run]
@@ -52,11 +52,17 @@ def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[S
             if lengths:
                 line |= {"linestyle": (0, lengths), "dash_capstyle": "butt"}
             if series.mean is not None:
-                axes.plot(*points, color=colour, linewidth=0.7, alpha=0.35)
+                axes.plot(*points, color=colour, linewidth=0.7, alpha=0.35, clip_on=False)
                 points = series.mean
             else:
                 points = _with_breaks(points, series.breaks_N)
-            axes.plot(*points, marker="o" if len(points.steps_N) <= FEW else None, markersize=4, **line)
+            axes.plot(
+                *points,
+                marker="o" if len(points.steps_N) <= FEW else None,
+                markersize=4,
+                clip_on=False,
+                **line,
+            )
         if chart.y.is_log:
             axes.set_yscale("log")
         axes.set_xlim(chart.x.low, chart.x.high)

@@ -43,7 +43,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """What metrics.jsonl holds."""
+    """What metrics.jsonl holds, column by column."""
 
     columns: dict[str, Column]
     num_rows: int = 0
@@ -160,12 +160,12 @@ class _Reader:
                 steps_N, values_N = steps_N[is_last_N], values_N[is_last_N]
             columns[name] = Column(steps_N, values_N)
         notes = list(self.notes)
-        if self.num_bad - len(self.notes) > 0:
-            notes.append(f"{self.num_bad - len(self.notes):,} lines are no rows of metrics and were left out")
+        if num_bad := self.num_bad - len(self.notes):
+            notes.append(f"lines that were left out, being no rows of metrics: {num_bad:,}")
         if self._is_cut:
             notes.append("the last line is incomplete: the run is writing it, or was killed as it did")
         if self._num_odd_values:
-            notes.append(f"{self._num_odd_values:,} values are no numbers and were left out")
+            notes.append(f"values that were left out, being no numbers: {self._num_odd_values:,}")
         if self._unread:
             notes.append(f"metrics beyond {MAX_NAMES}, or with long names, were left out")
         if is_unordered:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -121,10 +121,14 @@ def read_config(path: Path) -> tuple[dict[str, Any], str, str]:
     text, note = read_text(path)
     if text is None:
         return {}, "", note
-    from lptune.config.load import read_values  # imports OmegaConf, 60 ms
+    from omegaconf import OmegaConf  # slow to import
+
+    from lptune.config.load import read_yaml
 
     try:
-        return flat(read_values(path)), text, ""
+        # A value of the environment stays a `${…}`, as the run has written it.
+        values = OmegaConf.to_container(read_yaml(path), resolve=False)
+        return flat(cast("dict[str, Any]", values)), text, ""
     except UserError as error:
         return {}, text, str(error).removeprefix(f"{path}: ")
 

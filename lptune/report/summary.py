@@ -38,7 +38,7 @@ class Summary(NamedTuple):
 
 
 def summary(run: Run) -> Summary:
-    """The numbers of `run`."""
+    """What `run` came to, from its rows."""
     rows = run.rows
     evaluations_N = rows["eval_loss"].finite.values_N
     losses_N = rows["loss"].finite.values_N

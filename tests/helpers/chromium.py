@@ -65,7 +65,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call("Page.navigate", url=path.as_uri())
-        self._wait_for("Page.loadEventFired")
+        self.wait_for("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
@@ -88,7 +88,8 @@ class Page:
         extra = {"captureBeyondViewport": True, "clip": clip} if whole else {}
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **extra)["data"]))
 
-    def _wait_for(self, event: str) -> None:
+    def wait_for(self, event: str) -> None:
+        """Reads on until the browser reports an event."""
         while self._read().get("method") != event:
             pass
 

@@ -78,7 +78,7 @@ def test_a_whole_last_line_without_its_line_end_counts(tmp_path: Path) -> None:
 def test_a_line_that_is_no_row_is_counted_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     rows = read(tmp_path, GOOD + line + '\n{"step": 3, "loss": 2.0}\n')
     assert rows["loss"].steps_N.tolist() == [1, 3]
-    assert rows.notes == ("1 lines are no rows of metrics and were left out",)
+    assert rows.notes == ("lines that were left out, being no rows of metrics: 1",)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e308", "null"])
@@ -92,7 +92,7 @@ def test_what_is_not_finite_becomes_nan(tmp_path: Path, value: str) -> None:
 def test_a_value_that_is_no_number_is_left_out_and_said(tmp_path: Path, value: str) -> None:
     rows = read(tmp_path, GOOD + f'{{"step": 2, "loss": {value}}}\n')
     assert rows["loss"].steps_N.tolist() == [1]
-    assert rows.notes == ("1 values are no numbers and were left out",)
+    assert rows.notes == ("values that were left out, being no numbers: 1",)
 
 
 def test_bytes_that_are_no_utf_8_are_no_row(tmp_path: Path) -> None:
