@@ -102,6 +102,11 @@ class Chart(NamedTuple):
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "chart"
 
     @property
+    def title(self) -> str:
+        """The title, where no caption stands beside it."""
+        return f"{self.metric.title} (log scale)" if self.y.is_log else self.metric.title
+
+    @property
     def num_bad(self) -> int:
         """How many values of all runs were not finite."""
         return sum(len(series.breaks_N) for series in self.series)

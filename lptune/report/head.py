@@ -89,11 +89,11 @@ def summary(
 ) -> Html:
     """The tiles of one run, or the table of several."""
     if len(runs) == 1:
-        return _tiles(numbers[0])
+        return _tiles(runs[0], numbers[0])
     return tag("section", tag("h2", "Summary"), _table_of_runs(runs, names, numbers, reference))
 
 
-def _tiles(numbers: Summary) -> Html:
+def _tiles(run: Run, numbers: Summary) -> Html:
     before = (
         f"before training {loss_text(numbers.first_eval_loss)}" if numbers.first_eval_loss is not None else ""
     )
@@ -104,7 +104,7 @@ def _tiles(numbers: Summary) -> Html:
         ("Held-out loss", loss_text(numbers.eval_loss), before),
         ("Loss", loss_text(numbers.loss), "mean of the last 5 % of steps"),
         ("Tokens per second", value(numbers.tokens_per_s), "median, without compilation"),
-        ("Training", duration(numbers.train_time_s), _compiled(numbers)),
+        ("Training", duration(numbers.train_time_s), _time_note(run, numbers)),
         ("Peak memory", gib(numbers.peak_memory_gib), "largest of any step, per rank"),
         ("In low precision", percent(numbers.low_fraction), "of the linear layers' FLOPs"),
         ("Skipped steps", f"{numbers.num_skipped:,}", "loss or gradient not finite"),
@@ -119,7 +119,10 @@ def _tiles(numbers: Summary) -> Html:
     )
 
 
-def _compiled(numbers: Summary) -> str:
+def _time_note(run: Run, numbers: Summary) -> str:
+    """What stands below the time of training: how much is to come, or how long compilation took."""
+    if numbers.rest_s is not None:
+        return f"about {duration(numbers.rest_s)} to go"
     return (
         f"and {duration(numbers.compile_time_s)} of compilation"
         if numbers.compile_time_s

@@ -59,7 +59,7 @@ def _is_emulated(row: dict[str, Any]) -> bool:
 
 
 def without_number(name: str) -> str:
-    """The name without the number of its block: `model.layers.7.mlp.up_proj` -> `model.layers.#.mlp.up_proj`."""
+    """The name of a layer for all blocks: `layers.7.mlp.up_proj` -> `layers.#.mlp.up_proj`."""
     return re.sub(r"\.[0-9]+\.", ".#.", name, count=1)
 
 

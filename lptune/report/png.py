@@ -41,7 +41,7 @@ def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[S
     ):
         figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
         axes = figure.add_subplot()
-        axes.set_title(chart.metric.title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_title(chart.title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("step")
         for series in chart.series:
             look = looks[series.run]

@@ -52,6 +52,8 @@ class Rows:
     """`time` of the first and the last row that has one, as written."""
     notes: tuple[str, ...] = ()
     """What was left out, a sentence each."""
+    is_cut: bool = False
+    """Whether the last line is incomplete."""
 
     def __getitem__(self, name: str) -> Column:
         """The column of a metric; an empty one if no row has it."""
@@ -162,15 +164,13 @@ class _Reader:
         notes = list(self.notes)
         if num_bad := self.num_bad - len(self.notes):
             notes.append(f"lines that were left out, being no rows of metrics: {num_bad:,}")
-        if self._is_cut:
-            notes.append("the last line is incomplete: the run is writing it, or was killed as it did")
         if self._num_odd_values:
             notes.append(f"values that were left out, being no numbers: {self._num_odd_values:,}")
         if self._unread:
             notes.append(f"metrics beyond {MAX_NAMES}, or with long names, were left out")
         if is_unordered:
             notes.append("steps repeat or go back; the last row of each step is shown")
-        return Rows(columns, self.num_rows, self._first_time, self._last_time, tuple(notes))
+        return Rows(columns, self.num_rows, self._first_time, self._last_time, tuple(notes), self._is_cut)
 
 
 def _number(value: object) -> float | None:

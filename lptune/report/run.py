@@ -112,6 +112,8 @@ def read_run(folder: Path, *, is_over: bool = False) -> Run:
     }
     notes += [f"{name}: {why}" for name, why in named.items() if why]
     status = _status(folder, rows, config, about or {}, state, is_over)
+    if rows.is_cut and status.word != "running":  # else the run is writing it
+        notes.append("metrics.jsonl: the last line is incomplete, as a kill leaves it")
     facts = _facts(config, about or {}, state, plan)
     return Run(folder, rows, config, text, plan, samples, shadow, facts, status, tuple(notes))
 

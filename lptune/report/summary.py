@@ -30,6 +30,8 @@ class Summary(NamedTuple):
     """The median of all steps, without compilation."""
     train_time_s: float | None
     compile_time_s: float | None
+    rest_s: float | None
+    """What the steps to come take at the median time of those that were, if the run goes on."""
     peak_memory_gib: float | None
     low_fraction: float | None
     num_skipped: int
@@ -44,6 +46,8 @@ def summary(run: Run) -> Summary:
     losses_N = rows["loss"].finite.values_N
     tail_N = losses_N[-max(1, len(losses_N) // 20) :]
     speeds_N = rows["tokens_per_s"].finite.values_N
+    durations_N = rows["step_time_s"].finite.values_N
+    num_to_come = run.status.num_steps - rows.last_step if run.status.word == "running" else 0
     memory_N = rows["peak_memory_gib"].finite.values_N
     return Summary(
         last_step=rows.last_step,
@@ -54,6 +58,7 @@ def summary(run: Run) -> Summary:
         tokens_per_s=float(np.median(speeds_N)) if len(speeds_N) else None,
         train_time_s=_sum(run, "step_time_s"),
         compile_time_s=_sum(run, "compile_time_s"),
+        rest_s=float(np.median(durations_N)) * num_to_come if num_to_come > 0 and len(durations_N) else None,
         peak_memory_gib=float(memory_N.max()) if len(memory_N) else None,
         low_fraction=run.final("low_precision_flops_fraction"),
         num_skipped=int(min(run.final("num_skipped") or 0, 2**53)),

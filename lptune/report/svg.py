@@ -113,7 +113,7 @@ def standalone(chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> s
         "svg",
         tag("style", Html(_STANDALONE + run_css(looks, COLOURS, NEUTRAL))),
         tag("rect", width=WIDTH, height=height, fill="#fff"),
-        tag("text", chart.metric.title, x=LEFT, y=20, klass="title"),
+        tag("text", chart.title, x=LEFT, y=20, klass="title"),
         legend,
         drawing,
         xmlns="http://www.w3.org/2000/svg",

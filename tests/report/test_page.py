@@ -281,13 +281,18 @@ def test_a_run_whose_lock_is_held_goes_on_but_not_for_itself(make_run: MakeRun) 
     import fcntl
 
     folder = make_run("a", [row(step) for step in range(1, 41)])
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4')
     with (folder / ".lock").open("w") as lock:
         assert not report.is_running(folder)
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert report.is_running(folder)
         assert read_run(folder).status.word == "running"
+        assert read_run(folder).notes == ()
+        assert "about 6.0 s to go" in parsed(folder).text
         assert "stopped, step 40 of 100" in report.write(folder).read_text()
     assert read_run(folder).status.word == "stopped"
+    assert read_run(folder).notes == ("metrics.jsonl: the last line is incomplete, as a kill leaves it",)
 
 
 def test_write_makes_one_file_and_leaves_the_others_alone(make_run: MakeRun) -> None:
