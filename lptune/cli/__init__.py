@@ -22,9 +22,15 @@ if import_path.is_program():
     from lptune.config import printable  # slow to import, so after the signals
 
     # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
-    _works = _is_run or not {"export", "download", "new-checkpoint", "cp", "verify", "validate"}.isdisjoint(
-        _command
-    )
+    _works = _is_run or not {
+        "export",
+        "download",
+        "new-checkpoint",
+        "cp",
+        "verify",
+        "validate",
+        "report",
+    }.isdisjoint(_command)
     # A recipe and `data` may print colours, and `data` escapes what it prints by itself. Other commands print
     # text, some of it from files of other people.
     _colours = _is_run or _command == ["data"]

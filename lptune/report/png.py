@@ -17,7 +17,7 @@ from lptune.report.charts import Chart
 from lptune.report.files import write_in_one_piece
 from lptune.report.markup import shown
 from lptune.report.rows import Column
-from lptune.report.svg import COLOURS, FEW, NEUTRAL, Style, dash_lengths
+from lptune.report.svg import COLOURS, NEUTRAL, Style, dash_lengths, has_dots
 
 _INCHES, _DPI = (6.4, 3.6), 160
 
@@ -58,7 +58,7 @@ def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[S
                 points = _with_breaks(points, series.breaks_N)
             axes.plot(
                 *points,
-                marker="o" if len(points.steps_N) <= FEW else None,
+                marker="o" if has_dots(series, chart) else None,
                 markersize=4,
                 clip_on=False,
                 **line,

@@ -1,6 +1,7 @@
 """What a run came to, in a few numbers: the tiles of one run, the table of several."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -79,7 +80,7 @@ def by_final_loss(runs: Sequence[Run]) -> list[int]:
 
 def labels(folders: Sequence[Path]) -> list[str]:
     """A name for each folder, as short as tells it from the others: `a`, or `x/a` and `y/a`."""
-    paths = [folder.absolute().parts for folder in folders]
+    paths = [Path(os.path.abspath(folder)).parts for folder in folders]
     found = []
     for path in paths:
         length = 1

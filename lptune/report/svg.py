@@ -18,15 +18,15 @@ from lptune.report.markup import Html, shown, tag
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 28
-FEW = 40
-"""Points of a line that are marked each."""
+_FEW = 60
+"""Points of all lines of a chart, up to which each is marked."""
 
 COLOURS = ("#0b62b0", "#c44f00", "#007f5c", "#a8478b", "#8a6100", "#237fa6")
 """Of the runs on white: hues that all kinds of colour vision tell apart, at a contrast of 4 or more."""
 COLOURS_DARK = ("#62aef0", "#ff9350", "#3cc99b", "#e792c4", "#dcb13f", "#74d0ea")
 NEUTRAL, NEUTRAL_DARK = "#6a6f78", "#a3a8b1"
 """Of the reference run."""
-DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "13 4", "5 2 1 2 1 2")
+DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "13 4", "5 2 1 2 1 2", "4 4")
 
 
 class Style(NamedTuple):
@@ -39,7 +39,7 @@ class Style(NamedTuple):
 
 def styles(num_runs: int, reference: int | None) -> list[Style]:
     """A style for each run: one colour and dash pattern each, and the reference neutral and without dashes.
-    They repeat after 36 runs.
+    They repeat after 42 runs, or after 36 beside a reference.
     """
     found, number = list[Style](), 0
     for run in range(num_runs):
@@ -48,8 +48,8 @@ def styles(num_runs: int, reference: int | None) -> list[Style]:
             continue
         # The reference has the line without dashes.
         dashes = DASHES if reference is None else DASHES[1:]
-        place = number + number // len(COLOURS)
-        found.append(Style(number % len(COLOURS), dashes[place % len(dashes)]))
+        num_rounds, colour = divmod(number, len(COLOURS))
+        found.append(Style(colour, dashes[(colour + num_rounds) % len(dashes)]))
         number += 1
     return found
 
@@ -69,6 +69,12 @@ def draw(chart: Chart) -> Html:
         role="img",
         aria_label=describe(chart),
     )
+
+
+def has_dots(series: Series, chart: Chart) -> bool:
+    """Whether each point of a run is marked: where there are few, or only one, which has no line."""
+    num_points = len(series.points.steps_N)
+    return num_points == 1 or num_points * len(chart.series) <= _FEW
 
 
 def describe(chart: Chart) -> str:
@@ -139,7 +145,7 @@ text{font:11px system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;fil
 .title{font-size:13px;font-weight:600;fill:#16191d}
 .y text{text-anchor:end}.x text{text-anchor:middle}
 .grid{stroke:#e4e6ea;fill:none}.base{stroke:#9aa0a8;fill:none}
-.run path{fill:none;stroke-width:1.5;stroke-linejoin:round}.run .faint{opacity:.35;stroke-width:1}
+.run path{fill:none;stroke-width:1.5;stroke-linejoin:round}.run .faint{stroke-opacity:.35;stroke-width:1}
 .run .dots{stroke-width:5;stroke-linecap:round}.run .bad{stroke:#b3261e}
 """
 
@@ -173,7 +179,7 @@ def _run(series: Series, chart: Chart) -> Html:
     if series.mean is not None:
         mean_x_N, mean_y_N = _x(chart.x, series.mean.steps_N.astype(float)), _y(chart.y, series.mean.values_N)
         drawn.append(tag("path", klass="line", d=_path(mean_x_N, mean_y_N)))
-    if 0 < len(steps_N) <= FEW:
+    if has_dots(series, chart):
         # A point is a line of no length with round ends: it keeps its size when the drawing is scaled.
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in zip(x_N, y_N, strict=True))
         drawn.append(tag("path", klass="dots", d=dots))
