@@ -89,7 +89,7 @@ def labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
 
 
 def number(value: float) -> str:
-    """A number with four digits, as it stands in tables: `12,345`, `0.7312`, `3e-05`."""
+    """A number with four digits, as it stands in tables: `12,345`, `0.7312`, `3e-5`."""
     if value == 0:
         return "0"
     if abs(value) >= 1e9 or abs(value) < 1e-3:

@@ -20,7 +20,7 @@ MAX_KEY_COLUMNS = 8
 """Keys that the table of runs shows; all stand below, under Configuration."""
 
 
-def header(runs: Sequence[Run], names: Sequence[str], numbers: Sequence[Summary], refresh_s: int) -> Html:
+def header(runs: Sequence[Run], names: Sequence[str], numbers: Sequence[Summary]) -> Html:
     """The title and what all runs have in common: model, data, device, versions."""
     one = len(runs) == 1
     status = _status(runs[0]) if one else None

@@ -60,7 +60,7 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
     numbers = [summary(run) for run in runs]
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     body = [
-        head.header(runs, names, numbers, refresh_s),
+        head.header(runs, names, numbers),
         head.notes(runs, names),
         head.summary(runs, names, numbers, reference),
         _charts(runs, names, main, others, left_out),

@@ -24,6 +24,7 @@ from lptune.report.shadow import Shadow, read_shadow
 
 _MAX_SAMPLES = 10_000
 _MAX_TEXT = 4_000
+_MAX_CONFIG_BYTES = 256 * 1024  # as of any config
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "run.json", "precision_plan.json")
 
 
@@ -120,7 +121,7 @@ def read_run(folder: Path, *, is_over: bool = False) -> Run:
 
 def read_config(path: Path) -> tuple[dict[str, Any], str, str]:
     """The keys of a run's config.yaml, dotted, its text, and a note if it cannot be used."""
-    text, note = read_text(path)
+    text, note = read_text(path, _MAX_CONFIG_BYTES)
     if text is None:
         return {}, "", note
     from omegaconf import OmegaConf  # slow to import
@@ -157,7 +158,11 @@ def newest_state(folder: Path) -> dict[str, Any]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a living run holds the lock of its folder. False where the file system has no locks."""
+    """Whether a living run holds the lock of its folder. False where the file system has no locks.
+
+    To find out, the lock is taken for some microseconds; a run that starts in them says that another run is
+    writing there, and can be started again.
+    """
     path = folder / ".lock"
     with suppress(OSError, UserError):
         descriptor = open_regular(path, os.O_RDONLY)
@@ -221,7 +226,7 @@ def _facts(config: Mapping[str, Any], about: Any, state: Mapping[str, Any], plan
         precision=f"{_text(kind)}{emulated}",
         device=_text(newest.get("device") or config.get("device")),
         num_ranks=_text(newest.get("num_ranks")),
-        versions=", ".join(f"{_text(k)} {_text(v)}" for k, v in versions.items())
+        versions=", ".join(f"{_text(k)} {_text(v)}" for k, v in list(versions.items())[:10])
         if isinstance(versions, dict)
         else "",
         data=_text(source if isinstance(source, str) else value_text(source)),

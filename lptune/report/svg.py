@@ -21,9 +21,11 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 28
 _FEW = 60
 """Points of all lines of a chart, up to which each is marked."""
 
-COLOURS = ("#0b62b0", "#c44f00", "#007f5c", "#a8478b", "#8a6100", "#237fa6")
-"""Of the runs on white: hues that all kinds of colour vision tell apart, at a contrast of 4 or more."""
-COLOURS_DARK = ("#62aef0", "#ff9350", "#3cc99b", "#e792c4", "#dcb13f", "#74d0ea")
+COLOURS = ("#1382d6", "#6a2f0b", "#d4498c", "#5f1d70", "#116c44", "#927534")
+"""Of the runs on white, with a contrast of at least 4. Any two are 20 or more apart in CIELAB for normal
+vision, and for eyes without red, green or blue cones; tests/report/test_colours.py has the model."""
+COLOURS_DARK = ("#33a7fc", "#e87b43", "#df82ad", "#f5bbfe", "#92eab1", "#d8b20f")
+"""The same in dark mode, with a contrast of at least 6."""
 NEUTRAL, NEUTRAL_DARK = "#6a6f78", "#a3a8b1"
 """Of the reference run."""
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "13 4", "5 2 1 2 1 2", "4 4")
