@@ -23,7 +23,7 @@ MAX_NAMES = 64
 """Different metrics that are read. A run writes about twenty, and one for each data source."""
 _MAX_NAME = 80
 _MAX_STEP = 2**53  # beyond it a float does not hold every integer
-_LARGEST = 1e100
+LARGEST = 1e100
 """A larger number counts as not finite, one below its inverse as 0. Runs compute in float32, which ends at
 3.4e38, and between these bounds sums, squares and quotients of two numbers cannot overflow."""
 
@@ -151,8 +151,8 @@ class _Reader:
         columns, is_unordered = {}, False
         for name, (steps, values) in self._columns.items():
             steps_N, values_N = np.array(steps, np.int64), np.array(values)
-            values_N[~(np.abs(values_N) < _LARGEST)] = np.nan
-            values_N[np.abs(values_N) < 1 / _LARGEST] = 0.0
+            values_N[~(np.abs(values_N) < LARGEST)] = np.nan
+            values_N[np.abs(values_N) < 1 / LARGEST] = 0.0
             if (np.diff(steps_N) <= 0).any():
                 is_unordered = True
                 # Stable, so that of the rows of one step the last one in the file stays.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lptune.report.files import read_objects
 from lptune.report.plan import number_of, without_number
+from lptune.report.rows import LARGEST
 
 MEASURES = {
     "gradient_sqnr_db": "gradient SQNR (dB)",
@@ -107,4 +108,4 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) < LARGEST else None

@@ -380,11 +380,14 @@ def test_numbers_beyond_any_real_one_still_make_a_page(make_run: MakeRun) -> Non
         row(2, loss=-1.7e308, lr=1e308, grad_norm=1e308, num_skipped=10**300, step_time_s=1e308),
         row(2**53 - 1, loss=0.0, low_precision_flops_fraction=1e300),
     ]
-    found = parsed(make_run("a", rows), make_run("b", rows[::-1]), reference=0)
+    layers = {f"l.{i}.x": {"gradient_sqnr_db": value} for i, value in enumerate((1.7e308, -1.7e308, 1e99))}
+    check = json.dumps({"step": 1, "layers": layers})
+    a = make_run("a", rows, shadow__jsonl=check)
+    found = parsed(a, make_run("b", rows[::-1]), reference=0)
     assert found.count("figure") >= 6
     assert not re.search(r"\bnan\b|\binf\b", found.text)
     for _, attributes in found.elements:
-        assert not re.search(r"nan|inf", attributes.get("d") or "")
+        assert not re.search(r"nan|inf", f"{attributes.get('d')} {attributes.get('height')}")
 
 
 def test_a_page_of_three_long_runs_is_small_and_shows_each_peak(make_run: MakeRun) -> None:
