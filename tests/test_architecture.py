@@ -28,6 +28,7 @@ ALLOWED = {
     "doctor": {"config", "hardware", "launch", "kernels", "linear"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
+    "report": {"config"},
     "sweep": {"config"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},

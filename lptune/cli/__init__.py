@@ -23,7 +23,7 @@ if import_path.is_program():
 
     # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
     _works = _is_run or not {
-        *("cp", "download", "export", "migrate", "new-checkpoint", "sweep", "validate", "verify")
+        *("cp", "download", "export", "migrate", "new-checkpoint", "report", "sweep", "validate", "verify")
     }.isdisjoint(_command)
     # A recipe and `data` may print colours, and `data` escapes what it prints by itself. Other commands print
     # text, some of it from files of other people.

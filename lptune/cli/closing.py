@@ -1,85 +1,104 @@
-"""The last lines of a run: what came of it, where it is, and the next commands.
+"""The last lines of a run: what came of it, where it is, and the next commands; and report.html.
 
 They are made from the files of the run alone, so a run that was continued is summed up as a whole, and a
 copied recipe has them, too.
 """
 
-import json
 import os
 import shlex
-import statistics
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lptune import progress
-from lptune.config import RunConfig, printable
+from lptune.config import DivergedError, RunConfig, UserError, printable
 
-Record = dict[str, Any]
+if TYPE_CHECKING:
+    from lptune.report import Run, Summary
 
 
-def show(cfg: object) -> None:
-    """Prints the summary of a run that trains and has metrics, on rank 0."""
+@contextmanager
+def around(cfg: object) -> Iterator[None]:
+    """After the block, which runs a recipe that trains: prints the summary on rank 0 and writes report.html.
+    A run that diverged gets the report alone, one that a signal stopped neither.
+    """
+    try:
+        yield
+    except DivergedError:
+        _write(cfg)
+        raise
+    if (run := _write(cfg)) is not None:
+        from lptune import report
+
+        assert isinstance(cfg, RunConfig)
+        progress.print_line("\n".join(lines(cfg, run, report.summary(run))))
+
+
+def _write(cfg: object) -> "Run | None":
+    """Writes report.html of the run, on rank 0. Returns what was read of the run; None: there is no step."""
     if not isinstance(cfg, RunConfig) or os.environ.get("RANK", "0") != "0":
-        return
+        return None
     folder = Path(cfg.output_dir).expanduser()
-    with suppress(OSError):  # the run is done, whatever has become of its files
-        records = list(_records(folder / "metrics.jsonl"))
-        if any("loss" in record for record in records):
-            progress.print_line("\n".join(lines(cfg, folder, records)))
+    if not (folder / "metrics.jsonl").is_file():
+        return None
+    from lptune import report  # not above: it imports NumPy
+
+    try:  # the run is done, whatever has become of its files
+        run = report.read_run(folder, is_over=True)
+        if not len(run.rows["loss"].steps_N):
+            return None
+        report.write_page(folder / "report.html", [run])
+    except (OSError, UserError) as error:
+        progress.print_line(f"note: no report of the run: {error}")
+        return None
+    return run
 
 
-def lines(cfg: RunConfig, folder: Path, records: list[Record]) -> list[str]:
-    """The summary of the run in `folder`, of which `records` are the lines of metrics.jsonl."""
-    steps = [record for record in records if record.get("loss") is not None]
+def lines(cfg: RunConfig, run: "Run", found: "Summary") -> list[str]:
+    """The summary of `run`, and the next commands."""
     facts = {
-        "done": _done(steps),
-        "held-out": _held_out(records),
-        "precision": _share(cfg, steps),
-        "memory": _memory(steps),
-        "files": _files(folder),
+        "done": _done(found),
+        "held-out": _held_out(run, found),
+        "precision": _share(cfg, found),
+        "memory": f"{found.peak_memory_gib:.2f} GiB at most on rank 0" if found.peak_memory_gib else "",
+        "files": _files(run.folder),
     }
-    found = [f"{name:<9}  {printable(fact)}" for name, fact in facts.items() if fact]
-    commands = _next(folder)
-    return [*found, *(["next"] if commands else []), *(f"  {command}" for command in commands)]
+    commands = _next(run.folder)
+    return [
+        *(f"{name:<9}  {printable(fact)}" for name, fact in facts.items() if fact),
+        *(["next"] if commands else []),
+        *(f"  {command}" for command in commands),
+    ]
 
 
-def _done(steps: list[Record]) -> str:
-    if not steps:
+def _done(found: "Summary") -> str:
+    compile_s = found.compile_time_s or 0.0
+    text = f"{found.last_step:,} step{'s' * (found.last_step > 1)}"
+    if found.train_time_s is not None:
+        text += f" in {progress.duration_text(found.train_time_s + compile_s)}"
+    if compile_s >= progress.WORTH_A_LINE_S:
+        text += f" ({progress.duration_text(compile_s)} of it compiling)"
+    return text + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
+
+
+def _held_out(run: "Run", found: "Summary") -> str:
+    """The held-out loss before and after, in two lines where it was once lower."""
+    steps_N, losses_N = run.rows["eval_loss"].finite
+    if found.eval_loss is None:
         return ""
-    seconds = sum(_number(record, "step_time_s") + _number(record, "compile_time_s") for record in steps)
-    compiled = sum(_number(record, "compile_time_s") for record in steps)
-    rates = [record["tokens_per_s"] for record in steps if record.get("tokens_per_s")]
-    rate = f", {statistics.median(rates):,.0f} tokens/s" if rates else ""
-    of_it = f" ({progress.duration_text(compiled)} of it compiling)" if compiled >= 0.1 else ""
-    count = f"{steps[-1]['step']} step{'s' * (steps[-1]['step'] > 1)}"
-    return f"{count} in {progress.duration_text(seconds)}{of_it}{rate}"
+    before = f"loss {losses_N[0]:.4f} before training, " if steps_N[0] == 0 and len(steps_N) > 1 else "loss "
+    text = f"{before}{found.eval_loss:.4f} after step {steps_N[-1]}"
+    best = int(losses_N.argmin())
+    if losses_N[best] < found.eval_loss:
+        text += f"; {losses_N[best]:.4f} at step {steps_N[best]}"
+    return text
 
 
-def _held_out(records: list[Record]) -> str:
-    losses = {
-        record["step"]: record["eval_loss"] for record in records if record.get("eval_loss") is not None
-    }
-    if not losses:
+def _share(cfg: RunConfig, found: "Summary") -> str:
+    if cfg.precision.is_none or found.low_fraction is None:
         return ""
-    last, best = max(losses), min(losses, key=lambda step: (losses[step], step))
-    before = f"loss {losses[0]:.4f} before training, " if 0 in losses and last else "loss "
-    lowest = f"; lowest {losses[best]:.4f} at step {best}" if losses[best] < losses[last] else ""
-    return f"{before}{losses[last]:.4f} after step {last}{lowest}"
-
-
-def _share(cfg: RunConfig, steps: list[Record]) -> str:
-    shares = [record.get("low_precision_flops_fraction") for record in steps]
-    share = shares[-1] if shares else None
-    if cfg.precision.is_none or share is None:
-        return ""
-    return f"{cfg.precision.kind} ran {share:.0%} of the FLOPs of the linear layers in 8 bits"
-
-
-def _memory(steps: list[Record]) -> str:
-    peaks = [record["peak_memory_gib"] for record in steps if record.get("peak_memory_gib")]
-    return f"{max(peaks):.2f} GiB at most on rank 0" if peaks else ""
+    return f"{cfg.precision.kind} ran {found.low_fraction:.0%} of the FLOPs of the linear layers in 8 bits"
 
 
 def _files(folder: Path) -> str:
@@ -92,24 +111,9 @@ def _next(folder: Path) -> list[str]:
     """Commands for the model that came out."""
     if not (folder / "export").is_dir():
         return []
-    model = f"model.path={shlex.quote(str(folder))}"
+    path = shlex.quote(str(folder))
     return [
-        f"lptune run generate --config generation {model}",
-        f"lptune run evaluate --config evaluation {model} data.source=rows.jsonl",
-        f"lptune report {shlex.quote(str(folder))} --open",
+        f"lptune run generate --config generation model.path={path}",
+        f"lptune run evaluate --config evaluation model.path={path} data.source=rows.jsonl",
+        f"lptune report {path} --open",
     ]
-
-
-def _records(path: Path) -> Iterator[Record]:
-    """The lines of metrics.jsonl that a run wrote."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield record
-
-
-def _number(record: Record, key: str) -> float:
-    value = record.get(key)
-    return value if isinstance(value, int | float) else 0.0

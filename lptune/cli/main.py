@@ -27,6 +27,7 @@ from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
 from lptune.cli.data import data
+from lptune.cli.diff import diff
 from lptune.cli.doctor import doctor
 from lptune.cli.download import download
 from lptune.cli.export import export
@@ -35,6 +36,7 @@ from lptune.cli.ls import ls
 from lptune.cli.migrate import migrate
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
+from lptune.cli.report import report
 from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.sweep import sweep
@@ -78,6 +80,7 @@ _COMMANDS = (
     completion,
     cp,
     data,
+    diff,
     doctor,
     download,
     export,
@@ -86,6 +89,7 @@ _COMMANDS = (
     migrate,
     new_checkpoint,
     plan,
+    report,
     run,
     sweep,
     validate,

@@ -90,8 +90,8 @@ def _run_here(cfg: Any, path: Path, recipe_name: str, config_name: str) -> None:
     banner.show(cfg, recipe_name, config_name)
     with banner.phase(cfg, "loading torch"):
         main = recipe.load_main(path)
-    main(cfg)
-    closing.show(cfg)
+    with closing.around(cfg):
+        main(cfg)
 
 
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:

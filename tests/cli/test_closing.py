@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lptune.cli import closing
-from lptune.config import FinetuneConfig, load_config
+from lptune.config import DivergedError, FinetuneConfig, load_config
 
 
 def _cfg(folder: Path, *keys: str) -> FinetuneConfig:
@@ -20,6 +20,11 @@ def _write(folder: Path, records: list[Any]) -> None:
     (folder / "run").mkdir(exist_ok=True)
     text = "".join(f"{json.dumps(record)}\n" for record in records)
     (folder / "run" / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def _show(cfg: FinetuneConfig) -> None:
+    with closing.around(cfg):
+        pass
 
 
 def _step(step: int, **more: Any) -> dict[str, Any]:
@@ -48,11 +53,11 @@ def test_a_run_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ],
     )
     (tmp_path / "run" / "export").mkdir()
-    closing.show(cfg)
+    _show(cfg)
     run = tmp_path / "run"
     assert capsys.readouterr().out.splitlines() == [
         "done       4 steps in 38.0 s (30.0 s of it compiling), 1,000 tokens/s",
-        "held-out   loss 6.5000 before training, 1.5000 after step 4; lowest 1.2500 at step 2",
+        "held-out   loss 6.5000 before training, 1.5000 after step 4; 1.2500 at step 2",
         "precision  int8_rowcol ran 75% of the FLOPs of the linear layers in 8 bits",
         "memory     2.00 GiB at most on rank 0",
         f"files      {run}: export/, report.html, metrics.jsonl",
@@ -68,9 +73,9 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     _write(tmp_path, [[1], "x", {"step": "2"}, {"step": 1, "loss": 2.0}])
     with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "lo')
-    closing.show(cfg)
+    _show(cfg)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "done       1 step in 0.0 s"
+    assert lines[0] == "done       1 step"
     assert [line.split("  ")[0] for line in lines] == ["done", "files"]
 
 
@@ -79,9 +84,9 @@ def test_a_run_without_a_step_says_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[Any]
 ) -> None:
     cfg = _cfg(tmp_path)
-    closing.show(cfg)
+    _show(cfg)
     _write(tmp_path, records)
-    closing.show(cfg)
+    _show(cfg)
     assert capsys.readouterr().out == ""
 
 
@@ -91,8 +96,38 @@ def test_only_rank_0_speaks(
     cfg = _cfg(tmp_path)
     _write(tmp_path, [_step(1)])
     monkeypatch.setenv("RANK", "1")
-    closing.show(cfg)
+    _show(cfg)
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
-    closing.show(cfg)
+    _show(cfg)
     assert capsys.readouterr().out.startswith("done ")
+
+
+def test_a_run_that_diverged_has_a_report_and_no_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [_step(1)])
+    with pytest.raises(DivergedError), closing.around(cfg):
+        raise DivergedError("three steps in a row")
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_run_that_was_stopped_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [_step(1)])
+    with pytest.raises(SystemExit), closing.around(cfg):
+        raise SystemExit(143)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_files_that_cannot_be_read_do_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = _cfg(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("nothing of a run\n" * 3)
+    _show(cfg)
+    assert capsys.readouterr().out.startswith("note: no report of the run: ")
