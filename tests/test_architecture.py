@@ -34,8 +34,8 @@ ALLOWED = {
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "cli": {
-        "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint", "report", "sweep",
-        "training",
+        "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint", "report",
+        "sweep", "training",
     },
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}

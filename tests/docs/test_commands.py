@@ -128,7 +128,7 @@ def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> Non
     try:
         recipe.load(catalog.find_recipe(loaded_by), path, overrides)
     except Exception as error:
-        if not (keys_may_miss and "unknown key 'data'" in str(error)):
+        if not (keys_may_miss and "unknown key 'data" in str(error)):
             raise
         recipe.load(catalog.find_recipe(loaded_by), path, overrides[:-1])
 
