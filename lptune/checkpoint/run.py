@@ -38,7 +38,10 @@ from lptune.checkpoint.resume import (
     check_fingerprint,
     check_unchanged,
     find_checkpoint,
+    has_no_effect,
+    state_after_fallback,
     state_of_run,
+    still_fallen_back,
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
@@ -76,6 +79,7 @@ class Run:
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = False
         self._has_base = False
+        self._fell_back: dict[str, int] = {}
 
     @property
     def path(self) -> Path:
@@ -101,6 +105,7 @@ class Run:
             self.step, self._newest = found.step, found.folder
             self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
             self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
+            self._fell_back = still_fallen_back(self._cfg, self._saved, self._world.print)
 
     def check_continues(
         self,
@@ -119,9 +124,10 @@ class Run:
         what else a recipe trains on, by a name for messages.
         """
         self._check_average(num_steps)
+        plan = plan.with_high(self._fell_back)
         self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
-        )
+        ).with_fallen_back(self._fell_back)
         check_fingerprint(self._saved, self._state, self._world)
 
     def last_step(self, step: int, num_steps: int, after: int) -> int:
@@ -190,6 +196,8 @@ class Run:
             with self._world.phase(f"loading {self._continues.folder.name}"):
                 load_state(self._continues, model, optimizer, low.state())
                 low.loaded()
+                if self._fell_back:
+                    low.switch_to_high(self._fell_back)
         return self.step
 
     def load_base(self, base: Base, model: nn.Module) -> None:
@@ -210,7 +218,9 @@ class Run:
         numbers depend on, by name.
         """
         assert self._state is not None, "check_continues comes first: it says what the run depends on"
-        precision = {k: v for k, v in as_written(self._cfg)["precision"].items() if k != "verify"}
+        precision = {
+            k: v for k, v in as_written(self._cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
+        }
         made_with = {
             **self._state.fingerprint,
             **{name: digest[:16] for name, digest in {"held_out": held_out, **others}.items()},
@@ -223,6 +233,7 @@ class Run:
         """Makes the run's folder, or prepares an existing one; writes config.yaml and precision_plan.json;
         prints the plan and `report`. A collective.
         """
+        plan = plan.with_high(self._fell_back)
         self.folder.create(self._continues, self._world.print)
         self._has_metrics = True
         with self.folder.together():
@@ -232,6 +243,16 @@ class Run:
         self._world.print("\n".join([plan.table(), *report]))
         if self._saved is not None:
             self._world.print(f"continuing {self._saved.folder}")
+
+    def plan_changed(self, plan: Plan, step: int, names: Sequence[str]) -> None:
+        """Records that the layers `names` run in high precision after `step` steps: in precision_plan.json
+        and in later checkpoints. plan: with these layers. A collective.
+        """
+        assert self._state is not None, "check_continues comes first: it says what checkpoints record"
+        self._state = state_after_fallback(self._cfg, plan, self._state, step, names)
+        with self.folder.together():
+            if self._world.is_main:
+                self.folder.write_plan(plan.to_json())
 
     def writer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts

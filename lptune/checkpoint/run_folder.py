@@ -47,7 +47,7 @@ from lptune.config import (
 from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
-_RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
+_RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "shadow.jsonl", "precision_plan.json")
 
 
 class RunFolder:

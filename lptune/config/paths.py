@@ -26,6 +26,7 @@ RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
     "precision_plan.json",
+    "shadow.jsonl",
     "export.json",
     "reference.safetensors",
 )
@@ -37,6 +38,7 @@ TEMPORARY = ".tmp-"
 _WRITTEN_AS_DATA = (
     "metrics.jsonl",
     "precision_plan.json",
+    "shadow.jsonl",
     "export.json",
     "checkpoints/step-00000001/state.json",
     "checkpoints/step-00000001/manifest.json",
