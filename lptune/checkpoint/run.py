@@ -258,8 +258,13 @@ class Run:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
     ) -> "RunWriter":
         """The writer of checkpoints; use it as a context manager. A collective. Raises UserError if the run's
-        folder has disappeared since `begin`.
+        folder has disappeared since `begin`, or if the recipe lacks the shadow check that the config wants.
         """
+        if self._cfg.precision.checks_shadow and not low.has_shadow_check:
+            raise UserError(
+                "precision.shadow_every: this recipe makes no shadow check; add the lines with `shadow` "
+                "of full_finetune, or set it to 0"
+            )
         with self.folder.together():
             self.folder.check_held()
         return RunWriter(self, model, optimizer, low, update)

@@ -91,6 +91,8 @@ class LowPrecision:
         self._model = model
         self.plan = plan
         """The precision of the steps to come."""
+        self.has_shadow_check = False
+        """Whether the loop makes shadow checks; set by what makes them."""
 
     @contextmanager
     def step(self, step: int, num_passes: int) -> Iterator[None]:

@@ -65,6 +65,7 @@ class ShadowCheck:
         """
         self._model, self._low, self._loader, self._world, self._run = model, low, loader, world, run
         self._precision, self._path = cfg.precision, run.path / "shadow.jsonl"
+        low.has_shadow_check = True
         if world.is_main:
             _keep_until(self._path, run.step)
 

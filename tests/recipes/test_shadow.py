@@ -309,6 +309,18 @@ def test_what_cannot_be_checked_is_an_error_of_one_line(
     assert not folder.exists()
 
 
+def test_a_copy_of_a_recipe_without_the_check_says_so(run_recipe: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "old.py"
+    lines = (
+        catalog.recipes()["full_finetune"].read_text(encoding="utf-8").replace(" | shadowed", "").splitlines()
+    )
+    recipe.write_text("\n".join(line for line in lines if "shadow" not in line), encoding="utf-8")
+    common = ("precision.kind=int8_rowcol", "num_steps=1", "eval_every_steps=0", "export.enabled=false")
+    done = run_recipe(*common, "precision.shadow_every=1", recipe=str(recipe), code=2)
+    assert "precision.shadow_every: this recipe makes no shadow check" in done.stderr
+    run_recipe(*common, recipe=str(recipe))
+
+
 def test_with_precision_none_there_is_nothing_to_check(run_recipe: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     common = ("num_steps=2", "eval_every_steps=0", "export.enabled=false", f"output_dir={folder}")
