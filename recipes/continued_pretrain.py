@@ -56,6 +56,7 @@ def main(cfg: PretrainConfig) -> None:
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
+        shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
 
         # --- Training.
         with (
@@ -71,6 +72,9 @@ def main(cfg: PretrainConfig) -> None:
                 raise run.stopped(stopped)
             is_save_due = False
             while step < num_steps:
+                shadowed = shadow(
+                    step, lambda batch, _: batch_losses(model, batch, train.num_sources, world).sum()
+                )
                 with meter.timed():
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
@@ -87,7 +91,7 @@ def main(cfg: PretrainConfig) -> None:
                     updated = update(sums_N.sum(), num_targets)
                 lengths, targets_N = loader.document_lengths(step), loader.num_targets_by_source(step)
                 step += 1
-                record = meter.record(step, updated, num_targets, lr, lengths, update, low)
+                record = meter.record(step, updated, num_targets, lr, lengths, update, low) | shadowed
                 record |= training.losses_by_source("loss", sums_N, targets_N, cfg.source_names, world)
                 is_last = step == num_steps
                 stopped, is_overdue = world.at_boundary(writer.is_overdue())

@@ -55,6 +55,7 @@ def main(cfg: FinetuneConfig) -> None:
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
+        shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
         if step == 0:
             run.keep_samples(training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, step))
 
@@ -72,6 +73,7 @@ def main(cfg: FinetuneConfig) -> None:
                 raise run.stopped(stopped)
             is_save_due = False
             while step < num_steps:
+                shadowed = shadow(step, lambda batch, factor: batch_loss(model, batch, world, factor))
                 with meter.timed():
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
                     batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
@@ -88,7 +90,7 @@ def main(cfg: FinetuneConfig) -> None:
                     updated = update(loss_sum, num_targets)
                 lengths = loader.document_lengths(step)
                 step += 1
-                record = meter.record(step, updated, num_targets, lr, lengths, update, low)
+                record = meter.record(step, updated, num_targets, lr, lengths, update, low) | shadowed
                 is_last = step == num_steps
                 stopped, is_overdue = world.at_boundary(writer.is_overdue())
                 if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
@@ -38,7 +38,7 @@ _MEANING = {
 _TEMPLATE = "the text of data.chat_template"
 
 _WITHOUT_EFFECT = re.compile(
-    r"(output_dir|resume|num_epochs|num_tokens|precision\.verify|model\.path|(checkpoint|export|logging)\.\w+"
+    r"(output_dir|resume|num_epochs|num_tokens|precision\.(verify|shadow_\w+)|model\.path|(checkpoint|export|logging)\.\w+"
     r"|parallel\.reshard_after_forward|data\.(?!eval_s)\w+)"
 )
 """Keys that do not change the weights and metrics of a run, and keys that are compared in another way: the
@@ -160,7 +160,7 @@ def state_of_run(
         "config": {
             key: value
             for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
-            if not _WITHOUT_EFFECT.fullmatch(key)
+            if not has_no_effect(key)
         },
         "decides_rows": decides_rows(cfg, chat_template),
         "started_on": started_on.isoformat(),
@@ -170,6 +170,48 @@ def state_of_run(
         "frozen": [name for name in plan.frozen if saved is None or name in saved.frozen],
     }
     return RunState(content)
+
+
+def has_no_effect(key: str) -> bool:
+    """Whether `key` does not decide the weights and metrics of a run, or is compared in another way."""
+    return _WITHOUT_EFFECT.fullmatch(key) is not None
+
+
+def still_fallen_back(cfg: RunConfig, saved: RunState, say: Callable[[str], None]) -> dict[str, int]:
+    """The layers that fell back to high precision before `saved` and stay there, by name, with the number of
+    steps before that. `say` gets a line if they do not stay in the run of `cfg`, which continues `saved`.
+    """
+    precision, layers = cfg.precision, saved.fell_back
+    if not layers or (precision.falls_back and precision.kind == saved.about.precision):
+        return layers
+    say(
+        f"note: layers that had fallen back to high precision run as precision.kind={precision.kind} again: "
+        f"{', '.join(layers)}; precision.shadow_on_bad=fallback or precision.skip would keep them there"
+    )
+    return {}
+
+
+def state_after_fallback(
+    cfg: RunConfig, plan: Plan, state: RunState, step: int, names: Collection[str]
+) -> RunState:
+    """`state`, which a run's checkpoints have, after the layers `names` fell back. plan: with these layers in
+    high precision. step: number of steps before.
+    """
+    parts = [part for part in state.content["parts"] if part["from_step"] <= step]
+    before = RunState({**state.content, "parts": parts}, step)
+    parts = run_parts(cfg, plan, before if parts else None)
+    fell_back = before.fell_back | dict.fromkeys(names, step)
+    return RunState({**state.content, "parts": parts}).with_fallen_back(fell_back)
+
+
+def check_num_averaged(cfg: RunConfig, num_steps: int) -> None:
+    """Raises UserError if `num_steps` steps leave fewer checkpoints than the export averages."""
+    count, every = cfg.export.average_checkpoints, cfg.checkpoint.every_steps
+    if cfg.export.enabled and count > 1 and -(-num_steps // every) < count:
+        raise UserError(
+            f"export.average_checkpoints: {count} checkpoints are needed, and a run of {num_steps} steps "
+            f"with checkpoint.every_steps={every} saves {-(-num_steps // every)}; lower one of the two"
+        )
 
 
 def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> None:

@@ -36,9 +36,13 @@ from lptune.checkpoint.reference import ReferenceFile
 from lptune.checkpoint.resume import (
     changed_keys,
     check_fingerprint,
+    check_num_averaged,
     check_unchanged,
     find_checkpoint,
+    has_no_effect,
+    state_after_fallback,
     state_of_run,
+    still_fallen_back,
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
@@ -79,6 +83,7 @@ class Run:
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = False
         self._has_base = False
+        self._fell_back: dict[str, int] = {}
 
     @property
     def path(self) -> Path:
@@ -104,6 +109,7 @@ class Run:
             self.step, self._newest = found.step, found.folder
             self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
             self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
+            self._fell_back = still_fallen_back(self._cfg, self._saved, self._world.print)
 
     def check_continues(
         self,
@@ -121,11 +127,12 @@ class Run:
         of the training rows. chat_template: the tokenizer's template, as the run uses it. others: digests of
         what else a recipe trains on, by a name for messages.
         """
-        self._check_average(num_steps)
+        check_num_averaged(self._cfg, num_steps)
         self._num_steps, self._data_digest = num_steps, data_digest
+        plan = plan.with_high(self._fell_back)
         self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
-        )
+        ).with_fallen_back(self._fell_back)
         check_fingerprint(self._saved, self._state, self._world)
 
     def last_step(self, step: int, num_steps: int, after: int) -> int:
@@ -149,15 +156,6 @@ class Run:
             return num_steps
         self._world.print(f"stopped early after step {step} of {num_steps}: {line}")
         return step
-
-    def _check_average(self, num_steps: int) -> None:
-        """Raises UserError if `num_steps` steps leave fewer checkpoints than the export averages."""
-        count, every = self._cfg.export.average_checkpoints, self._cfg.checkpoint.every_steps
-        if self._cfg.export.enabled and count > 1 and -(-num_steps // every) < count:
-            raise UserError(
-                f"export.average_checkpoints: {count} checkpoints are needed, and a run of {num_steps} steps "
-                f"with checkpoint.every_steps={every} saves {-(-num_steps // every)}; lower one of the two"
-            )
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
@@ -194,6 +192,8 @@ class Run:
             with self._world.phase(f"loading {self._continues.folder.name}"):
                 load_state(self._continues, model, optimizer, low.state())
                 low.loaded()
+                if self._fell_back:
+                    low.switch_to_high(self._fell_back)
         return self.step
 
     def load_base(self, base: Base, model: nn.Module) -> None:
@@ -214,7 +214,9 @@ class Run:
         numbers depend on, by name.
         """
         assert self._state is not None, "check_continues comes first: it says what the run depends on"
-        precision = {k: v for k, v in as_written(self._cfg)["precision"].items() if k != "verify"}
+        precision = {
+            k: v for k, v in as_written(self._cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
+        }
         made_with = {
             **self._state.fingerprint,
             **{name: digest[:16] for name, digest in {"held_out": held_out, **others}.items()},
@@ -227,6 +229,7 @@ class Run:
         """Makes the run's folder, or prepares an existing one; writes config.yaml, precision_plan.json and
         run.json; prints the plan (with -v all layers) and `report`. A collective.
         """
+        plan = plan.with_high(self._fell_back)
         self.folder.create(self._continues, self._world.print)
         self._has_metrics = True
         with self.folder.together():
@@ -250,12 +253,27 @@ class Run:
                 self.folder.check_held()
                 write_samples(self.path / "samples.jsonl", samples)
 
+    def plan_changed(self, plan: Plan, step: int, names: Sequence[str]) -> None:
+        """Records that the layers `names` run in high precision after `step` steps: in precision_plan.json
+        and in later checkpoints. plan: with these layers. A collective.
+        """
+        assert self._state is not None, "check_continues comes first: it says what checkpoints record"
+        self._state = state_after_fallback(self._cfg, plan, self._state, step, names)
+        with self.folder.together():
+            if self._world.is_main:
+                self.folder.write_plan(plan.to_json())
+
     def writer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
     ) -> "RunWriter":
         """The writer of checkpoints; use it as a context manager. A collective. Raises UserError if the run's
-        folder has disappeared since `begin`.
+        folder has disappeared since `begin`, or if the recipe lacks the shadow check that the config wants.
         """
+        if self._cfg.precision.checks_shadow and not low.has_shadow_check:
+            raise UserError(
+                "precision.shadow_every: this recipe makes no shadow check; add the lines with `shadow` "
+                "of full_finetune, or set it to 0"
+            )
         with self.folder.together():
             self.folder.check_held()
         return RunWriter(self, model, optimizer, low, update)

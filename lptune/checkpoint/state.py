@@ -7,6 +7,7 @@
     started_on                                                the day that chat templates print
     parts                                                     precision and versions of all steps (card.py)
     frozen                                                    parameters that were frozen in all steps
+    fell_back                                                 layers that a shadow check switched to high
     about                                                     path of the base checkpoint, export settings
 
 A `RunState` is the content of this file, read or to be written. Each block is checked when it is used,
@@ -124,6 +125,23 @@ class RunState:
                 raise UserError(f"{self.path}: {key}: expected 0 to {most}, found {count!r:.60}")
             found[key] = most = count
         return found
+
+    @property
+    def fell_back(self) -> dict[str, int]:
+        """The layers that a shadow check switched to high precision, by name, with the number of steps before
+        that.
+        """
+        found = self.content.get("fell_back", {})  # most runs and older versions have none
+        if not isinstance(found, dict) or not all(
+            isinstance(name, str) and type(step) is int and 0 <= step <= self.step
+            for name, step in found.items()
+        ):
+            raise UserError(f"{self.path}: fell_back: expected steps by layer, found {found!r:.60}")
+        return dict(found)
+
+    def with_fallen_back(self, layers: Mapping[str, int]) -> "RunState":
+        """This state with `layers` as `fell_back`; without the block if there are none."""
+        return replace(self, content={**self.content, "fell_back": dict(layers)}) if layers else self
 
     @property
     def num_updates(self) -> int:

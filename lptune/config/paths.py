@@ -26,11 +26,11 @@ RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
     "precision_plan.json",
+    "shadow.jsonl",
     "export.json",
     "reference.safetensors",
     "run.json",
     "samples.jsonl",
-    "shadow.jsonl",
     "report.html",
 )
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
@@ -41,6 +41,9 @@ TEMPORARY = ".tmp-"
 _WRITTEN_AS_DATA = (
     "metrics.jsonl",
     "precision_plan.json",
+    "shadow.jsonl",
+    "run.json",
+    "samples.jsonl",
     "export.json",
     "checkpoints/step-00000001/state.json",
     "checkpoints/step-00000001/manifest.json",

@@ -1,8 +1,9 @@
 """The kinds of low precision and the keys that choose among them (what they compute: docs/numerics.md)."""
 
+import math
 from dataclasses import dataclass
 
-from lptune.config.checks import one_of
+from lptune.config.checks import at_least, one_of
 from lptune.config.errors import UserError
 
 
@@ -24,6 +25,9 @@ class KindKeys:
     """Whether weights are stored in 8 bits; gathers then bring what is stored."""
     needs_float8: bool = False
     """Whether a device without float8 GEMMs cannot run it, other than by `emulate`."""
+    min_sqnr_db: float = 20.0
+    """What `precision.shadow_min_sqnr_db` is by default: at least 5 dB below the smallest SQNR that was
+    measured in healthy training (docs/shadow.md)."""
 
 
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
@@ -37,7 +41,13 @@ PRECISION_KINDS = {
         _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True, tokens_low="folded"
     ),
     "int8_tensorwise": KindKeys(
-        ("tensor", "high"), ("tensor", "high"), ("int8",), True, True, tokens_low="tensor"
+        ("tensor", "high"),
+        ("tensor", "high"),
+        ("int8",),
+        True,
+        True,
+        tokens_low="tensor",
+        min_sqnr_db=9.0,
     ),
     "float8_tensorwise": KindKeys(
         ("tensor", "high"),
@@ -47,9 +57,15 @@ PRECISION_KINDS = {
         True,
         tokens_low="tensor",
         needs_float8=True,
+        min_sqnr_db=15.0,
     ),
     "float8_delayed": KindKeys(
-        ("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True, needs_float8=True
+        ("tensor", "high"),
+        ("tensor", "high"),
+        ("e5m2", "e4m3"),
+        can_gather_low=True,
+        needs_float8=True,
+        min_sqnr_db=15.0,
     ),
     "float8_rowwise": KindKeys(
         _ROWWISE_GRAD_INPUT,
@@ -112,12 +128,36 @@ class PrecisionConfig:
     verify: bool = True
     """Count the 8-bit GEMMs and gathers that each layer ran before its first update; fail if a planned one
     did not run."""
+    shadow_every: int = 0
+    """Steps between two shadow checks: one micro-batch also runs in high precision, on the same weights, and
+    each layer's errors go to shadow.jsonl (docs/shadow.md); 0: never. It does not change the training. With
+    full_finetune and continued_pretrain."""
+    shadow_on_bad: str = "warn"
+    """warn: print a line if a layer's error is beyond shadow_min_sqnr_db | fallback: also run such layers in
+    high precision from this step on. fallback gathers weights in compute dtype."""
+    shadow_min_sqnr_db: float | None = None
+    """The smallest signal-to-quantization-noise ratio, in dB, that a shadow check accepts of a GEMM. null: 9
+    with int8_tensorwise, 15 with float8_tensorwise and float8_delayed, 20 with the other kinds."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))
         one_of("precision.all_gather", self.all_gather, ("auto", "low", "high"))
         one_of("precision.tp_all_gather", self.tp_all_gather, ("auto", "low", "high"))
+        at_least("precision.shadow_every", self.shadow_every, 0)
+        one_of("precision.shadow_on_bad", self.shadow_on_bad, ("warn", "fallback"))
+        if not math.isfinite(self.shadow_min_sqnr_db or 0.0):
+            raise UserError(f"precision.shadow_min_sqnr_db: must be finite, found {self.shadow_min_sqnr_db}")
         kind = PRECISION_KINDS[self.kind]
+        if self.shadow_every and kind.stores_low:
+            raise UserError(
+                f"precision.shadow_every: precision.kind={self.kind} keeps no weights of higher precision, "
+                "with which to compare; set it to 0"
+            )
+        if self.falls_back and self.all_gather == "low":
+            raise UserError(
+                "precision.shadow_on_bad: fallback needs weights in compute dtype, and precision.all_gather: "
+                "low brings 8 bits; leave out one of the two"
+            )
         anything = self.is_none  # with kind=none a config may keep its other choices
         for key, choices in (
             ("output", kind.output),
@@ -190,10 +230,28 @@ class PrecisionConfig:
         )
 
     @property
+    def checks_shadow(self) -> bool:
+        """Whether a run makes shadow checks."""
+        return not self.is_none and self.shadow_every > 0
+
+    @property
+    def min_sqnr_db(self) -> float:
+        """`shadow_min_sqnr_db`, or the default of the kind."""
+        default = PRECISION_KINDS[self.kind].min_sqnr_db
+        return default if self.shadow_min_sqnr_db is None else self.shadow_min_sqnr_db
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether a shadow check may switch layers to high precision."""
+        return self.checks_shadow and self.shadow_on_bad == "fallback"
+
+    @property
     def gathers_low(self) -> bool:
         """Whether FSDP gathers a float32 weight in 8 bits: `all_gather` is low, or auto and the kind can."""
         kind = PRECISION_KINDS[self.kind]
         able = kind.can_gather_low and self.grad_input != "column" and not kind.stores_low
+        # FSDP fixes the form of a gather when it shards, and a layer may need its weight unquantized later.
+        able = able and not self.falls_back
         # With a high-precision output, forward would gain nothing and multiply a rounded weight.
         return able and (self.all_gather == "low" or (self.all_gather == "auto" and self.output == "low"))
 

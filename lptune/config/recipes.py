@@ -164,6 +164,7 @@ class PrecomputeConfig(DistillConfig):
 class FinetuneConfig(EvaluatedConfig):
     """All keys of the recipe full_finetune."""
 
+    SHADOW_CHECK = True
     num_samples: int = 0
     """Number of held-out prompts that are answered greedily and printed, before and after training."""
 
@@ -181,6 +182,7 @@ class FinetuneConfig(EvaluatedConfig):
 class PretrainConfig(EvaluatedConfig):
     """All keys of the recipe continued_pretrain."""
 
+    SHADOW_CHECK = True
     num_tokens: int | None = None
     """Number of tokens to train on, instead of num_steps or num_epochs. Every position of a packed row
     counts, padding and repeated rows too: a step has global_batch_size * data.seq_len tokens. The run ends

@@ -236,6 +236,8 @@ class RunConfig:
 
     PREPARE = "prepare"
     """Not a key: the name of the function of lptune.data that makes the recipe's rows, for `lptune data`."""
+    SHADOW_CHECK = False
+    """Not a key: whether the recipe makes the checks of precision.shadow_every."""
 
     model: ModelConfig
     data: DataConfig
@@ -343,6 +345,16 @@ class RunConfig:
             raise UserError(
                 f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
                 "average; use export.average_checkpoints, or another precision.kind"
+            )
+        if self.precision.checks_shadow and not self.SHADOW_CHECK:
+            raise UserError(
+                "precision.shadow_every: full_finetune and continued_pretrain alone make this check; set "
+                "it to 0"
+            )
+        if self.precision.checks_shadow and self.parallel.tensor > 1:
+            raise UserError(
+                f"precision.shadow_every: compares whole layers, and parallel.tensor={self.parallel.tensor} "
+                "cuts them; set shadow_every=0 or parallel.tensor=1"
             )
         output_dir, model = (
             Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -195,6 +196,20 @@ def accumulate(
         is_last = number == len(batches) - 1
         sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
         yield batch
+
+
+@contextmanager
+def keep_compute_weights(model: nn.Module) -> Iterator[None]:
+    """Within it, no update follows a backward, so on one rank masters are not copied again after it."""
+    weights = ComputeWeights.of(model)
+    if weights is None:
+        yield
+        return
+    weights.keep, before = True, weights.keep
+    try:
+        yield
+    finally:
+        weights.keep = before
 
 
 def reshard(model: nn.Module) -> None:

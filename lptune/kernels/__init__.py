@@ -43,6 +43,7 @@ from lptune.kernels.record import (
     gathered_bytes,
     handle_of_part,
     layer_handle,
+    not_recorded,
     note_gather,
     record_gemms,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "k_major",
     "handle_of_part",
     "layer_handle",
+    "not_recorded",
     "note_gather",
     "pack_rows",
     "quantize_blocks",

@@ -57,6 +57,16 @@ def record_gemms() -> Iterator[Executed]:
         _active[:] = [other for other in _active if other is not executed]
 
 
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Within the block no GEMM is counted, for passes that are not part of the training."""
+    suspended, _active[:] = list(_active), []
+    try:
+        yield
+    finally:
+        _active[:] = suspended
+
+
 def expect_gather(number: int) -> None:
     """Registers that the weight of layer `number` should be gathered in 8 bits from now on."""
     if LIVE[number].gathered_bytes is None:

@@ -68,7 +68,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
         shared: SharedInput | None,
     ) -> Tensor:
         quantized_x = None if q is None or scale is None else (q, scale)
-        weight_NK = _compute_weight(w_NK, x_TK.dtype)
+        weight_NK = compute_weight(w_NK, x_TK.dtype)
         once = alone if shared is None else shared.forward
         out_TN, saved = kind_of(spec).forward(spec, x_TK, weight_NK, layer, quantized_x, once)
         ctx.spec, ctx.shared = spec, None
@@ -84,7 +84,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
         w_NK, layer, *saved = ctx.saved_tensors
         kind = kind_of(ctx.spec)
-        weight_NK = _compute_weight(w_NK, g_TN.dtype)
+        weight_NK = compute_weight(w_NK, g_TN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gx_TK, gw_NK = kind.backward(
             ctx.spec,
@@ -99,7 +99,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return gx_TK, gw_NK, None, None, None, None, None
 
 
-def _compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight by which a kind multiplies: w_NK in `dtype`; a RowTensor is used unchanged."""
     if isinstance(w_NK, RowTensor):  # stored or gathered in 8 bits
         return w_NK
     # After parallelize() or under FSDP the weight is cast already. The compiler cannot remove the op `cast`.

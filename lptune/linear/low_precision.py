@@ -20,13 +20,14 @@ random keys raise an error in their kernels. A loop that does not use `step` is 
 strictly (`verify_first_update`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
@@ -87,6 +88,11 @@ class LowPrecision:
         self._rounding = StochasticRounding(model, plan, seed)
         self._first_step = FirstStep(model, plan, enabled=verify, report=report, watch=watch)
         self._step: int | None = None
+        self._model = model
+        self.plan = plan
+        """The precision of the steps to come."""
+        self.has_shadow_check = False
+        """Whether the loop makes shadow checks; set by what makes them."""
 
     @contextmanager
     def step(self, step: int, num_passes: int) -> Iterator[None]:
@@ -111,6 +117,43 @@ class LowPrecision:
         if self._step is None:
             raise RuntimeError("LowPrecision.micro_batch belongs inside `with low.step(step, num_passes):`")
         self._rounding.start(self._step, number)
+
+    @contextmanager
+    def outside_of_steps(self, step: int, number: int) -> Iterator[None]:
+        """Surrounds passes that update nothing (steps/shadow.py), with the random bits of `step` and of the
+        micro-batch `number`.
+        """
+        self._rounding.start(step, number)
+        try:
+            yield
+        finally:
+            self._rounding.stop()
+
+    def switch_to_high(self, names: Collection[str]) -> None:
+        """Runs the layers `names` in compute dtype from the next step on, which is verified as the first is.
+
+        Compiled code is compiled again, because it depends on the spec of each layer. All ranks call it with
+        the same names. Raises ValueError if weights are gathered in 8 bits: FSDP keeps the form of a gather.
+        """
+        self.plan = self.plan.with_high(names)
+        for layer in self.plan.converted:
+            if layer.name not in names:
+                continue
+            module = self._model.get_submodule(layer.name)
+            assert isinstance(module, LowPrecisionLinear)
+            assert layer.spec is not None
+            if layer.spec.gathers_low:
+                raise ValueError(
+                    f"{layer.name}: its weight is gathered in 8 bits, so it has no other precision"
+                )
+            module.spec = layer.spec
+            self._histories.measured_no_more(module.number)
+        self._first_step.verify_again(self.plan)
+        import torch._dynamo.config as dynamo  # slow to import
+
+        # Blocks share their code. Those that differ in the specs of their layers have a graph each.
+        dynamo.recompile_limit += len(names)
+        dynamo.accumulated_recompile_limit += len(names)
 
     def undo(self, skipped: Tensor) -> None:
         """Removes the last step from the histories if its update was skipped. skipped: 0-dimensional bool

@@ -1,11 +1,15 @@
 """The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lptune.kernels import GEMMS, choose_backend
 from lptune.linear.kind import LinearSpec, kind_of
+
+FELL_BACK = "precision.shadow_on_bad: fell back"
+"""The `reason` of a layer that the shadow check switched to high precision."""
 
 PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
 """Column names of the plan table."""
@@ -14,7 +18,7 @@ PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note"
 @dataclass(frozen=True)
 class LayerPlan:
     """One linear layer of a plan. A layer that was not converted has no spec, and `reason` says why; with
-    `precision.kind: none` no layer has a reason.
+    `precision.kind: none` no layer has a reason. A layer that fell back to high precision has both.
     """
 
     name: str
@@ -47,9 +51,23 @@ class Plan:
     frozen: tuple[str, ...] = ()
     """Names of all parameters that are not trained, of linear layers and of others."""
 
+    def with_high(self, names: Collection[str]) -> "Plan":
+        """This plan with all three GEMMs of the converted layers `names` in compute dtype."""
+        layers = (
+            replace(
+                layer,
+                spec=layer.spec._replace(output="high", grad_input="high", grad_weight="high"),
+                reason=FELL_BACK,
+            )
+            if layer.spec and layer.name in names
+            else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
     @property
     def converted(self) -> tuple[LayerPlan, ...]:
-        """The layers that run in low precision, in module order."""
+        """The layers that run in low precision or fell back to high, in module order."""
         return tuple(layer for layer in self.layers if layer.spec is not None)
 
     def backend(self, device_type: str) -> str | None:
@@ -139,6 +157,8 @@ class Plan:
         """A line with the kind and the number of layers that were converted."""
         emulated = " (emulated)" if any(layer.spec.emulate for layer in self.layers if layer.spec) else ""
         count = f"{len(self.converted)} of {len(self.layers)} linear layers converted"
+        if fell_back := sum(layer.reason is not None for layer in self.converted):
+            count += f", of which {fell_back} fell back to compute dtype"
         if not self.converted:
             count = f"all {len(self.layers)} linear layers run in compute dtype"
         return f"precision {self.kind}{emulated}: {count}"

@@ -11,7 +11,7 @@ from lptune.training.preference import METRICS, answers_of, mean_metrics, prefer
 from lptune.training.record import StepMeter, losses_by_source
 from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
-from lptune.training.settings import check_settings, describe_run
+from lptune.training.settings import check_settings, describe_run, shadow_check
 from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.trackers import check_logging
 from lptune.training.update import Update, Updated
@@ -48,6 +48,7 @@ __all__ = [
     "preference_loss",
     "reference_log_p",
     "set_learning_rate",
+    "shadow_check",
     "show_samples",
     "top_k_distillation",
     "unrelated_ratio",

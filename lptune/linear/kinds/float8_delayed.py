@@ -20,7 +20,12 @@ class Float8Delayed(Tensorwise):
 
     name = "float8_delayed"
     keys = KindKeys(
-        ("tensor", "high"), ("tensor", "high"), ("e5m2", "e4m3"), can_gather_low=True, needs_float8=True
+        ("tensor", "high"),
+        ("tensor", "high"),
+        ("e5m2", "e4m3"),
+        can_gather_low=True,
+        needs_float8=True,
+        min_sqnr_db=15.0,
     )
     fmt = "e4m3"
     operations = ("float8_gemm",)

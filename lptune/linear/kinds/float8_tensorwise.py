@@ -16,6 +16,7 @@ class Float8Tensorwise(Tensorwise):
         can_gather_low=True,
         tokens_low="tensor",
         needs_float8=True,
+        min_sqnr_db=15.0,
     )
     fmt = "e4m3"
     operations = ("float8_gemm",)

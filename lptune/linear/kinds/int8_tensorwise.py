@@ -19,6 +19,7 @@ class Int8Tensorwise(Tensorwise):
         can_round_stochastically=True,
         can_gather_low=True,
         tokens_low="tensor",
+        min_sqnr_db=9.0,
     )
     fmt = "int8"
     operations = ("int8_gemm",)

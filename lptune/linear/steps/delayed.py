@@ -121,6 +121,13 @@ class DelayedScaling:
             self._history_LH3.copy_(torch.where(skipped, self._before_LH3, self._history_LH3))
             self._look_back()
 
+    def measured_no_more(self, number: int) -> None:
+        """Call when layer `number` has no low GEMM any more. Otherwise the last amax of its weight would
+        enter the history after every further step, but not in a resumed run.
+        """
+        if number in self._index:
+            self._current_L3[self._index[number]] = 0
+
     def loaded(self) -> None:
         """Call after the tensors of `state` were filled."""
         if self._layers:

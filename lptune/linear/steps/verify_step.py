@@ -117,8 +117,16 @@ class FirstStep:
         its context manager surrounds the first step, for other checks of it.
         """
         self._model, self._plan, self._enabled, self._report = model, plan, enabled, report
-        self._watch = watch
+        self._watch, self._is_wanted, self._of = watch, enabled, ""
         self.verified = Verified()
+
+    def verify_again(self, plan: Plan) -> None:
+        """Makes the next step be verified with `plan`, if the first one was or is to be."""
+        if not self._enabled:
+            self._of = " of this plan"
+        self._plan, self._enabled = plan, self._is_wanted
+        for each in _watched:
+            each.expect(plan)
 
     @contextmanager
     def __call__(self, num_passes: int) -> Iterator[None]:
@@ -134,7 +142,9 @@ class FirstStep:
             gemms = f"{self.verified.num_gemms} {self._plan.gemm_name}"
             gathers = f", {self.verified.num_low_gathers} weights gathered in 8 bits"
             exchanged = self.verified.num_low_gathers > 0 and self.verified.num_gathering_ranks > 1
-            self._report(f"verified: {gemms} ran in the first step{gathers * exchanged}, as planned")
+            self._report(
+                f"verified: {gemms} ran in the first step{self._of}{gathers * exchanged}, as planned"
+            )
 
 
 def verify_first_update(model: nn.Module, plan: Plan) -> None:
@@ -168,6 +178,12 @@ class _FirstUpdate:
         # A global hook for all optimizers, because FSDP replaces the parameters. It is never removed, because
         # torch iterates over its hooks while they run.
         _FirstUpdate._hook = _FirstUpdate._hook or register_optimizer_step_pre_hook(_before_update)
+
+    def expect(self, plan: Plan) -> None:
+        """Makes the layers that are not verified yet be compared with `plan`."""
+        for layer in plan.converted:
+            if layer.number in self._layers:
+                self._layers[layer.number] = layer, self._layers[layer.number][1]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of `optimizer`. Raises PrecisionNotAppliedError."""

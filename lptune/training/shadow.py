@@ -1,0 +1,192 @@
+"""The shadow check of a run (`precision.shadow_every`): when it runs, what it says, and what follows from it.
+
+Before every N-th step, each rank runs its first micro-batch of that step twice, with the step's own weights,
+amax histories and random bits: in the precision of training, where each layer measures its errors
+(linear/steps/shadow.py), and in high precision, for the loss. Nothing that the training reads changes.
+
+    shadow.jsonl     a line for each check, with the errors of each layer
+    metrics.jsonl    three numbers in the row of the step
+
+A layer is bad if the SQNR of one of its GEMMs is below `precision.shadow_min_sqnr_db`. Ranks have different
+rows, and only one of them may have a fault, so each number is that of the rank where it is worst. All ranks
+then agree on what is bad, and with `shadow_on_bad: fallback` they switch the same layers.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lptune.config import RunConfig, named, open_regular
+from lptune.data import Batch, Loader
+from lptune.distributed import World, keep_compute_weights, reshard
+from lptune.linear import LowPrecision, Plan, weights_changed
+from lptune.linear.steps.shadow import LayerErrors, ShadowPass
+
+LossOf = Callable[[Batch, float], Tensor]
+"""(micro-batch, the factor by which backward multiplies its loss) -> the loss summed over its targets."""
+
+
+class RunFiles(Protocol):
+    """The part of `checkpoint.Run` that a check uses."""
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run."""
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint."""
+
+    def plan_changed(self, plan: Plan, step: int, names: list[str]) -> None:
+        """Records that layers `names` run in high precision after `step` steps. A collective."""
+
+
+class ShadowCheck:
+    """Makes the shadow checks of a run; called before each step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        low: LowPrecision,
+        loader: Loader,
+        cfg: RunConfig,
+        world: World,
+        run: RunFiles,
+    ) -> None:
+        """run: its folder exists. Lines of shadow.jsonl after the step that the run continues are removed, as
+        the run writes them again.
+        """
+        self._model, self._low, self._loader, self._world, self._run = model, low, loader, world, run
+        self._precision, self._path = cfg.precision, run.path / "shadow.jsonl"
+        low.has_shadow_check = True
+        if world.is_main:
+            _keep_until(self._path, run.step)
+
+    def __call__(self, step: int, loss_of: LossOf) -> dict[str, Any]:
+        """What the check before the step adds to its row of metrics.jsonl; empty if no check is due. A
+        collective. step: number of steps done.
+        """
+        if (step + 1) % self._precision.shadow_every:
+            return {}
+        started_s = time.perf_counter()
+        loss, high_loss, errors = self._run_passes(step, loss_of)
+        bad = [name for name, each in errors.items() if each.worst_sqnr_db < self._precision.min_sqnr_db]
+        bad.sort(key=lambda name: errors[name].worst_sqnr_db)
+        switched = bad if self._precision.falls_back else []
+        if bad:
+            self._world.print(self._message(step + 1, bad, errors[bad[0]]))
+        if switched:
+            self._low.switch_to_high(switched)
+            self._run.plan_changed(self._low.plan, step, switched)
+        self._write(
+            {
+                "step": step + 1,
+                "loss": loss,
+                "shadow_loss": high_loss,
+                "layers": {name: _as_json(each) for name, each in errors.items()},
+                "switched_to_high": switched,
+                "time_s": time.perf_counter() - started_s,
+            }
+        )
+        return {
+            "shadow_loss_difference": loss - high_loss,
+            "shadow_worst_gradient_cosine": min(each.grad_weight_cosine for each in errors.values()),
+            "shadow_worst_sqnr_db": min(each.worst_sqnr_db for each in errors.values()),
+        }
+
+    def _run_passes(self, step: int, loss_of: LossOf) -> tuple[float, float, dict[str, LayerErrors]]:
+        """(loss, loss in high precision, errors of each layer), the same on all ranks."""
+        world, batches = self._world, self._loader.micro_batches(step)
+        batch, number = batches[0], world.data_rank * len(batches)
+        factor = world.data_size / max(1, self._loader.num_targets(step))  # of the recipe's loss
+        reshard(self._model)
+        errors = ShadowPass(self._model, self._low.plan)
+        with keep_compute_weights(self._model), self._low.outside_of_steps(step, number):
+            with errors.comparing():
+                loss = loss_of(batch, factor)
+                errors.backward(loss * factor)
+            with errors.high(), torch.no_grad():
+                high_loss = loss_of(batch, factor)
+        # Leaves what the step would find without a check: weights to be gathered, scales to be measured.
+        reshard(self._model)
+        weights_changed(self._model)
+        found = errors.by_layer()
+        targets = torch.tensor(float(batch.num_targets), device=loss.device)
+        sums = world.sums(torch.stack([loss.detach().float(), high_loss.float(), targets]))
+        return sums[0] / max(1.0, sums[2]), sums[1] / max(1.0, sums[2]), self._of_worst_rank(found)
+
+    def _of_worst_rank(self, found: dict[str, LayerErrors]) -> dict[str, LayerErrors]:
+        """Each number as of the rank where it is worst. All ranks have run the same layers."""
+        signs = torch.tensor(_SIGNS, dtype=torch.float64, device=self._world.device)
+        table = torch.tensor([list(each) for each in found.values()], dtype=torch.float64)
+        worst = table.to(self._world.device) * signs
+        self._world.max_(worst)
+        rows = (worst * signs).tolist()
+        return {name: LayerErrors(*row) for name, row in zip(found, rows, strict=True)}
+
+    def _message(self, step: int, bad: list[str], worst: LayerErrors) -> str:
+        gemms = dict(zip(("output", "grad_input", "grad_weight"), worst, strict=False))
+        gemm = min(gemms, key=lambda name: gemms[name])
+        shown = ", ".join(bad[1:4]) + (f" and {len(bad) - 4} more" if bad[4:] else "")
+        others = f"; also below it: {shown}" if bad[1:] else ""
+        action = ""
+        if self._precision.falls_back:
+            action = f"; {'they run' if bad[1:] else 'it runs'} in high precision from this step on"
+        return (
+            f"warning: shadow check of step {step}: {bad[0]}: the SQNR of {gemm} is {gemms[gemm]:.1f} dB, "
+            f"below precision.shadow_min_sqnr_db={self._precision.min_sqnr_db:g}{others}{action}"
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._world.is_main:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with named(self._path), open(open_regular(self._path, flags), "a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+_SIGNS = (-1.0, -1.0, -1.0, -1.0, 1.0, 1.0)
+"""By which the fields of LayerErrors are multiplied, so that a larger number is worse."""
+
+
+def _as_json(errors: LayerErrors) -> dict[str, float]:
+    return {
+        "gradient_cosine": errors.grad_weight_cosine,
+        "gradient_sqnr_db": errors.grad_weight_sqnr_db,
+        "output_sqnr_db": errors.output_sqnr_db,
+        "grad_input_sqnr_db": errors.grad_input_sqnr_db,
+        "saturated": errors.saturated,
+        "underflowed": errors.underflowed,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None in place of floats that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Removes the lines of checks after `step`, and an incomplete last line, from shadow.jsonl."""
+    if not path.exists():
+        return
+    with named(path), open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+        lines = file.readlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    if kept != lines:
+        with named(path), open(open_regular(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+            file.writelines(kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, LookupError):
+        return math.inf

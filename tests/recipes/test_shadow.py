@@ -1,0 +1,347 @@
+"""The shadow check of a run: it changes nothing, finds a planted fault, and falls back for good."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.cli import catalog
+from tests.recipes.conftest import Run, losses, read_metrics
+
+LAYER = "model.layers.1.mlp.down_proj"
+EMULATED = "precision.emulate=true"
+
+PLANT = f"""
+import os
+import torch
+from lptune import linear
+from lptune.linear.kinds import rowwise
+from lptune.linear.low_precision import LowPrecision
+
+real_mm, real_convert, real_step = rowwise.scaled_mm, linear.convert, LowPrecision.step
+faulty = dict(number=None, step=0)
+
+
+def convert(*args, **kwargs):
+    plan = real_convert(*args, **kwargs)
+    faulty["number"] = next(layer.number for layer in plan.layers if layer.name == "{LAYER}")
+    return plan
+
+
+def step(self, step, num_passes):
+    faulty["step"] = step
+    return real_step(self, step, num_passes)
+
+
+def scaled_mm(a, b, scale_a, scale_b, dtype, layer, gemm, **kwargs):
+    is_here = os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", os.environ.get("RANK", "0"))
+    if int(layer[0]) == faulty["number"] and gemm == 0 and faulty["step"] >= 5 and is_here:
+        fault = os.environ["FAULT"]
+        if fault == "scale":  # 16 times too large after quantizing
+            scale_a = scale_a * 16
+        elif fault == "saturation":  # quantized with a scale that is 16 times too small
+            a, scale_a = (a.float() * 16).clamp(-127, 127).to(torch.int8), scale_a / 16
+        elif fault == "underflow":  # quantized with a scale that is 16 times too large
+            a, scale_a = (a.float() / 16).round().to(torch.int8), scale_a * 16
+        elif fault == "zeros":
+            a = torch.zeros_like(a)
+    return real_mm(a, b, scale_a, scale_b, dtype, layer, gemm, **kwargs)
+
+
+rowwise.scaled_mm, linear.convert, LowPrecision.step = scaled_mm, convert, step
+"""
+"""At the top of a copy of the recipe: from step 6 on, `output` of one layer goes wrong."""
+
+
+def checks(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "shadow.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def manifests(folder: Path) -> list[str]:
+    paths = sorted((folder / "checkpoints").glob("step-*/manifest.json"))
+    assert paths
+    return [path.read_text(encoding="utf-8") for path in paths]
+
+
+SETTINGS = [
+    (1, ("precision.kind=int8_rowcol", "precision.stochastic_rounding=true", "compute_dtype=bfloat16")),
+    (1, ("precision.kind=int8_rowcol", "precision.grad_input=column", "activation_checkpointing=full")),
+    (1, ("precision.kind=mxfp8", EMULATED, "activation_checkpointing=selective")),
+    (1, ("precision.kind=int8_rowcol", "compile=block", "activation_checkpointing=selective")),
+    (2, ("precision.kind=int8_rowcol", "parallel.reshard_after_forward=true")),
+    (2, ("precision.kind=int8_tensorwise", "compute_dtype=bfloat16")),
+    (2, ("precision.kind=float8_delayed", EMULATED, "parallel.reduce_every_micro_batch=true")),
+    (2, ("precision.kind=float8_blockwise", EMULATED, "freeze=[model.layers.0]")),
+    (2, ("precision.kind=float8_rowwise", EMULATED, "parallel.replicate=2")),
+]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), SETTINGS)
+def test_the_check_changes_no_bit(
+    ranks: int, overrides: tuple[str, ...], run_recipe: Run, tmp_path: Path
+) -> None:
+    common = (
+        *overrides,
+        "num_steps=5",
+        "eval_every_steps=2",
+        "export.enabled=false",
+        "checkpoint.every_steps=3",
+    )
+    run_recipe(*common, f"output_dir={tmp_path / 'without'}", ranks=ranks)
+    run_recipe(*common, f"output_dir={tmp_path / 'with'}", "precision.shadow_every=2", ranks=ranks)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert manifests(tmp_path / "with") == manifests(tmp_path / "without")
+    evaluated = [
+        [row["eval_loss"] for row in read_metrics(tmp_path / name) if "eval_loss" in row]
+        for name in ("with", "without")
+    ]
+    assert evaluated[0] == evaluated[1]
+
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "with") if "loss" in row}
+    assert [step for step, row in rows.items() if "shadow_worst_sqnr_db" in row] == [2, 4]
+    assert all(
+        row["compile_time_s"] == 0 for step, row in rows.items() if step > 1
+    )  # nothing is compiled anew
+    for check in checks(tmp_path / "with"):
+        row, layers = rows[check["step"]], check["layers"]
+        assert len(layers) == 14
+        assert row["shadow_loss_difference"] == check["loss"] - check["shadow_loss"]
+        assert abs(row["shadow_loss_difference"]) < 0.05
+        # The micro-batch is one of the four of the step.
+        assert check["loss"] == pytest.approx(row["loss"], rel=0.1)
+        numbers = [each[key] for each in layers.values() for key in each if key.endswith("_db")]
+        found = [number for number in numbers if number is not None]
+        assert row["shadow_worst_sqnr_db"] == min(found) > 10
+        assert row["shadow_worst_gradient_cosine"] == min(each["gradient_cosine"] for each in layers.values())
+        assert check["switched_to_high"] == []
+
+
+def test_without_the_key_nothing_of_it_is_imported(run_recipe: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.py"
+    source = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
+    told = "\n    import sys\n    print('imported:', [name for name in sys.modules if 'shadow' in name])\n"
+    recipe.write_text(
+        source.replace("\n\ndef batch_loss(", f"{told}\n\ndef batch_loss(", 1), encoding="utf-8"
+    )
+    common = ("precision.kind=int8_rowcol", "num_steps=2", "export.enabled=false", "eval_every_steps=0")
+    done = run_recipe(*common, recipe=str(recipe))
+    assert "imported: []" in done.stdout
+    done = run_recipe(
+        *common, "precision.shadow_every=1", f"output_dir={tmp_path / 'on'}", recipe=str(recipe)
+    )
+    assert "'lptune.training.shadow'" in done.stdout
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> str:
+    """A copy of the recipe with a fault."""
+    recipe = tmp_path / "planted.py"
+    source = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
+    recipe.write_text(source.replace("\nimport torch\n", f"\nimport torch\n{PLANT}", 1), encoding="utf-8")
+    return str(recipe)
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "low_db", "high_db"),
+    [
+        # 16 times the output: the error is 15 times the signal.
+        ("scale", 1, -23.6, -23.4),
+        # 127 / 16 = 8 is what remains below the maximum.
+        ("saturation", 1, 0.0, 10.0),
+        # The step is 16 times as large, and the noise of x 24 dB above about 42.
+        ("underflow", 1, 17.0, 25.0),
+        # The error is the signal.
+        ("zeros", 1, -0.01, 0.01),
+        ("scale", 2, -23.6, -23.4),
+    ],
+)
+def test_a_planted_fault_is_found_named_and_ended_by_the_fallback(
+    fault: str, ranks: int, low_db: float, high_db: float, planted: str, run_recipe: Run, tmp_path: Path
+) -> None:
+    common = (
+        *("precision.kind=int8_rowcol", "precision.shadow_every=4", "precision.shadow_min_sqnr_db=25"),
+        *("num_steps=12", "eval_every_steps=0", "export.enabled=false", "precision.all_gather=high"),
+        "optimizer.lr=1e-3",
+    )
+    env = {"FAULT": fault} | ({"FAULT_RANK": "1"} if ranks > 1 else {})
+
+    def run(name: str, *overrides: str, **environment: str) -> tuple[Path, str]:
+        folder = tmp_path / name
+        done = run_recipe(
+            *common, *overrides, f"output_dir={folder}", ranks=ranks, recipe=planted, **environment
+        )
+        return folder, done.stdout
+
+    healthy, said = run("healthy", FAULT="none")
+    assert "warning: shadow" not in said
+    warned, warning = run("warned", **env)
+    fallen, fallback = run("fallen", "precision.shadow_on_bad=fallback", **env)
+
+    line = f"warning: shadow check of step 8: {LAYER}: the SQNR of output is "
+    for text in (warning, fallback):
+        (found,) = [each for each in text.splitlines() if each.startswith(line)]
+        assert "below precision.shadow_min_sqnr_db=25" in found
+        assert "also" not in found  # the only layer
+    assert "it runs in high precision from this step on" in fallback
+    first, second, third = checks(fallen)
+    assert first["layers"][LAYER]["output_sqnr_db"] > 35
+    assert low_db < second["layers"][LAYER]["output_sqnr_db"] < high_db
+    assert [each["switched_to_high"] for each in (first, second, third)] == [[], [LAYER], []]
+    assert third["layers"][LAYER]["output_sqnr_db"] is None  # bit for bit high precision
+    kept_bad = checks(warned)[2]["layers"][LAYER]["output_sqnr_db"]
+    assert low_db - 1 < kept_bad < high_db + 1
+    assert "shadow check of step 12" in warning
+    fraction = {"saturation": "saturated", "underflow": "underflowed", "zeros": "underflowed"}.get(fault)
+    if fraction is not None:
+        assert second["layers"][LAYER][fraction] > first["layers"][LAYER][fraction] + 0.1
+
+    fine, bad, mended = (losses(folder) for folder in (healthy, warned, fallen))
+    assert fine[:5] == bad[:5] == mended[:5]
+    assert mended[:7] == bad[:7]
+    if fault == "scale":  # with the same weights, on the same rows: what the fault costs
+        costs = [
+            [each["loss"] - each["shadow_loss"] for each in checks(folder)] for folder in (warned, fallen)
+        ]
+        assert min(abs(cost) for cost in costs[0][1:]) > 10 * max(abs(costs[1][0]), abs(costs[1][2]))
+        assert bad[11] > mended[11]
+
+    low_share = [row["low_precision_flops_fraction"] for row in read_metrics(fallen)]
+    plan = json.loads((fallen / "precision_plan.json").read_text(encoding="utf-8"))
+    sizes = {layer["name"]: layer["shape"][0] * layer["shape"][1] for layer in plan["layers"]}
+    share = sizes[LAYER] / sum(sizes.values())
+    assert low_share[6] - low_share[7] == pytest.approx(share)
+    assert low_share[7:] == [low_share[7]] * 5
+    (layer,) = [each for each in plan["layers"] if each["reason"] and "shadow" in each["reason"]]
+    assert (layer["name"], layer["output"], layer["grad_input"], layer["grad_weight"]) == (
+        LAYER,
+        *["high"] * 3,
+    )
+
+
+@pytest.mark.parametrize("done_steps", [3, 6])
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ("precision.kind=int8_rowcol", "precision.shadow_min_sqnr_db=36")),
+        (1, ("precision.kind=mxfp8", EMULATED, "precision.shadow_min_sqnr_db=27.2")),
+        (2, ("precision.kind=float8_delayed", EMULATED, "precision.shadow_min_sqnr_db=24")),
+        (2, ("precision.kind=int8_rowcol", "precision.shadow_min_sqnr_db=37", "compile=block")),
+    ],
+)
+def test_a_resumed_run_keeps_what_fell_back(
+    done_steps: int, ranks: int, overrides: tuple[str, ...], run_recipe: Run, tmp_path: Path
+) -> None:
+    common = (
+        *(*overrides, "precision.shadow_every=2", "precision.shadow_on_bad=fallback", "num_steps=8"),
+        *("eval_every_steps=0", "export.enabled=false", "checkpoint.every_steps=3", "checkpoint.keep_last=9"),
+    )
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_recipe(*common, f"output_dir={whole}", ranks=ranks)
+    checkpoint = f"checkpoints/step-{done_steps:08d}"
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    run_recipe(*common, f"output_dir={resumed}", ranks=ranks)
+
+    assert losses(resumed) == losses(whole)[done_steps:]
+    assert manifests(resumed)[-1] == manifests(whole)[-1]
+    assert (resumed / "precision_plan.json").read_text() == (whole / "precision_plan.json").read_text()
+    share = [row["low_precision_flops_fraction"] for row in read_metrics(whole)]
+    assert share[0] > share[3] == share[4] >= share[7]
+    assert [row["low_precision_flops_fraction"] for row in read_metrics(resumed)] == share[done_steps:]
+    drop = ("time_s",)
+    assert [{k: v for k, v in each.items() if k not in drop} for each in checks(resumed)] == [
+        {k: v for k, v in each.items() if k not in drop}
+        for each in checks(whole)
+        if each["step"] > done_steps
+    ]
+
+
+def test_the_card_says_what_fell_back_and_a_resume_with_warn_says_that_it_is_low_again(
+    run_recipe: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    common = (
+        *("precision.kind=int8_rowcol", "eval_every_steps=0", f"output_dir={folder}"),
+        *("precision.shadow_min_sqnr_db=1000", "precision.shadow_every=1"),  # all layers, from step 1 on
+    )
+    run_recipe(*common, "precision.shadow_on_bad=fallback", "num_steps=2")
+    card = (folder / "export" / "README.md").read_text(encoding="utf-8")
+    assert "## Steps 1 to 2: int8_rowcol" in card
+    assert card.count("precision.shadow_on_bad: fell back") >= 7
+    assert [row["low_precision_flops_fraction"] for row in read_metrics(folder)] == [0, 0]
+    plan = json.loads((folder / "precision_plan.json").read_text(encoding="utf-8"))
+    assert {layer["output"] for layer in plan["layers"]} == {"high"}
+
+    done = run_recipe(*common, "num_steps=4")
+    assert (
+        "note: layers that had fallen back to high precision run as precision.kind=int8_rowcol again"
+        in done.stdout
+    )
+    assert read_metrics(folder)[-1]["low_precision_flops_fraction"] > 0.5
+    card = (folder / "export" / "README.md").read_text(encoding="utf-8")
+    assert "## Steps 1 to 2: int8_rowcol" in card
+    assert "## Steps 3 to 4: int8_rowcol" in card
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "said"),
+    [
+        ("full_finetune", ("precision.kind=int8_weight_only",), "keeps no weights of higher precision"),
+        ("full_finetune", ("precision.kind=int8_rowcol", "parallel.tensor=2"), "parallel.tensor=2 cuts them"),
+        (
+            "full_finetune",
+            ("precision.kind=int8_rowcol", "precision.shadow_on_bad=fallback", "precision.all_gather=low"),
+            "precision.shadow_on_bad: fallback needs weights in compute dtype",
+        ),
+        ("full_finetune", ("precision.shadow_on_bad=stop",), "is not one of warn, fallback"),
+        ("full_finetune", ("precision.shadow_min_sqnr_db=nan",), "shadow_min_sqnr_db: must be finite"),
+        ("full_dpo", ("precision.kind=int8_rowcol",), "full_finetune and continued_pretrain alone"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error_of_one_line(
+    recipe: str, overrides: tuple[str, ...], said: str, run_recipe: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    done = run_recipe("precision.shadow_every=1", *overrides, f"output_dir={folder}", recipe=recipe, code=2)
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not folder.exists()
+
+
+def test_a_copy_of_a_recipe_without_the_check_says_so(run_recipe: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "old.py"
+    lines = (
+        catalog.recipes()["full_finetune"].read_text(encoding="utf-8").replace(" | shadowed", "").splitlines()
+    )
+    recipe.write_text("\n".join(line for line in lines if "shadow" not in line), encoding="utf-8")
+    common = ("precision.kind=int8_rowcol", "num_steps=1", "eval_every_steps=0", "export.enabled=false")
+    done = run_recipe(*common, "precision.shadow_every=1", recipe=str(recipe), code=2)
+    assert "precision.shadow_every: this recipe makes no shadow check" in done.stderr
+    run_recipe(*common, recipe=str(recipe))
+
+
+def test_with_precision_none_there_is_nothing_to_check(run_recipe: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    common = ("num_steps=2", "eval_every_steps=0", "export.enabled=false", f"output_dir={folder}")
+    run_recipe("precision.shadow_every=1", "precision.shadow_on_bad=fallback", *common)
+    assert not (folder / "shadow.jsonl").exists()
+
+
+def test_continued_pretrain_checks_too(run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    from tests.helpers.tiny_recipe import write_config, write_texts
+
+    texts = write_texts(tmp_path / "texts.jsonl", 200)
+    data = {"source": str(texts), "seq_len": 64, "format": "text", "eval_fraction": 0}
+    config = write_config(
+        tmp_path / "texts.yaml", tiny_checkpoint, tmp_path / "texts", data=data, eval_every_steps=0
+    )
+    run_recipe(
+        *("precision.kind=int8_rowcol", "precision.shadow_every=2", "num_steps=3", "export.enabled=false"),
+        config=config,
+        recipe="continued_pretrain",
+        ranks=2,
+    )
+    (check,) = checks(tmp_path / "texts")
+    assert abs(check["loss"] - check["shadow_loss"]) < 0.05
+    assert read_metrics(tmp_path / "texts")[1]["shadow_worst_sqnr_db"] > 20
