@@ -29,7 +29,8 @@ ALLOWED = {
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training"},
+    "advice": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
+    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training", "advice"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

@@ -23,6 +23,7 @@ from typing import NoReturn
 import click
 
 from lptune import __version__
+from lptune.cli.advise import advise
 from lptune.cli.cat import cat
 from lptune.cli.cp import cp
 from lptune.cli.data import data
@@ -67,7 +68,7 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
+for command in (advise, run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
     cli.add_command(command)
     if command not in (ls, cat, cp):  # these need no current directory
         assert command.callback is not None

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune import progress
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog, planned_model, recipe
 from lptune.config import (
     DistillConfig,
     PrecomputeConfig,
     RunConfig,
     UserError,
     check_batches,
-    closest,
 )
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
@@ -86,7 +85,7 @@ def plan(
         from lptune.checkpoint.disk import disk_report
         from lptune.training.dry_run import dry_run
         from lptune.training.fit import fits, remedies, verdict
-    model_config, model_name, folder = _model(cfg, path, preset)
+    model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
 
     device = None if cfg.device == "cpu" else _device(device_name)
     teacher = _teacher(cfg, teacher_preset)
@@ -131,7 +130,7 @@ def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
             raise UserError("--teacher-preset: no teacher runs, since logits.folder is set; leave one out")
         return None
     if preset is not None:
-        return _preset(preset, "--teacher-preset")
+        return planned_model.from_preset(preset, "--teacher-preset")
     assert cfg.teacher.path is not None
     folder = Path(cfg.teacher.path).expanduser()
     if not folder.is_dir():
@@ -140,43 +139,3 @@ def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
             "`lptune new-checkpoint` takes it"
         )
     return models.read_config(folder)
-
-
-def _preset(name: str, key: str) -> "DecoderConfig":
-    from lptune import models
-
-    names = _presets()
-    if name not in names:
-        raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
-    family, _, size = name.partition("/")
-    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
-
-
-def _presets() -> list[str]:
-    from lptune import models
-
-    return [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
-
-
-def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
-    """The model, where it was read from, and its folder if it exists."""
-    from lptune import models
-
-    folder = Path(cfg.model.path).expanduser()
-    if preset is None and folder.is_dir():
-        if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
-            from lptune import checkpoint
-
-            config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)
-        else:
-            config = models.read_config(folder)
-        return config, f"{folder / 'config.json'}", folder
-    # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
-    family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
-    name = preset or f"{family}/{size.partition('_')[0]}"
-    if preset is None and name not in _presets():
-        raise UserError(
-            f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
-            "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
-        )
-    return _preset(name, "--preset"), f"the preset {name}", None

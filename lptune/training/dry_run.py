@@ -172,7 +172,7 @@ def dry_run(
     if offloads and world_size == 1:
         parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
-    with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
+    with fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
         models.freeze(model, cfg.freeze)
@@ -305,7 +305,7 @@ def _run_steps(
 
 
 @contextmanager
-def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
+def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
     without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
     """

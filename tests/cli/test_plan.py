@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lptune import models
-from lptune.cli import plan
+from lptune.cli import plan, planned_model
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.cli.conftest import Command
 from tests.test_progress import terminal
@@ -70,7 +70,7 @@ def test_a_head_that_is_not_tied_after_all_is_planned_as_one(
     tensors = load_file(weights)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, weights)
     cfg = FinetuneConfig(model=ModelConfig(path="new"), data=DataConfig(source="builtin"))
-    found, where, _ = plan._model(cfg, Path("llama3_2/1b.yaml"), None)
+    found, where, _ = planned_model.of_config(cfg, Path("llama3_2/1b.yaml"), None)
     assert (found.tied, where) == (False, "new/config.json")
     assert "lm_head.weight differs from model.embed_tokens.weight" in capfd.readouterr().out
 
