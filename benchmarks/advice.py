@@ -61,7 +61,18 @@ def main() -> None:
         kinds = [kind for kind in linear.native_kinds(world.device) if kind != "none"]
         found = measure.measure(cfg, models.config_from_dict(content), kinds, args.seconds, world)
         predicted = {each.kind: each.speedup for each in prediction.predict(found, num_micro_batches=1)}
-        print(f"{device_name()}: advise took {found.duration_s:.1f} s", flush=True)
+        print(
+            f"{device_name()}: advise took {found.duration_s:.1f} s, {len(found.pairs)} of "
+            f"{len(found.groups) * len(kinds)} pairs, with {found.timed_tokens} of {found.tokens} tokens"
+        )
+        for (group, kind), pair in found.pairs.items():
+            none_ms, low_ms = ([1e3 * each for each in times] for times in (pair.none, pair.low))
+            print(
+                f"  {group.label:<10}{kind:<18} pass {none_ms[0]:.1f} -> {low_ms[0]:.1f} ms, "
+                f"update {none_ms[1]:.1f} -> {low_ms[1]:.1f} ms",
+                flush=True,
+            )
+        results.update(parts=prediction.parts_of(found, 1), advise_s=found.duration_s)
 
         torch._dynamo.reset()
         strict_compilation(32)

@@ -68,7 +68,7 @@ def predicted_for(
                 f"{', '.join(known[1:])}"
             )
     candidates, ranges = [], {}
-    none = (0.0, 0.0)
+    none, none_linear_ms = (0.0, 0.0), 0.0
     for kind in ["none", *(kinds or known[1:])]:
         with progress.in_place(f"predicting {kind} ..."):
             found = predicted.parts(
@@ -80,10 +80,18 @@ def predicted_for(
                 num_micro_batches=setting.num_micro_batches,
                 num_ranks=setting.num_ranks,
             )
-        ms = predicted.total(found)
-        none = none if kind != "none" else ms
+        ms, linear_ms = predicted.total(found), predicted.linear_ms(found)
+        if kind == "none":
+            none, none_linear_ms = ms, linear_ms
         ranges[kind] = (none[0] / ms[0], none[1] / ms[1])
-        candidates.append(prediction.Candidate(kind=kind, step_s=1e-3 * ms[0], speedup=none[0] / ms[0]))
+        candidates.append(
+            prediction.Candidate(
+                kind=kind,
+                step_s=1e-3 * ms[0],
+                speedup=none[0] / ms[0],
+                linear_speedup=none_linear_ms / linear_ms if kind != "none" else None,
+            )
+        )
     advice = prediction.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, device)
     return advice, report.predicted_report(advice, ranges, setting, device)
@@ -110,4 +118,4 @@ def _with_memory(
             planned = dry_run(changed, model_config, setting.num_ranks, gpu)
         exchanged = sum(each.num_bytes * count for each, count in planned.collectives.items())
         found[kind] = Planned(peak_bytes=planned.peak_bytes, exchanged_bytes=exchanged)
-    return dataclasses.replace(setting, planned=found)
+    return dataclasses.replace(setting, planned=found, gpu=gpu)

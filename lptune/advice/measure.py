@@ -6,7 +6,7 @@
 
 All of it goes through the verbs of a recipe (convert, parallelize, LowPrecision, Update), compiled and
 recomputed as the config says, on one rank; the first step of each is verified, so what is timed did run in 8
-bits. Of several rounds the fastest counts, because other load only adds time; a kind and `none` take turns.
+bits. Of several rounds the fastest counts, because other load only adds time; the kinds and `none` take turns.
 
 The time is bounded: a shorter micro-batch is timed if the whole one would not leave time to compile
 (`timed_tokens`), and after `seconds` nothing new begins. The rest and the largest group are always timed.
@@ -27,13 +27,14 @@ from lptune.advice.layers import Group, Shape, groups_of
 from lptune.config import ParallelConfig, PrecisionConfig, RunConfig, UserError, size_text
 from lptune.distributed import World
 
-LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+LEAST_ROUNDS, MOST_ROUNDS = 4, 12
 _WARM_UP = 1
 _LEAST_TOKENS = 64
 _SHARE_OF_GEMMS = 0.5
 """Of the given time. The other half is for compiling."""
 _BYTES_PER_WEIGHT = 20  # float32 master, gradient and two moments; the compute weight with its gradient
 _MANY_GRAPHS = 64
+_PROBED_ROWS = 1024
 
 
 class Times(NamedTuple):
@@ -117,7 +118,6 @@ def measure(
     _check_memory(model, model_config, world.device)
     rows, seq_len = _timed_rows(cfg, model_config, len(kinds), seconds, world.device)
     pairs: dict[tuple[Group, str], Pair] = {}
-    todo = [(group, kind) for group in groups for kind in kinds]
     with torch._dynamo.config.patch(
         recompile_limit=_MANY_GRAPHS,
         accumulated_recompile_limit=16 * _MANY_GRAPHS,
@@ -126,14 +126,15 @@ def measure(
         with progress.in_place("timing a block and the head in none ..."):
             blocks_s, head_s, update_s, distinct = _rest(cfg, model_config, rows, seq_len, world)
         torch._dynamo.reset()
-        for number, (group, kind) in enumerate(todo):
+        for number, group in enumerate(groups):
             left_s = seconds - (time.monotonic() - started)
-            if left_s <= 0 and group is not groups[0]:
+            if left_s <= 0 and number > 0:
                 break
-            where = f"{number + 1} of {len(todo)}, {max(0, left_s):.0f} s left"
-            with progress.in_place(f"timing {group.label} in {kind} ({where}) ..."):
-                share_s = left_s / (len(todo) - number)
-                pairs[group, kind] = _pair(group, kind, cfg, rows, seq_len, world, share_s)
+            where = f"{number + 1} of {len(groups)}, {max(0, left_s):.0f} s left"
+            with progress.in_place(f"timing {group.label} in {len(kinds) + 1} kinds ({where}) ..."):
+                share_s = left_s / (len(groups) - number)
+                for kind, pair in _pairs(group, kinds, cfg, rows, seq_len, world, share_s).items():
+                    pairs[group, kind] = pair
             torch._dynamo.reset()  # the graphs of this group serve no other
     return Measured(
         groups=tuple(groups),
@@ -229,22 +230,47 @@ def _block_s(block: nn.Module, inputs: tuple[object, ...], device: torch.device)
     return min(times[_WARM_UP:])
 
 
-def _pair(
-    group: Group, kind: str, cfg: RunConfig, rows: int, seq_len: int, world: World, seconds: float
-) -> Pair:
-    """A group in `kind` and in `none`, in turns, for about `seconds`."""
-    steps = [_group_step(group, each, cfg, rows, seq_len, world) for each in (kind, "none")]
-    for step in steps:
+def _pairs(
+    group: Group,
+    kinds: Sequence[str],
+    cfg: RunConfig,
+    rows: int,
+    seq_len: int,
+    world: World,
+    seconds: float,
+) -> dict[str, Pair]:
+    """The times of `group` in each of `kinds` and in `none`, in turns, for about `seconds`.
+
+    As many kinds take turns as the memory holds: they all are there at once.
+    """
+    free = _free_bytes(world.device)
+    at_once = len(kinds) if free is None else int(0.8 * free / (_BYTES_PER_WEIGHT * group.num_weights)) - 1
+    at_once = max(1, min(at_once, len(kinds)))
+    found: dict[str, Pair] = {}
+    for first in range(0, len(kinds), at_once):
+        names = ["none", *kinds[first : first + at_once]]
+        times = _turns(
+            {name: _group_step(group, name, cfg, rows, seq_len, world) for name in names},
+            seconds * len(names) / (len(kinds) + 1),
+        )
+        found |= {name: Pair(times[name], times["none"]) for name in names[1:]}
+    return found
+
+
+def _turns(steps: dict[str, Callable[[], Times]], seconds: float) -> dict[str, Times]:
+    """The fastest of several rounds of each of `steps`. Each round begins with another one."""
+    started = time.monotonic()
+    for step in steps.values():
         for _ in range(_WARM_UP + 1):
             step()
-    rounds: list[list[Times]] = [[], []]
-    started = time.monotonic()
+    order, rounds = list(steps), {name: list[Times]() for name in steps}
     for number in range(MOST_ROUNDS):
         if number >= LEAST_ROUNDS and time.monotonic() - started > seconds:
             break
-        for i in (0, 1) if number % 2 else (1, 0):
-            rounds[i].append(steps[i]())
-    return Pair(_fastest(rounds[0]), _fastest(rounds[1]))
+        for name in order:
+            rounds[name].append(steps[name]())
+        order = order[1:] + order[:1]
+    return {name: _fastest(times) for name, times in rounds.items()}
 
 
 def _group_step(
@@ -313,9 +339,8 @@ def _timed_rows(
     """
     rows, seq_len = cfg.micro_batch_size, cfg.data.seq_len
     block, head = _weights(config)
-    # A pass reads each weight for three GEMMs. The rest runs blocks twice; each kind has `none` beside it.
-    passes = (LEAST_ROUNDS + _WARM_UP + 1) * (2 * block + head)
-    passes += 2 * num_kinds * (LEAST_ROUNDS + _WARM_UP + 1) * block
+    # A pass reads each weight for three GEMMs. The rest runs blocks twice.
+    passes = (LEAST_ROUNDS + _WARM_UP + 1) * (2 * block + head + (num_kinds + 1) * block)
     most = _SHARE_OF_GEMMS * seconds * _flops(config.hidden_size, cfg, device) / (6 * passes)
     while rows * seq_len > max(most, _LEAST_TOKENS) and rows > 1:
         rows = math.ceil(rows / 2)
@@ -334,14 +359,14 @@ def _weights(config: models.DecoderConfig) -> tuple[int, int]:
 
 def _flops(hidden: int, cfg: RunConfig, device: torch.device) -> float:
     """FLOP/s of a GEMM in the compute dtype."""
-    a = torch.randn(256, hidden, dtype=getattr(torch, cfg.compute_dtype), device=device)
+    a = torch.randn(_PROBED_ROWS, hidden, dtype=getattr(torch, cfg.compute_dtype), device=device)
     b = torch.randn(hidden, hidden, dtype=a.dtype, device=device)
     times = []
-    for _ in range(4):
+    for _ in range(6):
         started = _now(device)
         a @ b
         times.append(_now(device) - started)
-    return 2 * 256 * hidden * hidden / min(times)
+    return 2 * _PROBED_ROWS * hidden * hidden / min(times)
 
 
 def _check_memory(model: models.Decoder, config: models.DecoderConfig, device: torch.device) -> None:

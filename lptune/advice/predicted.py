@@ -164,3 +164,9 @@ def _weight_bytes(kind: str, entries: list[Any], weights: int, head: int) -> flo
 def total(found: list[Part]) -> tuple[float, float]:
     """Milliseconds of the step."""
     return sum(each.ms[0] for each in found), sum(each.ms[1] for each in found)
+
+
+def linear_ms(found: list[Part]) -> float:
+    """Cautious milliseconds of the linear layers of a step, with what is quantized for them."""
+    names = ("linear layers", "quantizers", "transposes", "weights")
+    return sum(each.ms[0] for each in found if each.name in names)

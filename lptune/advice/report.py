@@ -12,6 +12,7 @@ from lptune.advice.prediction import WORTH, Advice, parts_of
 from lptune.advice.quality import MEASURED, SOURCE
 from lptune.config import PRECISION_KINDS, size_text
 from lptune.hardware.devices import Device
+from lptune.training.fit import fits
 
 WIDTH = 80
 _PER_TABLE = 4
@@ -41,6 +42,8 @@ class Setting:
     num_ranks: int
     planned: dict[str, Planned] = field(default_factory=dict)
     """By kind; may miss some."""
+    gpu: Device | None = None
+    """The planned GPU; None on a CPU."""
 
 
 def timed_report(advice: Advice, measured: Measured, setting: Setting, emulated: Sequence[str]) -> list[str]:
@@ -69,7 +72,8 @@ def timed_report(advice: Advice, measured: Measured, setting: Setting, emulated:
             f"{', '.join(emulated)}",
             "  ",
         )
-    return [*lines, *_exchange(setting), "", *_verdict(advice)]
+    lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
+    return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
 
 
 def predicted_report(
@@ -92,7 +96,8 @@ def predicted_report(
     left = [kind for kind in PRECISION_KINDS if kind not in known]
     lines += _wrapped(f"no prediction for {', '.join(left)}", "  ")
     lines += _wrapped(SOURCE, "  ")
-    return [*lines, *_exchange(setting), "", *_verdict(advice)]
+    lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
+    return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
 
 
 def source_text(advice: Advice, setting: Setting, how: str) -> str:
@@ -157,15 +162,24 @@ def _exchange(setting: Setting) -> list[str]:
     return _wrapped(f"the exchange between ranks is not in these times{more}", "  ")
 
 
-def _verdict(advice: Advice) -> list[str]:
+def _verdict(advice: Advice, setting: Setting) -> list[str]:
     chosen = advice.chosen
     if not advice.pays:
-        return _wrapped(f"none is fastest here: {advice.reason} (it pays from {WORTH:.2f}x on)")
-    lines = _wrapped(f"advice: precision.kind={chosen.kind}, {advice.reason}")
+        lines = _wrapped(f"none is fastest here: {advice.reason} (it pays from {WORTH:.2f}x on)")
+    else:
+        lines = _wrapped(f"advice: precision.kind={chosen.kind}, {advice.reason}")
     if chosen.skip:
         lines += _wrapped(
             f"leave {', '.join(chosen.skip)} in high precision (precision.skip): slower in {chosen.kind}; "
             f"{chosen.speedup:.2f}x becomes {chosen.skipping_speedup:.2f}x",
+            "  ",
+        )
+    planned = setting.planned.get(chosen.kind)
+    if planned and setting.gpu and not fits(planned.peak_bytes, setting.gpu):
+        lines += _wrapped(
+            f"it does not fit {setting.device}: the peak is {size_text(planned.peak_bytes)}. Which changes make "
+            f"it fit: lptune plan --config {setting.config} --device {setting.gpu.key or setting.device} "
+            f"precision.kind={chosen.kind}",
             "  ",
         )
     return lines
@@ -190,4 +204,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -96,7 +96,7 @@ def plan(
     if device is None:
         return
     click.echo(verdict(found, device))
-    if not fits(found, device):
+    if not fits(found.peak_bytes, device):
         click.echo("planned instead, one change at a time:")
         with progress.in_place("planning changes ..."):
             for line in remedies(cfg, model_config, world_size, device, teacher):

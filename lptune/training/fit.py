@@ -25,16 +25,16 @@ Remedy = dict[str, bool | int | str]
 """Changes that save memory: keys of a config (and _RANKS) with values."""
 
 
-def fits(found: DryRun, device: Device) -> bool:
+def fits(peak_bytes: int, device: Device) -> bool:
     """Whether the peak leaves the share HEADROOM of the device's memory free."""
-    return found.peak_bytes <= (1 - HEADROOM) * device.memory_bytes
+    return peak_bytes <= (1 - HEADROOM) * device.memory_bytes
 
 
 def verdict(found: DryRun, device: Device) -> str:
     """One line: whether the run fits, with the peak."""
     name, peak = f"{device.name} ({device.memory_bytes / 1e9:,.0f} GB)", size_text(found.peak_bytes)
     free = 1 - found.peak_bytes / device.memory_bytes
-    if fits(found, device):
+    if fits(found.peak_bytes, device):
         return f"fits {name}: the peak is {peak}, {free:.0%} stay free"
     if free >= 0:
         return f"may not fit {name}: the peak is {peak}, and {HEADROOM:.0%} should stay free"
@@ -61,7 +61,7 @@ def remedies(
             continue
         possible |= change
         yield _line(change, found, device)
-        num_fitting += fits(found, device)
+        num_fitting += fits(found.peak_bytes, device)
         if num_fitting == _ENOUGH:
             return
     if num_fitting == 0 and len(possible) > 1:
@@ -115,5 +115,5 @@ def _line(change: Remedy, found: DryRun, device: Device) -> str:
         f"{key} {value}" if key == _RANKS else f"{key}={str(value).lower()}" for key, value in change.items()
     ]
     host = f" and {size_text(found.host_bytes)} of host memory" if found.host_bytes else ""
-    end = "fits" if fits(found, device) else "does not fit"
+    end = "fits" if fits(found.peak_bytes, device) else "does not fit"
     return f"  {' '.join(words)}: a peak of {size_text(found.peak_bytes)}{host} a rank, {end}"
