@@ -6,7 +6,7 @@
 
 All of it goes through the verbs of a recipe (convert, parallelize, LowPrecision, Update), compiled and
 recomputed as the config says, on one rank; the first step of each is verified, so what is timed did run in 8
-bits. Of several rounds the fastest counts, because other load only adds time; the kinds and `none` take turns.
+bits. The kinds and `none` take turns. Of several rounds the fastest counts: other load only adds time.
 
 The time is bounded: a shorter micro-batch is timed if the whole one would not leave time to compile
 (`timed_tokens`), and after `seconds` nothing new begins. The rest and the largest group are always timed.

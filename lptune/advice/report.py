@@ -177,9 +177,9 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
     planned = setting.planned.get(chosen.kind)
     if planned and setting.gpu and not fits(planned.peak_bytes, setting.gpu):
         lines += _wrapped(
-            f"it does not fit {setting.device}: the peak is {size_text(planned.peak_bytes)}. Which changes make "
-            f"it fit: lptune plan --config {setting.config} --device {setting.gpu.key or setting.device} "
-            f"precision.kind={chosen.kind}",
+            f"it does not fit {setting.device}: the peak is {size_text(planned.peak_bytes)}. For changes "
+            f"that make it fit: lptune plan --config {setting.config} "
+            f"--device {setting.gpu.key or setting.device} precision.kind={chosen.kind}",
             "  ",
         )
     return lines

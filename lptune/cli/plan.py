@@ -4,6 +4,9 @@ The model comes from config.json in `model.path` if that folder exists, otherwis
 name of the config: configs are named after their models.
 """
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,23 +87,51 @@ def plan(
     with progress.in_place("loading torch ..."):
         from lptune.checkpoint.disk import disk_report
         from lptune.training.dry_run import dry_run
+        from lptune.training.dry_run_report import wrapped
         from lptune.training.fit import fits, remedies, verdict
     model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
 
     device = None if cfg.device == "cpu" else _device(device_name)
     teacher = _teacher(cfg, teacher_preset)
-    with progress.in_place("planning a step ..."):
-        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
-    click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
-    click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
+    with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
+        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher, on_phase=say)
+    _echo(f"plan of {config_name} for {model_name}")
+    click.echo(f"{found.report()}\n")
+    _echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
         return
-    click.echo(verdict(found, device))
+    _echo(verdict(found, device))
     if not fits(found.peak_bytes, device):
-        click.echo("planned instead, one change at a time:")
         with progress.in_place("planning changes ..."):
-            for line in remedies(cfg, model_config, world_size, device, teacher):
-                progress.print_line(line)
+            for line in remedies(cfg, model_config, world_size, device, found, teacher):
+                for part in wrapped(line):
+                    progress.print_line(part)
+
+
+def _echo(text: str) -> None:
+    from lptune.training.dry_run_report import wrapped
+
+    click.echo("\n".join(wrapped(text)))
+
+
+@contextmanager
+def _phases(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows `what` and the phase that it is in; without a terminal, prints `what` at the first phase. (Wrong
+    input is reported before that, in one line.)
+    """
+    began = False
+    with ExitStack() as shown:
+        shown.enter_context(progress.in_place(f"{what} ..."))
+
+        def say(phase: str) -> None:
+            nonlocal began
+            if not began and not sys.stderr.isatty():
+                progress.print_line(f"{what} ...")
+            began = True
+            shown.pop_all().close()
+            shown.enter_context(progress.in_place(f"{what}: {phase} ..."))
+
+        yield say
 
 
 def _device(name: str | None) -> Device:

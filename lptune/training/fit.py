@@ -11,6 +11,7 @@ from contextlib import suppress
 from lptune import models
 from lptune.config import RunConfig, UserError, size_text
 from lptune.hardware.devices import Device
+from lptune.training import memory
 from lptune.training.dry_run import DryRun, dry_run
 
 HEADROOM = 0.1
@@ -46,28 +47,55 @@ def remedies(
     model_config: models.DecoderConfig,
     world_size: int,
     device: Device,
+    found: DryRun,
     teacher_config: models.DecoderConfig | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
-    It tries one change at a time, the cheapest first, until some fit; if none does, all changes together.
+    It tries one change at a time, the cheapest first, until some fit. If none does: all changes that need no
+    more ranks together, and if that does not fit, with as many ranks as were tried. Changes that leave more
+    weights and optimizer state on a rank than fit are not tried alone. found: the plan of `cfg` as it is.
     """
-    changes, num_fitting = _changes(cfg, world_size), 0
+    held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
+    if held > (1 - HEADROOM) * device.memory_bytes:
+        yield f"weights and optimizer state alone take {size_text(held)} on a rank"
+    yield "planned instead, one change at a time:"
+    num_fitting = 0
     possible: Remedy = {}
-    for change in changes:
+    for change in _changes(cfg, world_size):
+        if _holds_more_than_fits(change, held, world_size, device):
+            possible |= change
+            continue
         try:
-            found = _plan(cfg, change, model_config, world_size, device, teacher_config)
+            planned = _plan(cfg, change, model_config, world_size, device, teacher_config)
         except UserError:  # this run cannot use it, for example ranks that do not divide the model
             continue
         possible |= change
-        yield _line(change, found, device)
-        num_fitting += fits(found.peak_bytes, device)
+        yield _line(change, planned, device)
+        num_fitting += fits(planned.peak_bytes, device)
         if num_fitting == _ENOUGH:
             return
-    if num_fitting == 0 and len(possible) > 1:
+    if num_fitting:
+        return
+    here = {key: value for key, value in possible.items() if key != _RANKS}
+    for together in (here, possible) if here != possible else (here,):
+        if len(together) < 2:
+            continue
         with suppress(UserError):  # these changes may exclude each other
-            found = _plan(cfg, possible, model_config, world_size, device, teacher_config)
-            yield _line(possible, found, device)
+            planned = _plan(cfg, together, model_config, world_size, device, teacher_config)
+            yield _line(together, planned, device)
+            if fits(planned.peak_bytes, device):
+                return
+
+
+def _holds_more_than_fits(change: Remedy, held: int, world_size: int, device: Device) -> bool:
+    """Whether the weights and the optimizer state of a rank, `held` before `change`, are too large for the
+    device after it.
+    """
+    if change.keys() & {"parallel.cpu_offload", "parallel.replicate"}:
+        return False
+    held_then = held * world_size / int(change.get(_RANKS, world_size))
+    return held_then > (1 - HEADROOM) * device.memory_bytes
 
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
