@@ -45,7 +45,7 @@ class Group:
 
     @property
     def num_weights(self) -> int:
-        """Weights of one group."""
+        """Number of weights of one group, without biases."""
         return sum(shape.in_features * shape.out_features for shape in self.shapes)
 
     @property

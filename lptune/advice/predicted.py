@@ -162,7 +162,7 @@ def _weight_bytes(kind: str, entries: list[Any], weights: int, head: int) -> flo
 
 
 def total(found: list[Part]) -> tuple[float, float]:
-    """Milliseconds of the step."""
+    """Milliseconds of the step, cautious and hopeful."""
     return sum(each.ms[0] for each in found), sum(each.ms[1] for each in found)
 
 

@@ -52,7 +52,7 @@ _COPIES = ("clone", "copy", "contiguous", "pad", "index", "repeat", "view_copy",
 
 
 class Entry(NamedTuple):
-    """One operation."""
+    """One operation with the bytes that it moves."""
 
     phase: str  # weights | forward | backward
     what: str  # one of GEMM, QUANTIZE, ATTENTION, COPY, ELEMENTWISE

@@ -119,7 +119,11 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
             yield {_RANKS: times * world_size}
         times *= 2
     if not parallel.cpu_offload:
-        yield {"parallel.cpu_offload": True}
+        change: Remedy = {"parallel.cpu_offload": True}
+        if not shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
+            # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
+            change["parallel.reduce_every_micro_batch"] = True
+        yield change
 
 
 def _plan(
