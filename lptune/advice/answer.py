@@ -3,6 +3,8 @@
 import dataclasses
 import time
 
+import torch
+
 from lptune import distributed, linear, models, progress
 from lptune.advice import measure, predicted, prediction, report
 from lptune.advice.prediction import Advice
@@ -42,7 +44,13 @@ def timed(
         chosen = kinds or tuple(native)
         limit_s = seconds or SECONDS[world.device.type]
         progress.print_line(f"timing {len(chosen)} kinds beside none, for about {limit_s:.0f} s ...")
-        measured = measure.measure(cfg, model_config, chosen, limit_s, world)
+        try:
+            measured = measure.measure(cfg, model_config, chosen, limit_s, world)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"advise: {setting.tokens:,} tokens in a micro-batch do not fit the memory here; lower "
+                "micro_batch_size, or name the GPU of the run with --device for a prediction"
+            ) from None
     candidates = prediction.predict(measured, setting.num_micro_batches, setting.num_ranks)
     advice = prediction.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, gpu)

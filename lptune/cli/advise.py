@@ -157,7 +157,7 @@ def _notes(cfg: RunConfig) -> list[str]:
         "the head in 8 bits": not cfg.precision.is_none and "lm_head" not in cfg.precision.skip,
     }
     names = [name for name, is_so in left_out.items() if is_so]
-    return [f"not in these times: {', '.join(names)}"] if names else []
+    return [f"not in these figures: {', '.join(names)}"] if names else []
 
 
 def _check_write(write: Path, recipe_path: Path, path: Path, overrides: Sequence[str]) -> None:

@@ -208,6 +208,37 @@ def test_what_is_wrong_is_said_in_one_line(command: Command, arguments: list[str
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("full_dpo", ["--config", "llama3_2/1b_dpo"]),
+        ("distill", ["--config", "llama3_2/1b_distill", "teacher.path=there"]),
+    ],
+)
+def test_other_recipes_are_advised_on_and_what_is_left_out_is_named(
+    recipe: str, more: list[str], command: Command
+) -> None:
+    keys = (*SMALL[2:], "--kind", "int8_rowcol", "--seconds", "1")
+    code, out, err = command("advise", recipe, *more, *keys)
+    assert (code, err) == (0, "")
+    assert ("not in these figures: the teacher" in out) == (recipe == "distill")
+
+
+def test_too_little_memory_is_said_in_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def full(*_: object) -> Measured:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(measure, "measure", full)
+    code, _, err = command("advise", *SMALL)
+    assert code == 2
+    assert err == (
+        "error: advise: 64 tokens in a micro-batch do not fit the memory here; lower micro_batch_size, or "
+        "name the GPU of the run with --device for a prediction\n"
+    )
+
+
 def test_on_a_terminal_it_says_what_is_being_timed() -> None:
     from lptune.cli import advise
 
