@@ -43,7 +43,8 @@ def timed(
                 )
         chosen = kinds or tuple(native)
         limit_s = seconds or SECONDS[world.device.type]
-        progress.print_line(f"timing {len(chosen)} kinds beside none, for about {limit_s:.0f} s ...")
+        what = chosen[0] if len(chosen) == 1 else f"{len(chosen)} kinds"
+        progress.print_line(f"timing {what} beside none, for about {limit_s:.0f} s ...")
         try:
             measured = measure.measure(cfg, model_config, chosen, limit_s, world)
         except torch.OutOfMemoryError:
