@@ -21,8 +21,8 @@ help:
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
 	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
-	@echo "make docs         check the links of the documentation"
-	@echo "make lock         renew requirements/ci.txt from pyproject.toml"
+	@echo "make docs         build the documentation as a site, build/site, with the API; a broken link is an error"
+	@echo "make lock         renew requirements/ci.txt from pyproject.toml, and requirements/docs.txt from docs.in"
 
 # requirements/ decides what is installed: exact versions, and each file is compared with its SHA-256. The source is used in place.
 .venv/.installed: .venv/.torch pyproject.toml requirements/ci.txt
@@ -143,8 +143,19 @@ bench-step: .venv/.installed
 gpu-first:
 	bash benchmarks/gpu_first.sh
 
-docs: .venv/.installed
-	$(BIN)/python -m pytest -q tests/test_architecture.py -k links
+# Sphinx is not what lptune needs, so it has a venv of its own. That sees the packages of .venv, since the API is read off the
+# imported modules. A warning is an error: docs/site/conf.py.
+.venv-docs/.installed: .venv/.installed requirements/docs.txt
+	rm -rf .venv-docs && $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --require-hashes --no-deps -r requirements/docs.txt
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venv-docs/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@touch $@
+
+docs: .venv-docs/.installed
+	$(BIN)/python -m pytest -q tests/docs/test_pages.py tests/test_docs.py
+	.venv-docs/bin/python docs/site/build.py build/site
+	@echo "build/site/index.html"
 
 # pip-tools resolves and lists the digests. torch comes last and is cut: requirements/torch.txt lists its builds. Its CPU build
 # must be in reach (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu), since the others bring NVIDIA's libraries along.
@@ -158,3 +169,6 @@ lock:
 	sed -i -e '/^# The following packages are considered/,$$d' requirements/ci.txt
 	! grep ^nvidia- requirements/ci.txt
 	sed -i -e '1i # Made by make lock from pyproject.toml: the exact versions that CI installs, each with the SHA-256 of its files.' requirements/ci.txt
+	cd requirements && ../$(LOCK)/pip-compile --quiet $(RENEW) --generate-hashes --allow-unsafe --strip-extras --no-annotate \
+	  --no-emit-index-url --no-emit-find-links --no-header -o docs.txt docs.in
+	sed -i -e '1i # Made by make lock from docs.in: what `make docs` installs, each with the SHA-256 of its files.' requirements/docs.txt

@@ -4,21 +4,30 @@
         ...                             loading weights ...                  loading weights ...
                                         loading weights: 3.1 s               loading weights: 3.1 s
 
+A phase that knows how much there is to do gets a bar on a terminal:
+
+    with phase("loading weights", total=num_elements) as advance:
+        advance(4096)
+
 This module imports the standard library alone, because the first phase of a run is the import of torch.
 Whether there is a terminal is a question about stderr, where progress bars are drawn. Lines that stay go to
 stdout. No colours are used.
 """
 
+import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lptune.config import printable
 
 WORTH_A_LINE_S = 0.1
 """A phase that is shorter gets no line at its end."""
+_BETWEEN_LINES_S = 60.0
+VERBOSE = "LPTUNE_VERBOSE"
+"""In the environment of a run and its ranks after `lptune run -v`."""
 
 
 def print_line(text: str) -> None:
@@ -34,37 +43,91 @@ def print_line(text: str) -> None:
         print(printable(text), flush=True)
 
 
+Advance = Callable[[float], object]
+"""Tells a phase how much more has been done, in the unit of its total."""
+
+
 @contextmanager
-def phase(what: str, *, in_background: bool = False) -> Iterator[None]:
+def phase(
+    what: str,
+    *,
+    total: float | None = None,
+    in_background: bool = False,
+    clock: Callable[[], float] | None = None,
+) -> Iterator[Advance]:
     """Shows that `what` is being done in the block, and prints how long it took if that is 0.1 s or more.
     After an exception nothing is printed.
 
-    in_background: the block runs in another thread than the loop, and only its end is told.
+    total: how much there is to do, in any unit. in_background: the block runs in another thread than the
+    loop, and only its end is told. clock: the time in seconds, if another than that of the wall.
     """
-    started_s = time.perf_counter()
-    if not in_background and not sys.stderr.isatty():
-        print_line(f"{what} ...")
-    with nullcontext() if in_background else in_place(f"{what} ..."):
-        yield
-    duration_s = time.perf_counter() - started_s
+    clock = clock or time.perf_counter
+    started_s = clock()
+    if in_background:
+        yield _nothing
+    else:
+        if not sys.stderr.isatty():
+            print_line(f"{what} ...")
+        with in_place(f"{what} ...") if total is None else _bar(what, total) as advance:
+            yield advance
+    duration_s = clock() - started_s
     if duration_s >= WORTH_A_LINE_S:
         print_line(f"{what}: {duration_text(duration_s)}")
 
 
+def _nothing(_: float) -> None:
+    """For phases that show no bar."""
+
+
 @contextmanager
-def in_place(text: str) -> Iterator[None]:
+def in_place(text: str) -> Iterator[Advance]:
     """Shows `text` during the block in the last line of the terminal, cut to its width; without a terminal
     does nothing.
     """
     if not sys.stderr.isatty():
-        yield
+        yield _nothing
         return
     from tqdm import tqdm
 
-    # The text is no format: braces in it are doubled.
-    shown = printable(text).replace("{", "{{").replace("}", "}}")
-    with tqdm(bar_format=shown, leave=False, ncols=terminal_columns()):
-        yield
+    with tqdm(bar_format=_escaped(text), leave=False, ncols=terminal_columns()):
+        yield _nothing
+
+
+@contextmanager
+def _bar(what: str, total: float) -> Iterator[Advance]:
+    """As `in_place`, with the share of `total` that is done and the time that is left."""
+    if not sys.stderr.isatty():
+        yield _EachMinute(what, total)
+        return
+    from tqdm import tqdm
+
+    shape = f"{_escaped(what)} {{percentage:3.0f}}% |{{bar}}| {{remaining}} left"
+    with tqdm(total=total, bar_format=shape, leave=False, ncols=terminal_columns()) as bar:
+        yield bar.update
+
+
+class _EachMinute:
+    """Prints the share that is done, at most once in a minute: for a log."""
+
+    def __init__(self, what: str, total: float) -> None:
+        self._what, self._total, self._done = what, total, 0.0
+        self._told_s = time.perf_counter()
+
+    def __call__(self, count: float) -> None:
+        self._done += count
+        if time.perf_counter() - self._told_s >= _BETWEEN_LINES_S:
+            self._told_s = time.perf_counter()
+            print_line(f"{self._what}: {self._done / self._total:.0%} ...")
+
+
+def _escaped(text: str) -> str:
+    """`text` for a format of tqdm: braces are doubled."""
+    return printable(text).replace("{", "{{").replace("}", "}}")
+
+
+def is_verbose() -> bool:
+    """Whether the run was started with -v."""
+    return VERBOSE in os.environ
 
 
 def terminal_columns() -> int:

@@ -63,7 +63,7 @@ def main(cfg: DistillConfig) -> None:
         step = run.load(base, model, optimizer, low)
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
-        meter = training.StepMeter(cfg, plan, base.config, world)
+        meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
 
         # --- Training.
         with (

@@ -40,8 +40,7 @@ def main(cfg: EvaluateConfig) -> None:
 
         # --- Model. Each rank has all of it.
         loaded = opened.load(cfg.precision, cfg.compute_dtype, world, num_tokens=cfg.tokens_per_forward)
-        summary, *_ = loaded.plan.table().splitlines()
-        world.print(f"{loaded.trained.folder}: {summary}")
+        world.print(f"{loaded.trained.folder}: {loaded.plan.headline()}")
         parts: dict[str, Any] = {}
 
         # --- Loss and perplexity.

@@ -54,9 +54,9 @@ def main(cfg: FinetuneConfig) -> None:
         step = run.load(base, model, optimizer, low)
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
-        meter = training.StepMeter(cfg, plan, base.config, world)
+        meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
         if step == 0:
-            training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, "before training")
+            run.keep_samples(training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, step))
 
         # --- Training.
         with (
@@ -110,7 +110,7 @@ def main(cfg: FinetuneConfig) -> None:
 
         # --- Result. The export comes before the samples, because generating can run out of memory.
         run.export(base)
-        training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, "after training")
+        run.keep_samples(training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, step))
 
 
 def batch_loss(

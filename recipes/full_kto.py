@@ -60,7 +60,7 @@ def main(cfg: KtoConfig) -> None:
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
         kept.keep(reference)
-        meter = training.StepMeter(cfg, plan, base.config, world)
+        meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
 
         # --- Training.
         with (

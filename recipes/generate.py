@@ -47,8 +47,7 @@ def main(cfg: GenerateConfig) -> None:
         # --- Model. Each rank has all of it.
         num_tokens = cfg.batch_size  # of all forwards but the first, which runs the prompts
         loaded = opened.load(cfg.precision, cfg.compute_dtype, world, num_tokens=num_tokens)
-        summary, *_ = loaded.plan.table().splitlines()
-        say(f"{loaded.trained.folder}: {summary}")
+        say(f"{loaded.trained.folder}: {loaded.plan.headline()}")
 
         # --- Chat: one prompt at a time. Its answer is printed while it grows.
         if cfg.prompts.source is None:

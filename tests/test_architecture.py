@@ -24,13 +24,14 @@ ALLOWED = {
     "linear": {"config", "hardware", "numerics", "kernels"},
     "models": {"config", "hardware"},
     "data": {"config"},
+    "doctor": {"config", "hardware", "launch", "kernels", "linear"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "advice": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
-    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training", "advice"},
+    "cli": {"config", "doctor", "hardware", "launch", "models", "data", "checkpoint", "training", "advice"},
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(

@@ -118,3 +118,38 @@ def test_of_work_in_the_background_only_the_end_is_told(clock: list[float]) -> N
 )
 def test_durations_are_text(duration_s: float, text: str) -> None:
     assert progress.duration_text(duration_s) == text
+
+
+def test_a_phase_that_knows_its_total_gets_a_bar(clock: list[float]) -> None:
+    with terminal() as screen, progress.phase("loading {w}", total=400) as advance:
+        advance(100)
+        advance(100)
+        clock[0] += 5.0
+        assert screen.lines()[-1].startswith("loading {w}  ")
+        assert "|" in screen.lines()[-1]
+        assert all(len(line) <= 80 for line in screen.lines())
+    assert screen.lines() == ["loading {w}: 5.0 s"]
+
+
+def test_without_a_terminal_a_long_phase_tells_its_share_each_minute(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.phase("loading weights", total=400) as advance:
+        for _ in range(4):
+            clock[0] += 35.0
+            advance(100)
+    assert capsys.readouterr().out.splitlines() == [
+        "loading weights ...",
+        "loading weights: 50% ...",
+        "loading weights: 100% ...",
+        "loading weights: 2 min 20 s",
+    ]
+
+
+def test_another_clock_may_stand_still(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """So a phase does not count what is told apart, as torch.compile is."""
+    own = [0.0]
+    with progress.phase("answering", clock=lambda: own[0]):
+        clock[0] += 60.0
+        own[0] += 2.0
+    assert capsys.readouterr().out.splitlines() == ["answering ...", "answering: 2.0 s"]

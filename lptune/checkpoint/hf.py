@@ -7,45 +7,27 @@ directly into the parameter.
 
 import hashlib
 import math
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lptune import models
 from lptune.checkpoint.files import read_json
+from lptune.checkpoint.headers import DERIVED, StoredTensor, open_tensors, read_header
 from lptune.config import UserError, check_model_files, check_model_folder, closest
 from lptune.distributed import Piece, World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the header of a safetensors file, set by the format."""
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 """The two names of the weight that embeddings and head share under `tie_word_embeddings`."""
 _COMPARED_AT_ONCE = 1 << 24  # elements
-
-# Old Llama checkpoints store this table. It can be computed from config.json, so it is ignored.
-_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as its safetensors header describes it: file name, shape, dtype."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -183,7 +165,7 @@ def _equal_values(index: HFIndex, names: list[str]) -> bool:
         return True
     (shape,) = shapes
     rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(shape[1:])))
-    slices = [_open(index.folder / index.tensors[name].file).get_slice(name) for name in names]
+    slices = [open_tensors(index.folder / index.tensors[name].file).get_slice(name) for name in names]
     for start in range(0, shape[0], rows):
         first, *others = (part[start : start + rows].float() for part in slices)
         if not all(torch.equal(first, other) for other in others):
@@ -202,7 +184,7 @@ def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     known = {name for names in aliases.values() for name in names}
-    unexpected = [n for n in index.tensors if n not in known and not _DERIVED.search(n)]
+    unexpected = [n for n in index.tensors if n not in known and not DERIVED.search(n)]
     matched: dict[str, list[str]] = {}
     missing = []
     for name, parameter in model.named_parameters():
@@ -253,18 +235,30 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def load_hf(model: nn.Module, index: HFIndex, world: World | None = None) -> None:
+def load_hf(
+    model: nn.Module,
+    index: HFIndex,
+    world: World | None = None,
+    *,
+    advance: Callable[[float], object] | None = None,
+) -> None:
     """Reads this rank's part of each parameter from the folder, in place, cast to the parameter's dtype.
 
     model: must have storage; may be sharded. world: all of its ranks call this; None: this process alone.
+    advance: called with the number of elements of each part that was read, of `num_elements_here` in all.
     Raises UserError, the same on all ranks: as `match_tensors` does, for a weight that is not finite, and for
     a file that cannot be read.
     """
     with side_group(world) as group, group.together((UserError,), str):
-        _load(model, index)
+        _load(model, index, advance or (lambda _: None))
 
 
-def _load(model: nn.Module, index: HFIndex) -> None:
+def num_elements_here(model: nn.Module) -> int:
+    """Number of elements of `model` that this rank holds."""
+    return sum(piece.values.numel() for each in model.parameters() for piece in local_pieces(each, ()))
+
+
+def _load(model: nn.Module, index: HFIndex, advance: Callable[[float], object]) -> None:
     matched = match_tensors(model, index)
     fused = fused_rows(model)
     pieces = {
@@ -275,12 +269,12 @@ def _load(model: nn.Module, index: HFIndex) -> None:
         by_file.setdefault(index.tensors[stored[0]].file, []).append((stored[0], name))
     num_read = 0
     for file, pairs in by_file.items():
-        with _open(index.folder / file) as tensors:
-            num_read += sum(
-                read_piece(tensors, stored_name, piece, index.folder / file)
-                for stored_name, name in pairs
-                for piece in pieces[name]
-            )
+        with open_tensors(index.folder / file) as tensors:
+            for stored_name, name in pairs:
+                for piece in pieces[name]:
+                    num_elements = read_piece(tensors, stored_name, piece, index.folder / file)
+                    num_read += num_elements
+                    advance(num_elements)
     weights_changed(model)
     expected = sum(piece.values.numel() for each in pieces.values() for piece in each)
     assert num_read == expected, f"read {num_read} elements of {expected}"
@@ -310,7 +304,7 @@ def read_piece(tensors: Any, name: str, piece: Piece, file: Path) -> int:
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of every stored tensor, one at a time, file by file."""
     for file in index.files:
-        with _open(index.folder / file) as tensors:
+        with open_tensors(index.folder / file) as tensors:
             for name, stored in index.tensors.items():
                 if stored.file == file:
                     yield name, tensors.get_tensor(name)
@@ -327,73 +321,6 @@ def _weight_map(path: Path) -> dict[str, str]:
                 f"{path}: {name!r} is mapped to {file!r}; a plain *.safetensors file name is needed"
             )
     return weight_map
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. Raises UserError if it is not such a file, or if the dtype
-    of a tensor is not a float dtype.
-    """
-    found = {}
-    for name, (stored_as, shape) in read_shapes(path).items():
-        dtype = DTYPES.get(stored_as)
-        if dtype is None and not _DERIVED.search(name):
-            raise UserError(
-                f"{path}: tensor {name!r} is stored as {stored_as}; only {', '.join(DTYPES)} can be trained "
-                "(a quantized checkpoint cannot)"
-            )
-        found[name] = StoredTensor(path.name, shape, dtype or torch.float32)
-    return found
-
-
-def read_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype in the format's spelling, shape) of every tensor of a safetensors file, by name. Raises
-    UserError if it is not such a file.
-    """
-    with _open(path) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (no mapping)
-        return {name: (str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
-
-
-def _open(path: Path) -> Any:
-    _check_header_size(path)
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: is no readable safetensors file: {_why(path, error)}") from None
-
-
-def _check_header_size(path: Path) -> None:
-    """Checks the limits of the safetensors library before it maps the file, for a clearer error message."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    header_bytes = int.from_bytes(start, "little")
-    # The first 8 bytes of text or of a pickle are a large number too. `_why` explains these files.
-    if len(start) == 8 and start[4:] == bytes(4) and header_bytes > min(MAX_HEADER_BYTES, size - 8):
-        raise UserError(
-            f"{path}: is no readable safetensors file: its header is said to have {header_bytes:,} bytes, "
-            f"but the file has {size:,} ({MAX_HEADER_BYTES:,} is the limit); download it again"
-        )
-
-
-def _why(path: Path, error: Exception) -> str:
-    """What the file is, if its first bytes show it, and what to do."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(16)
-    except OSError:
-        start = b""
-    if start.startswith(b"version https://"):
-        return "it is a git-lfs pointer; run `git lfs pull`, or download it again"
-    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
-        return (
-            "it is a pickle of torch.save, which is never loaded; convert it to safetensors "
-            "(transformers: save_pretrained)"
-        )
-    return f"{error}; download it again"
 
 
 def _and_more(names: list[str]) -> str:

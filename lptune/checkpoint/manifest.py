@@ -27,7 +27,7 @@ import torch
 
 import lptune
 from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
-from lptune.checkpoint.hf import read_shapes
+from lptune.checkpoint.headers import read_shapes
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lptune.checkpoint.export import export_hf
-from lptune.checkpoint.hf import Base, load_hf
+from lptune.checkpoint.hf import Base, load_hf, num_elements_here
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
 from lptune.checkpoint.reference import ReferenceFile
@@ -42,11 +42,13 @@ from lptune.checkpoint.resume import (
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.run_records import write_launch, write_samples
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig, UserError, as_written
 from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
+from lptune.progress import is_verbose
 
 
 class Counts(Protocol):
@@ -73,6 +75,7 @@ class Run:
         self._newest: Path | None = None
         self._has_saved = False
         self._state: RunState | None = None
+        self._num_steps, self._data_digest = 0, ""
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = False
         self._has_base = False
@@ -119,6 +122,7 @@ class Run:
         what else a recipe trains on, by a name for messages.
         """
         self._check_average(num_steps)
+        self._num_steps, self._data_digest = num_steps, data_digest
         self._state = state_of_run(
             self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
         )
@@ -175,7 +179,7 @@ class Run:
         kind = self._cfg.precision.kind
         done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
         key = "early_stop_after" if self._stops_early else "num_steps"
-        self._world.print(f"already finished: {done}; for more raise {key} or change output_dir")
+        self._world.print(f"already finished: {done};\n  for more raise {key} or change output_dir")
         return True
 
     def load(self, base: Base, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision) -> int:
@@ -200,8 +204,8 @@ class Run:
         self._has_base = True
 
     def _load_weights(self, base: Base, model: nn.Module) -> None:
-        with self._world.phase("loading weights"):
-            load_hf(model, base.index, self._world)
+        with self._world.phase("loading weights", total=num_elements_here(model)) as advance:
+            load_hf(model, base.index, self._world, advance=advance)
 
     def reference(self, held_out: str, **others: str) -> ReferenceFile:
         """The file for what a loss needs of the model before training (reference.py).
@@ -220,8 +224,8 @@ class Run:
         return ReferenceFile(self.folder, self._world, made_with)
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:
-        """Makes the run's folder, or prepares an existing one; writes config.yaml and precision_plan.json;
-        prints the plan and `report`. A collective.
+        """Makes the run's folder, or prepares an existing one; writes config.yaml, precision_plan.json and
+        run.json; prints the plan (with -v all layers) and `report`. A collective.
         """
         self.folder.create(self._continues, self._world.print)
         self._has_metrics = True
@@ -229,9 +233,22 @@ class Run:
             if self._world.is_main:
                 self.folder.write_config(self._cfg)
                 self.folder.write_plan(plan.to_json())
-        self._world.print("\n".join([plan.table(), *report]))
+                step, world = self.step, self._world
+                write_launch(self.path / "run.json", self._data_digest, step, self._num_steps, world)
+        self._world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
         if self._saved is not None:
             self._world.print(f"continuing {self._saved.folder}")
+
+    def keep_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
+        """Writes answers of the model to samples.jsonl, in place of earlier ones of the same `when`; none:
+        does nothing. A collective.
+        """
+        if not samples:
+            return
+        with self.folder.together():
+            if self._world.is_main:
+                self.folder.check_held()
+                write_samples(self.path / "samples.jsonl", samples)
 
     def writer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
@@ -276,7 +293,7 @@ class Run:
                 self.folder.write_exported(step_of(checkpoint), self._cfg.export)
         count = self._cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self._cfg.optimizer.ema_decay and self._cfg.export.ema)
-        what = f"{averages}{checkpoint}" if count == 1 else f"the mean of the last {count} checkpoints"
+        what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of {count} checkpoints"
         self._world.print(f"export: {self.folder.export} (read back and compared with {what})")
 
     def _to_export(self) -> Path:

@@ -47,7 +47,10 @@ from lptune.config import (
 from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
-_RESULTS = ("export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json")
+_RESULTS = (
+    "export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json", "run.json",
+    "samples.jsonl", "shadow.jsonl", "report.html",
+)  # fmt: skip
 
 
 class RunFolder:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lptune.checkpoint.manifest import Shard
+from lptune.config import with_addresses
 from lptune.distributed import Piece, World, fused_rows, is_first_holder, local_pieces, on_this_rank
 from lptune.linear import stored_beside
 
@@ -119,7 +120,7 @@ def listing(optimizer: torch.optim.Optimizer) -> ListsState:
         raise ValueError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} does not list its state for a "
             "checkpoint; use lptune.training.AdamW, or derive your optimizer from "
-            "lptune.training.ListsMoments as well (docs/resume.md)"
+            f"lptune.training.ListsMoments as well ({with_addresses('docs/resume.md')})"
         )
     return optimizer
 

@@ -31,7 +31,7 @@ def show_in_launcher(cfg: object, recipe: str, config: str) -> None:
     os.environ[_PRINTED] = "1"
 
 
-def phase(cfg: object, what: str) -> AbstractContextManager[None]:
+def phase(cfg: object, what: str) -> AbstractContextManager[object]:
     """`progress.phase` on rank 0 of a run that trains. Other runs show `what` on a terminal, until the block
     ends.
     """

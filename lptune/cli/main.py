@@ -25,10 +25,13 @@ import click
 from lptune import __version__
 from lptune.cli.advise import advise
 from lptune.cli.cat import cat
+from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
 from lptune.cli.data import data
+from lptune.cli.doctor import doctor
 from lptune.cli.download import download
 from lptune.cli.export import export
+from lptune.cli.keys import keys_command
 from lptune.cli.ls import ls
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
@@ -36,11 +39,12 @@ from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
-from lptune.config import DivergedError, UserError, closest
+from lptune.config import DivergedError, UserError, closest, with_addresses
 
 
 @click.group(
     invoke_without_command=True,
+    epilog=with_addresses("Documentation: docs/README.md"),
     context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="lptune")
@@ -68,15 +72,36 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-for command in (advise, run, ls, cat, cp, validate, data, plan, download, new_checkpoint, export, verify):
+_COMMANDS = (
+    advise,
+    cat,
+    completion,
+    cp,
+    data,
+    doctor,
+    download,
+    export,
+    keys_command,
+    ls,
+    new_checkpoint,
+    plan,
+    run,
+    validate,
+    verify,
+)
+for command in _COMMANDS:
     cli.add_command(command)
-    if command not in (ls, cat, cp):  # these need no current directory
+    if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
         assert command.callback is not None
         command.callback = _in_a_folder(command.callback)
+    for option in command.params:
+        if isinstance(option, click.Option) and option.help:
+            option.help = with_addresses(option.help)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's docstring for the codes."""
+    prepare(cli)
     try:
         code = cli.main(args=arguments, prog_name="lptune", standalone_mode=False)
         sys.stdout.flush()  # an error at exit would be printed by Python, not here

@@ -54,13 +54,31 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
-        for name, other in catalog.recipes().items():
-            if other != path and error.key in lptune.config.key_paths(config_class(other)):
-                raise UserError(
-                    f"{error.where}: {path.stem} has no key {error.key!r}, and the recipe {name} has it; "
-                    f"name the recipe: {name} --config {config}"
-                ) from None
+        if error.similar is not None and catalog.recipe_of(config) == path.stem:
+            raise  # the config is of this recipe: the key is wrong, not the recipe
+        if name := _recipe_with(error.key, path, config):
+            meant = f" (did you mean {error.similar!r}?)" if error.similar else ""
+            raise UserError(
+                f"{error.where}: {path.stem} has no key {error.key!r}{meant}, and the recipe {name} has it; "
+                f"name the recipe: {name} --config {config}"
+            ) from None
         raise
+
+
+def _recipe_with(key: str, path: Path, config: Path) -> str | None:
+    """Name of a recipe other than that at `path` that has the key, first of all that of `config`; None: no
+    recipe has it.
+    """
+    names = sorted(catalog.recipes(), key=lambda name: name != catalog.recipe_of(config))
+    others = ((name, catalog.recipes()[name]) for name in names)
+    return next(
+        (
+            name
+            for name, other in others
+            if other != path and key in lptune.config.key_paths(config_class(other))
+        ),
+        None,
+    )
 
 
 def load_main(path: Path) -> Callable[[Any], object]:

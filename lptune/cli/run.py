@@ -12,24 +12,32 @@ from typing import Any
 
 import click
 
-from lptune.cli import banner, catalog, preflight, recipe
+from lptune import progress
+from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
 from lptune.config import RunConfig, UserError, check_given_files_stay, closest
 from lptune.launch import flags, launcher, rank
 
-_OWN_FLAGS = ("--config", "--nproc-per-node", "--nnodes", "--help", "-h")
+_OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--help", "-h")
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True}, options_metavar="[OPTIONS] [torchrun flags]"
+    cls=recipe_help.RunCommand,
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [torchrun flags]",
 )
 @click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
 @click.option(
     "--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks on this machine; `gpu`: one per GPU."
 )
+@click.option("-v", "--verbose", is_flag=True, help="Print the precision of every layer, too.")
 @click.option("--nnodes", metavar="N", help="Machines; needs --rdzv-endpoint HOST:PORT (docs/multi_node.md).")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(
-    config_name: str | None, nproc_per_node: str | None, nnodes: str | None, arguments: tuple[str, ...]
+    config_name: str | None,
+    nproc_per_node: str | None,
+    nnodes: str | None,
+    verbose: bool,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run RECIPE (a name or a path) with CONFIG and key=value overrides.
 
@@ -38,6 +46,8 @@ def run(
     ranks on all machines.
     """
     torchrun_flags, positional = _split(arguments)
+    if verbose:
+        os.environ[progress.VERBOSE] = "1"
     if not positional:
         raise UserError("run: no recipe given; `lptune ls` shows what there is")
     if wrong := _misplaced_config(positional, config_name):
@@ -76,11 +86,12 @@ def run(
 
 
 def _run_here(cfg: Any, path: Path, recipe_name: str, config_name: str) -> None:
-    """Runs the recipe at `path` in this process, after the lines that need no torch."""
+    """Runs the recipe at `path` in this process, between the lines that need no torch."""
     banner.show(cfg, recipe_name, config_name)
     with banner.phase(cfg, "loading torch"):
         main = recipe.load_main(path)
     main(cfg)
+    closing.show(cfg)
 
 
 def _misplaced_config(positional: list[str], config_name: str | None) -> str:

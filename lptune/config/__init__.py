@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from lptune.config.checks import check_model_folder, check_path
 from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
 from lptune.config.errors import (
+    ChoiceError,
     DivergedError,
     UnknownKeyError,
     UserError,
@@ -25,6 +26,7 @@ from lptune.config.inference import (
     SamplingConfig,
 )
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
+from lptune.config.pages import with_addresses
 from lptune.config.paths import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -100,6 +102,7 @@ __all__ = [
     "TEMPORARY",
     "AnswersConfig",
     "CheckpointConfig",
+    "ChoiceError",
     "DataConfig",
     "DistillConfig",
     "DistillationConfig",
@@ -169,4 +172,5 @@ __all__ = [
     "remedy",
     "source_names",
     "to_yaml",
+    "with_addresses",
 ]

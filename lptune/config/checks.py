@@ -7,15 +7,24 @@ import unicodedata
 from pathlib import Path
 
 from lptune.config.elsewhere import VALUES
-from lptune.config.errors import UserError, closest
+from lptune.config.errors import ChoiceError, UserError, closest
+
+_MAX_LISTED = 90
+"""Longest list of choices, in characters, that a message has."""
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
-    """Raises UserError unless `value` is one of `choices`; `where` follows them in the message."""
+    """Raises ChoiceError unless `value` is one of `choices`; `where` follows them in the message.
+
+    Many choices would hide the rest of the line, so the message then says where they are listed.
+    """
     if value not in choices:
         meant = VALUES.get(key, {}).get(value.lower())
         hint = closest(value, choices) if meant is None else f"; here that is {meant}" if meant else ""
-        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{where}{hint}")
+        listed = ", ".join(choices)
+        if len(listed) > _MAX_LISTED:
+            listed, hint = f"its {len(choices)} choices", f"{hint}; `lptune keys {key}` lists them"
+        raise ChoiceError(f"{key}: {value!r} is not one of {listed}{where}{hint}", key, choices)
 
 
 def at_least(key: str, value: float, minimum: float) -> None:

@@ -8,6 +8,7 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+from lptune.config.pages import with_addresses
 from lptune.config.text import printable
 
 
@@ -17,15 +18,26 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
+        super().__init__(printable(with_addresses(" ".join(message.split()))))
+
+
+class ChoiceError(UserError):
+    """The value of a key is none of its choices."""
+
+    def __init__(self, message: str, key: str, choices: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.key, self.choices = key, choices
 
 
 class UnknownKeyError(UserError):
     """A config has a key that the recipe does not have."""
 
-    def __init__(self, where: str, key: str, hint: str) -> None:
+    def __init__(
+        self, where: str, key: str, hint: str, leaf: str | None = None, similar: str | None = None
+    ) -> None:
+        """leaf: the dotted key, where `key` may be its section. similar: the key with the same last part."""
         super().__init__(f"{where}: unknown key {key!r}{hint}")
-        self.where, self.key = where, key
+        self.where, self.key, self.similar = where, leaf or key, similar
 
 
 def no_gpu_error(why: str) -> UserError:

@@ -10,7 +10,7 @@ import io
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lptune.config.dumper import Dumper
-from lptune.config.elsewhere import SWITCHES, key_here
+from lptune.config.elsewhere import SWITCHES
 from lptune.config.environment import (
     TEXTS,
     check_interpolations,
@@ -28,8 +28,9 @@ from lptune.config.environment import (
     masked,
     reads_environment,
 )
-from lptune.config.errors import UnknownKeyError, UserError, closest
+from lptune.config.errors import UserError, closest
 from lptune.config.text import read_text
+from lptune.config.unknown_keys import check_keys
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def read_values(cls: type, path: Path, overrides: Sequence[str] = ()) -> dict[st
 
 def _values(cls: type, path: Path, overrides: Sequence[str]) -> DictConfig:
     values = _read_yaml(path)
-    _check_keys(cls, values, str(path))
+    check_keys(cls, key_paths(cls), values, str(path))
     for override in overrides:
         values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
     return values
@@ -217,7 +218,7 @@ def _parse_override(cls: type, override: str) -> DictConfig:
         raise UserError(f"{where}: holds a byte that is no UTF-8; write it as text") from None
     except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise UserError(f"{where}: {_first_line(error)}") from None
-    _check_keys(cls, values, where)
+    check_keys(cls, key_paths(cls), values, where)
     return values
 
 
@@ -267,33 +268,6 @@ def _list_of(hint: Any) -> Any:
     """The type of the items, if the annotation also allows a list; None if it allows no list."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
     return next((typing.get_args(one)[0] for one in options if typing.get_origin(one) is tuple), None)
-
-
-def _check_keys(cls: type, values: DictConfig, where: str) -> None:
-    for prefix, key, section in _unknown_keys(cls, values, ""):
-        known = [field.name for field in dataclasses.fields(section)]
-        sections = {path.rpartition(".")[0] for path in key_paths(cls)} - {""}
-        everywhere = {path.rpartition(".")[2]: path for path in key_paths(cls)}
-        hint = key_here(prefix + key, sections)
-        if key in key_paths(cls):
-            hint = f"; write it nested, {key.replace('.', ': {')}: …{'}' * key.count('.')}"
-        elif not hint and key in everywhere and "." in everywhere[key]:  # right word, wrong section
-            hint = f" (did you mean {everywhere[key]!r}?)"
-        elif not hint:
-            hint = closest(key, known).replace("'", f"'{prefix}", 1)
-        raise UnknownKeyError(where, prefix + key, hint or "; known: " + ", ".join(known))
-
-
-def _unknown_keys(cls: type, values: DictConfig, prefix: str) -> Iterator[tuple[str, str, type]]:
-    """(prefix, key, dataclass) of each key that the dataclass of its section lacks."""
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            yield prefix, str(key), cls
-        elif dataclasses.is_dataclass(hints[str(key)]):
-            child = values._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-                yield from _unknown_keys(typing.cast(type, hints[str(key)]), child, f"{prefix}{key}.")
 
 
 def _build(cls: type[T], values: dict[str, Any], prefix: str) -> T:

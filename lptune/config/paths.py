@@ -28,8 +28,12 @@ RUN_FILES = (
     "precision_plan.json",
     "export.json",
     "reference.safetensors",
+    "run.json",
+    "samples.jsonl",
+    "shadow.jsonl",
+    "report.html",
 )
-RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard")
+RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
 """Names that a run writes in OUTPUT_DIR."""
 TEMPORARY = ".tmp-"
 """Prefixes of the temporary names under which these are written or removed, in the same folder."""

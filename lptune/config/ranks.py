@@ -27,9 +27,14 @@ def check_batches(global_batch_size: int, micro_batch_size: int, num_ranks: int)
     """
     num_micro = num_micro_batches(global_batch_size, micro_batch_size)
     if num_micro % num_ranks:
-        fitting = [str(n) for n in range(1, num_micro + 1) if num_micro % n == 0]
+        fitting = ", ".join(str(n) for n in range(1, num_micro + 1) if num_micro % n == 0)
+        share, rest = divmod(global_batch_size, num_ranks)
+        if rest:
+            todo = f"set global_batch_size to a multiple of {num_ranks}"
+        else:
+            largest = max(n for n in range(1, min(share, micro_batch_size) + 1) if share % n == 0)
+            todo = f"set micro_batch_size={largest}"
         raise UserError(
             f"global_batch_size: {global_batch_size} rows in micro-batches of {micro_batch_size} do not "
-            f"divide among {num_ranks} data ranks; numbers of ranks that do: {', '.join(fitting)}; a "
-            "smaller micro_batch_size allows more"
+            f"divide among {num_ranks} data ranks; {todo}, or use one of these numbers of ranks: {fitting}"
         )

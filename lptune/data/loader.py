@@ -91,6 +91,11 @@ class Loader:
         samples = range(start, start + self.global_batch_size)
         return [self.rows.row_at(sample, self.seed) for sample in samples]
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Number of steps in which every row is seen once, with a fraction."""
+        return self.rows.num_rows / self.global_batch_size
+
     def num_steps(self, num_epochs: int) -> int:
         """Number of steps after which every row was seen `num_epochs` times."""
         return -(-num_epochs * self.rows.num_rows // self.global_batch_size)

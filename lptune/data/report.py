@@ -26,7 +26,7 @@ def losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
         )
     if counts.num_dropped_documents:
         lines.append(
-            f"dropped {counts.num_dropped_documents:,} documents without a target in their first "
+            f"dropped {counts.num_dropped_documents:,} documents without a token for the loss in their first "
             f"{cfg.seq_len} tokens"
         )
     lines += answer_losses(cfg, counts)
@@ -74,7 +74,7 @@ def describe(name: str, rows: Rows, reading: str) -> str:
             f"{num_desirable:,} desirable and {rows.num_documents - num_desirable:,} undesirable answers, "
         )
     return (
-        f"{name}: {of_answers}{rows.num_documents:,} documents, {rows.num_tokens:,} tokens "
-        f"({rows.num_target_tokens:,} targets) in {rows.num_rows:,} rows "
-        f"of {rows.seq_len}, {rows.fill:.1%} full"
+        f"{name}: {of_answers}{rows.num_documents:,} documents, {rows.num_tokens:,} tokens, "
+        f"{rows.num_target_tokens:,} of them in the loss\n"
+        f"  {rows.num_rows:,} rows of {rows.seq_len} tokens, {rows.fill:.1%} full"
     )

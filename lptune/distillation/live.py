@@ -55,8 +55,9 @@ class LiveTeacher:
         self.model = self._base.build_on_meta()
         plan = training.build_teacher(self.model, self._cfg, self._world)
         distributed.materialize(self.model, self._world, self._cfg)
-        with self._world.phase("loading the teacher's weights"):
-            checkpoint.load_hf(self.model, self._base.index, self._world)
+        total = checkpoint.num_elements_here(self.model)
+        with self._world.phase("loading the teacher's weights", total=total) as advance:
+            checkpoint.load_hf(self.model, self._base.index, self._world, advance=advance)
         verify = self._cfg.precision.verify
         self._low = linear.LowPrecision(self.model, plan, world=self._world, verify=verify)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -174,9 +174,20 @@ class World:
         if self.is_main:
             progress.print_line(text)
 
-    def phase(self, what: str, *, in_background: bool = False) -> AbstractContextManager[None]:
-        """`progress.phase` on the main rank."""
-        return progress.phase(what, in_background=in_background) if self.is_main else nullcontext()
+    @contextmanager
+    def phase(
+        self, what: str, *, total: float | None = None, in_background: bool = False
+    ) -> Iterator[progress.Advance]:
+        """`progress.phase` on the main rank. The time of torch.compile, which is told apart, is left out."""
+        if not self.is_main:
+            yield lambda _: None
+            return
+
+        def clock() -> float:
+            return time.perf_counter() - self.compile_watch.duration_s
+
+        with progress.phase(what, total=total, in_background=in_background, clock=clock) as advance:
+            yield advance
 
 
 @contextmanager

@@ -39,8 +39,8 @@ def verify_collectives(
     report: Callable[[str], None],
     frozen: nn.Module | None = None,
 ) -> Iterator[None]:
-    """Records the collectives of the passes in the block, reports them in one line, and compares FSDP's
-    gathers with `planned_gathers`.
+    """Records the collectives of the passes in the block, reports them in one line if there are several
+    ranks, and compares FSDP's gathers with `planned_gathers`.
 
     frozen: a second model that runs in the block without being trained, such as a teacher. Raises
     PrecisionNotAppliedError for a gather that no block plans, if any is planned in 8 bits.
@@ -51,7 +51,8 @@ def verify_collectives(
         reshard(frozen)
     with record_collectives(mesh) as executed:
         yield
-    report(f"collectives: {executed}")
+    if mesh.size() > 1:
+        report(f"collectives: {executed}")
     planned = planned_gathers(model, compute_dtype)
     if frozen is not None:
         gathers = planned_gathers(frozen, compute_dtype)

@@ -97,12 +97,11 @@ def write_result(parts: dict[str, Any], cfg: EvaluateConfig, loaded: LoadedModel
     """
     if not world.is_main:
         return
-    summary, *_ = loaded.plan.table().splitlines()
     result = {
         **parts,
         "model": {"folder": str(loaded.trained.folder), "weights": loaded.trained.digest()},
         "chat_template": loaded.tokenizer.chat_template,
-        "plan": summary,
+        "plan": loaded.plan.headline(),
         "backend": loaded.plan.backend(world.device.type),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "num_ranks": world.size,

@@ -117,8 +117,15 @@ class Plan:
             groups.setdefault(key, []).append(layer)
         return [(_group_name([each.name for each in layers]), *key[1:]) for key, layers in groups.items()]
 
+    def summary(self) -> str:
+        """The plan in a few lines: how many layers run in low precision, which do not and why, and what is
+        frozen.
+        """
+        left = [f"  not converted: {row[0]} ({row[-1]})" for row in self.rows() if row[-1]]
+        return "\n".join([self.headline(), *left, *self._frozen_line()])
+
     def table(self) -> str:
-        """The plan as text: a line that counts the layers, then the table."""
+        """The plan as text: a line that counts the layers, then a table of up to 140 columns."""
         header, rows = PLAN_COLUMNS, self.rows()
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         lines = [
@@ -126,12 +133,15 @@ class Plan:
             for row in (header, *rows)
         ]
         lines.insert(1, "-" * len(lines[0]))
+        return "\n".join([self.headline(), *lines, *self._frozen_line()])
+
+    def headline(self) -> str:
+        """A line with the kind and the number of layers that were converted."""
         emulated = " (emulated)" if any(layer.spec.emulate for layer in self.layers if layer.spec) else ""
         count = f"{len(self.converted)} of {len(self.layers)} linear layers converted"
         if not self.converted:
             count = f"all {len(self.layers)} linear layers run in compute dtype"
-        summary = f"precision {self.kind}{emulated}: {count}"
-        return "\n".join([summary, *lines, *self._frozen_line()])
+        return f"precision {self.kind}{emulated}: {count}"
 
     def _frozen_line(self) -> list[str]:
         """A line that names the frozen parameters, if there are any."""

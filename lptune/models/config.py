@@ -141,6 +141,19 @@ class DecoderConfig:
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
+    def num_parameters(self) -> int:
+        """The number of weights of the decoder; a tied head counts once."""
+        width, num_kv = self.hidden_size, self.num_kv_heads * self.head_dim
+        num_q = self.num_heads * self.head_dim
+        attention = 2 * width * (num_q + num_kv)
+        attention += self.qkv_bias * (num_q + 2 * num_kv) + self.output_bias * width
+        attention += {"none": 0, "head": 2 * self.head_dim, "full": num_q + num_kv}[self.qk_norm]
+        mlp = 3 * width * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + width)
+        norms = (4 if self.norm_placement == "both" else 2) * width
+        words = (1 if self.tied else 2) * self.vocab_size * width
+        return self.num_layers * (attention + mlp + norms) + width + words
+
+    @property
     def linear_flops_per_token(self) -> int:
         """FLOPs of all linear layers, including the head, for one token of one forward pass: 2 per weight.
 

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lptune.config import with_addresses
 from lptune.models.chunks import Logits
 
 IGNORE_INDEX = -100
@@ -74,8 +75,8 @@ def check_serves_parts(loss: Objective) -> None:
     if not vars(owner).get("serves_parts", False):
         raise ValueError(
             f"{owner.__name__} would see a part of the vocabulary, which tensor parallelism cut; take maxima "
-            "and sums over words by `logits.words` (docs/models.md) and set serves_parts = True in it, or "
-            "train with parallel.tensor=1"
+            f"and sums over words by `logits.words` ({with_addresses('docs/models.md')}) and set "
+            "serves_parts = True in it, or train with parallel.tensor=1"
         )
 
 

@@ -5,7 +5,7 @@ from lptune.training.answers import reference_log_p
 from lptune.training.generate import greedy
 from lptune.training.kto import SUMS, kto_loss, kto_metrics, kto_reference, unrelated_ratio
 from lptune.training.listed import ListsMoments
-from lptune.training.metrics import MetricsWriter, check_logging
+from lptune.training.metrics import MetricsWriter
 from lptune.training.optimizer import build_optimizer, clip_grad_norm
 from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss
 from lptune.training.record import StepMeter, losses_by_source
@@ -13,6 +13,7 @@ from lptune.training.samples import show_samples
 from lptune.training.schedule import is_due, learning_rate, set_learning_rate
 from lptune.training.settings import check_settings, describe_run
 from lptune.training.teacher import build_teacher, distillation, top_k_distillation
+from lptune.training.trackers import check_logging
 from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 

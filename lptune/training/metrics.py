@@ -1,9 +1,7 @@
-"""Metrics: one JSON object per step in metrics.jsonl, a progress bar or plain lines, and trackers on
-request.
+"""Metrics: one JSON object per step in metrics.jsonl, a progress bar or plain lines (step_lines.py), and
+trackers on request (trackers.py).
 """
 
-import importlib
-import importlib.util
 import json
 import math
 import os
@@ -12,24 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
-from lptune.config import HeldFolder, LoggingConfig, UserError, how_to_install, named, open_regular
-from lptune.progress import print_line, terminal_columns
-
-
-def check_logging(cfg: LoggingConfig) -> None:
-    """Raises UserError if a tracker is configured whose package is not installed. Call it before anything is
-    written.
-    """
-    wanted = {
-        "logging.tensorboard": ("tensorboard", cfg.tensorboard),
-        "logging.wandb_project": ("wandb", cfg.wandb_project),
-        "logging.trackio_project": ("trackio", cfg.trackio_project),
-    }
-    for key, (module, value) in wanted.items():
-        if value and importlib.util.find_spec(module) is None:
-            raise UserError(f"{key}: {module} is not installed; {how_to_install(module)}")
+from lptune.config import HeldFolder, LoggingConfig, named, open_regular
+from lptune.progress import print_line
+from lptune.training.step_lines import Bar, TimeLeft, evaluation_line, step_line
+from lptune.training.trackers import open_trackers
 
 
 class MetricsWriter:
@@ -46,12 +30,9 @@ class MetricsWriter:
             self._folder = HeldFolder(path.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = open(open_regular(path, flags), "a", encoding="utf-8")  # noqa: SIM115  (see __exit__)
-        self._trackers = _trackers(path.parent, cfg) if enabled else []
-        self._num_steps = num_steps
-        interactive = enabled and sys.stderr.isatty()
-        self._bar: tqdm[Any] | None = None
-        if interactive:
-            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", ncols=terminal_columns())
+        self._trackers = open_trackers(path.parent, cfg, first_step) if enabled else []
+        self._num_steps, self._time_left = num_steps, TimeLeft(num_steps)
+        self._bar = Bar(first_step, num_steps) if enabled and sys.stderr.isatty() else None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -80,70 +61,24 @@ class MetricsWriter:
         with named(self._path):
             self._file.write(json.dumps(dict.fromkeys(record) | finite, allow_nan=False) + "\n")
             self._file.flush()
-        step = record["step"]
         for tracker in self._trackers:
-            tracker.log(
-                {k: v for k, v in finite.items() if isinstance(v, (int, float)) and k != "step"}, step
-            )
-        shown = _shown(record)
+            numbers = {k: v for k, v in finite.items() if isinstance(v, (int, float)) and k != "step"}
+            tracker.log(numbers, record["step"])
+        self._show(record, is_odd=len(finite) < len(record))
+
+    def _show(self, record: dict[str, Any], is_odd: bool) -> None:
+        """is_odd: whether a number is not finite; the step is then shown in any case."""
+        step = record["step"]
+        if "loss" in record:
+            self._time_left.add(step)
         if self._bar is not None:
-            self._bar.set_postfix(
-                {k: shown[k] for k in ("loss", "tokens_per_s", "num_skipped") if k in shown}, refresh=False
-            )
-            self._bar.update(step - self._bar.n)
-        no_bar = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
-        if no_bar or "eval_loss" in record or len(finite) < len(record):
-            print_line(f"step {step}/{self._num_steps}  " + "  ".join(f"{k} {v}" for k, v in shown.items()))
-
-
-def _shown(record: dict[str, Any]) -> dict[str, str]:
-    by_source = [key for key in record if key.startswith("eval_loss/")]
-    losses = ["loss", "eval_loss", *by_source]
-    formats = dict.fromkeys(losses, ".4f") | {"accuracy": ".3f", "eval_accuracy": ".3f"}
-    formats |= {"lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f"}
-    shown = {key: format(record[key], spec) for key, spec in formats.items() if record.get(key) is not None}
-    # Shown only if there are any.
-    return shown | ({"num_skipped": str(record["num_skipped"])} if record.get("num_skipped") else {})
+            self._bar.show(record)
+        is_due = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
+        if is_odd or (is_due and "loss" in record):
+            print_line(step_line(record, self._num_steps))
+        if (line := evaluation_line(record, self._num_steps)) is not None:
+            print_line(line + ("" if self._bar else self._time_left.text(step)))
 
 
 def _is_finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Tracker:
-    """Weights & Biases, or trackio, which has the same interface."""
-
-    def __init__(self, module_name: str, project: str, name: str) -> None:
-        self._module = importlib.import_module(module_name)
-        self._module.init(project=project, name=name)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._module.log(values, step=step)
-
-    def close(self) -> None:
-        self._module.finish()
-
-
-def _trackers(folder: Path, cfg: LoggingConfig) -> list[Any]:
-    trackers: list[Any] = []
-    if cfg.tensorboard:
-        trackers.append(_TensorBoard(folder))
-    if cfg.wandb_project:
-        trackers.append(_Tracker("wandb", cfg.wandb_project, folder.name))
-    if cfg.trackio_project:
-        trackers.append(_Tracker("trackio", cfg.trackio_project, folder.name))
-    return trackers

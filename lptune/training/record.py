@@ -22,8 +22,16 @@ from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 class StepMeter:
     """Measures the time of each step and the utilization of the device."""
 
-    def __init__(self, cfg: RunConfig, plan: Plan, model_config: DecoderConfig, world: World) -> None:
-        self._tokens_per_step = cfg.tokens_per_step
+    def __init__(
+        self,
+        cfg: RunConfig,
+        plan: Plan,
+        model_config: DecoderConfig,
+        world: World,
+        steps_per_epoch: float | None = None,
+    ) -> None:
+        """steps_per_epoch: as `Loader.steps_per_epoch`; None: records have no `epoch`."""
+        self._tokens_per_step, self._steps_per_epoch = cfg.tokens_per_step, steps_per_epoch
         self._world, self._step_time_s, self._compile_time_s = world, 0.0, 0.0
         compute_dtype = getattr(torch, cfg.compute_dtype)
         self._utilization = UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
@@ -55,13 +63,16 @@ class StepMeter:
 
         step: number of finished steps. num_targets: targets of all ranks. lengths: number of tokens of each
         document in the rows of the step, over all ranks. `num_tokens` is the number of tokens since the run
-        began, with padding. `step_time_s`, and what is computed from it, leaves out `compile_time_s`, which
-        is not 0 in the first step of a launch. `time` is now.
+        began, with padding; `epoch` the number of times that every row was seen. `step_time_s`, and what is
+        computed from it, leaves out `compile_time_s`, which is not 0 in the first step of a launch. `time` is
+        now.
         """
         fraction = low.verified.low_precision_flops_fraction
         used = self._utilization(self._step_time_s, lengths, fraction)
+        epoch = {"epoch": step / self._steps_per_epoch} if self._steps_per_epoch else {}
         return {
             "step": step,
+            **epoch,
             "loss": updated.loss,
             "num_target_tokens": num_targets,
             "num_tokens": step * self._tokens_per_step,

@@ -1,45 +1,111 @@
 """Prints the answers of the model to held-out prompts beside the reference answers."""
 
+import re
+import textwrap
+from typing import TypedDict
+
+from lptune.config import UserError
 from lptune.data import Rows, Tokenizer
+from lptune.data.errors import RowError
 from lptune.distributed import World
 from lptune.models import Decoder
 from lptune.training.generate import greedy
 
 _MOST_TOKENS = 128
 _NUM_PRINTED = 5
+_COLUMNS = 76
+_QUESTION = "Is this the question?"
+
+
+class Sample(TypedDict):
+    """The answer to one held-out prompt, as samples.jsonl stores it."""
+
+    step: int
+    when: str
+    prompt: str
+    answer: str
+    reference: str
 
 
 def show_samples(
-    model: Decoder, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, when: str
-) -> None:
+    model: Decoder, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, step: int
+) -> list[Sample]:
     """Answers the first `num_samples` prompts of `rows` greedily; prints how many answers equal the
     reference, and some of the answers. A collective.
 
-    when: for example "before training". Does nothing if `rows` is None or has no answer.
+    step: number of finished steps; 0: before training. Returns all answers, on every rank; none if `rows` is
+    None or has no answer.
     """
     if rows is None:
-        return
+        return []
     pairs = (rows.prompt_and_answer(i) for i in range(min(num_samples, rows.num_documents)))
-    samples = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # empty after a long prompt
-    if not samples:
-        return
+    prompts = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # empty after a long prompt
+    if not prompts:
+        return []
     # A turn may end with a special token (<|im_end|>): such a token at the end of a reference stops, too.
-    ends = {answer[-1] for _, answer in samples if not tokenizer.decode(answer[-1:])}
+    ends = {answer[-1] for _, answer in prompts if not tokenizer.decode(answer[-1:])}
     stop_ids = sorted(ends | {token for token in (tokenizer.eos_id, tokenizer.pad_id) if token is not None})
-    with world.phase(f"answering {len(samples)} held-out prompts"):
+    with world.phase(f"answering {len(prompts)} held-out prompt{'s' * (len(prompts) > 1)}"):
         answers = greedy(
             model,
-            [prompt for prompt, _ in samples],
-            max_new_tokens=min(_MOST_TOKENS, max(len(answer) for _, answer in samples)),
+            [prompt for prompt, _ in prompts],
+            max_new_tokens=min(_MOST_TOKENS, max(len(answer) for _, answer in prompts)),
             stop_ids=stop_ids,
             pad_id=stop_ids[0],
             multiple_of=world.tensor_size,
         )
-    texts = [
-        (tokenizer.decode(prompt).strip(), tokenizer.decode(given).strip(), tokenizer.decode(wanted).strip())
-        for (prompt, wanted), given in zip(samples, answers, strict=True)
+    when = "after training" if step else "before training"
+    samples = [
+        Sample(
+            step=step,
+            when=when,
+            prompt=tokenizer.decode(prompt).strip(),
+            answer=tokenizer.decode(given).strip(),
+            reference=tokenizer.decode(wanted).strip(),
+        )
+        for (prompt, wanted), given in zip(prompts, answers, strict=True)
     ]
-    num_exact = sum(given == wanted for _, given, wanted in texts)
-    world.print(f"samples {when}: {num_exact} of {len(texts)} held-out prompts answered exactly")
-    for prompt, given, wanted in texts[:_NUM_PRINTED]:
-        world.print(f"  {prompt[-100:]!r} -> {given[:100]!r} (reference {wanted[:100]!r})")
+    num_exact = sum(sample["answer"] == sample["reference"] for sample in samples)
+    lines = [f"samples {when}: {num_exact} of {len(samples)} held-out prompts answered exactly"]
+    around = _around_a_question(tokenizer)
+    for sample in samples[:_NUM_PRINTED]:
+        lines += _lines(sample, around)
+    world.print("\n".join(lines))
+    return samples
+
+
+def _lines(sample: Sample, around: tuple[str, str]) -> list[str]:
+    is_exact = sample["answer"] == sample["reference"]
+    return [
+        f"  {_line(_question(sample['prompt'], *around), _COLUMNS)}",
+        f"    answer     {_line(sample['answer'], _COLUMNS - 14)}{' (exact)' if is_exact else ''}",
+        *([] if is_exact else [f"    reference  {_line(sample['reference'], _COLUMNS - 14)}"]),
+    ]
+
+
+def _line(text: str, width: int) -> str:
+    return textwrap.shorten(text, width, placeholder=" ...") or "(nothing)"
+
+
+def _around_a_question(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What the chat template writes in the line before a question and after it, without special tokens; ""
+    where it writes nothing, or there is no template.
+    """
+    if tokenizer.chat_template is None:
+        return "", ""
+    question = {"role": "user", "content": _QUESTION}
+    try:
+        text = tokenizer.render_chat([question], add_generation_prompt=True)
+    except (RowError, UserError):  # the template wants another conversation
+        return "", ""
+    before, _, after = tokenizer.decode(tokenizer.encode(text, add_special=False)).partition(_QUESTION)
+    return (before.split() or [""])[-1], after.strip()
+
+
+def _question(prompt: str, before: str, after: str) -> str:
+    """The last question of `prompt`, without the words that the chat template writes around it."""
+    prompt = prompt.removesuffix(after).strip() if after else prompt
+    if before:
+        # The template's word stands alone in a line, or opens one.
+        *_, prompt = re.split(rf"(?:^|\n){re.escape(before)}\s", prompt)
+    return prompt.strip()

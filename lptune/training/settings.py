@@ -2,11 +2,13 @@
 
 import torch
 
-from lptune.config import RunConfig, check_batches
-from lptune.distributed import World, check_compiler, describe_mesh
+from lptune.config import PRECISION_KINDS, RunConfig, check_batches
+from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.linear import Plan
 from lptune.models import Decoder
-from lptune.training.metrics import check_logging
+from lptune.training.trackers import check_logging
+
+_FEW_STEPS = 5
 
 
 def check_settings(cfg: RunConfig, world: World) -> None:
@@ -27,26 +29,68 @@ def describe_run(
     num_steps: int,
     one_document_per_row: bool,
 ) -> list[str]:
-    """Lines to print before training: the steps, their tokens, the mesh and the kernels.
+    """Lines to print before training: the steps, their tokens, the mesh, the kernels and the memory that
+    lasts; and notes on settings that are rarely meant.
 
     model: parallelized. step: the next one, counted from 0. one_document_per_row: whether each row holds one
     document, which decides the kernel of attention. Raises UserError if the schedule does not fit the steps.
     """
     cfg.schedule.check_fits(num_steps)
-    lines, most = [], model.config.max_position_embeddings
-    if cfg.data.seq_len > most:
-        lines.append(
-            f"note: data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
-            f"(max_position_embeddings {most})"
-        )
     compute_dtype = getattr(torch, cfg.compute_dtype)
     attention = model.attention_backend(
         world.device, compute_dtype, one_document_per_row=one_document_per_row, seq_len=cfg.data.seq_len
     )
     backend = plan.backend(world.device.type)
-    lines.append(
+    memory = lasting_bytes(model, cfg)
+    return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
-        f"{describe_mesh(model, world)}, attention by {attention}"
-        + (f", 8-bit GEMMs by {backend}" if backend else "")
-    )
-    return lines
+        f"{describe_mesh(model, world)}",
+        f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
+        *([f"memory: {_of_the_device(memory, world)}"] if memory is not None else []),
+        *(f"note: {note}" for note in _notes(model, cfg, num_steps)),
+    ]
+
+
+def lasting_bytes(model: Decoder, cfg: RunConfig) -> int | None:
+    """The bytes that weights, their gradients and the state of AdamW take on this rank, once the first step
+    is done. None for weights that are stored in 8 bits. `lptune plan` adds what a step takes for a while.
+    """
+    if PRECISION_KINDS[cfg.precision.kind].stores_low:
+        return None
+    total = 0
+    for parameter in model.parameters():
+        num_bytes = on_this_rank(parameter).nbytes
+        # Of a trained weight: itself, its gradient, two moments, and perhaps its moving average.
+        total += num_bytes * ((5 if cfg.optimizer.ema_decay else 4) if parameter.requires_grad else 1)
+    return total
+
+
+def _of_the_device(num_bytes: int, world: World) -> str:
+    taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
+    if world.device.type == "cuda":
+        taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
+    each = " on each rank" if world.size > 1 else ""
+    return f"{taken}{each} for weights, gradients and AdamW; activations on top"
+
+
+def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
+    """Notes on what is legal and rarely meant. A day of training may depend on each."""
+    notes, most = [], model.config.max_position_embeddings
+    if cfg.data.seq_len > most:
+        notes.append(
+            f"data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
+            f"(max_position_embeddings {most})"
+        )
+    if cfg.given_num_steps is None and num_steps <= _FEW_STEPS:
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        notes.append(
+            f"this run has {steps} in all: num_epochs={cfg.num_epochs} in batches of {cfg.global_batch_size} "
+            "rows; lower global_batch_size or raise num_epochs for more"
+        )
+    if cfg.precision.is_none:
+        notes.append(
+            f"precision.kind=none trains in {cfg.compute_dtype}; `lptune advise` tells what 8 bits would gain"
+        )
+    if not cfg.data.eval_fraction and cfg.data.eval_source is None:
+        notes.append("no held-out data will show overfitting; data.eval_fraction=0.02 holds out 2%")
+    return notes

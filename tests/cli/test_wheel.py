@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import cold
 from tests.helpers.cold import ROOT
 
-SOURCES = ("pyproject.toml", "LICENSE", "README.md", "lptune", "recipes", "configs")
+SOURCES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "lptune", "recipes", "configs")
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def test_yaml_overrides_defaults_and_arguments_override_yaml(tmp_path: Path) -> 
         (BASE + "output_dir: false", "c.yaml: output_dir: must be text, found False"),
         (BASE + "precision: {verify: 1}", "c.yaml: precision.verify: must be true or false, found 1"),
         (BASE + "precision: {skip: [1]}", "c.yaml: precision.skip: must be a list of names, found [1]"),
-        (BASE + "precision: {kind: int8}", f"c.yaml: precision.kind: 'int8' is not one of {', '.join(PRECISION_KINDS)} (did you mean 'int8_rowcol'?)"),
+        (BASE + "precision: {kind: int8}", f"c.yaml: precision.kind: 'int8' is not one of its {len(PRECISION_KINDS)} choices (did you mean 'int8_rowcol'?); `lptune keys precision.kind` lists them"),
         (BASE + "output_dir: ${nope}", "c.yaml: output_dir: Interpolation key 'nope' not found"),
     ],
 )  # fmt: skip
@@ -175,7 +175,7 @@ def test_true_and_false_switch_a_choice_on_and_off(tmp_path: Path, key: str, wri
     [
         ("precision.kind=fp8", "here that is float8_tensorwise or float8_rowwise", "did you mean"),
         ("precision.kind=bf16", "here that is none, with compute_dtype=bfloat16", "did you mean"),
-        ("precision.kind=int4", "int8_weight_only", "did you mean"),
+        ("precision.kind=int4", "`lptune keys precision.kind` lists them", "did you mean"),
         ("compute_dtype=float16", "is not one of bfloat16, float32", "did you mean"),
         ("device=gpu", "here that is cuda", "did you mean"),
         ("learning_rate=1", "here that is optimizer.lr", "known:"),

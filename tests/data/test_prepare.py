@@ -166,7 +166,7 @@ def test_long_documents_are_cut_and_those_without_a_target_dropped(
     assert (
         f"cut {lengths[0] + lengths[1] - 64:,} tokens off 2 documents longer than data.seq_len=32" in report
     )
-    assert "dropped 1 documents without a target" in report
+    assert "dropped 1 documents without a token for the loss" in report
 
 
 def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Callable, tokenizer: Tokenizer) -> None:
@@ -338,9 +338,9 @@ def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Callable, to
     )
     for name, rows in (("training", train), ("evaluation", evaluation)):
         line = (
-            f"{name}: {rows.num_documents:,} documents, {rows.num_tokens:,} tokens "
-            f"({rows.num_target_tokens:,} targets) in "
-            f"{rows.num_rows:,} rows of 256, {rows.fill:.1%} full"
+            f"{name}: {rows.num_documents:,} documents, {rows.num_tokens:,} tokens, "
+            f"{rows.num_target_tokens:,} of them in the loss\n"
+            f"  {rows.num_rows:,} rows of 256 tokens, {rows.fill:.1%} full"
         )
         assert line in prepared.report
 

@@ -192,9 +192,14 @@ def test_epochs_follow_each_other_without_losing_a_row(num_rows: int, num_epochs
 def test_a_number_of_ranks_that_does_not_divide_names_those_that_do() -> None:
     rows = make_rows([4])
     with pytest.raises(
-        UserError, match="do not divide among 4 data ranks; numbers of ranks that do: 1, 2, 3, 6"
+        UserError,
+        match="among 4 data ranks; set micro_batch_size=1, or use one of these numbers of ranks: 1, 2, 3, 6",
     ):
         Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=4)
+    with pytest.raises(UserError, match=r"among 2 data ranks; set micro_batch_size=8, or use .*: 1$"):
+        Loader(rows, seed=0, global_batch_size=16, micro_batch_size=16, rank=0, num_ranks=2)
+    with pytest.raises(UserError, match="among 5 data ranks; set global_batch_size to a multiple of 5, or"):
+        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=5)
     with pytest.raises(UserError, match=r"12 is not a multiple of micro_batch_size \(5\)"):
         Loader(rows, seed=0, global_batch_size=12, micro_batch_size=5)
 

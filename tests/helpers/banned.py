@@ -57,7 +57,7 @@ ARGUMENTS = {
 """Keyword arguments that are banned but for the value False."""
 
 ALLOWED = {
-    ("lptune/training/metrics.py", "importlib.import_module"): "trackers by name, from a constant table",
+    ("lptune/training/trackers.py", "importlib.import_module"): "trackers by name, from a constant table",
     (
         "lptune/models/__init__.py",
         "importlib.import_module",

@@ -50,11 +50,15 @@ REAL = [
 
 @pytest.mark.parametrize(("family", "size"), REAL)
 def test_real_sizes_have_the_published_number_of_parameters(family: str, size: str) -> None:
-    assert num_parameters(build_on_meta(config_from_dict(PRESETS[family][size]))) == PUBLISHED[family, size]
+    config = config_from_dict(PRESETS[family][size])
+    assert num_parameters(build_on_meta(config)) == config.num_parameters == PUBLISHED[family, size]
 
 
 @pytest.mark.parametrize("family", PRESETS)
 def test_tiny_presets_are_small_and_their_dimensions_suit_every_kernel(family: str) -> None:
+    assert (config := config_from_dict(PRESETS[family]["tiny"])).num_parameters == num_parameters(
+        build_on_meta(config)
+    )
     model = build_on_meta(config_from_dict(PRESETS[family]["tiny"]))
     assert num_parameters(model) <= 200_000
     for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from lptune.distributed import record_collectives
 from lptune.models import chunks
 from lptune.training import memory
 from lptune.training.dry_run import dry_run
+from lptune.training.settings import lasting_bytes
 from tests.helpers.ranks import run_ranks
 
 NUM_MICRO_BATCHES = 4
@@ -119,6 +120,8 @@ def _step(
             value for state in optimizer.state.values() for value in state.values()
         ),
         "peaks": {name: found.total() for name, found in log.peaks().items()},
+        "said": lasting_bytes(model, cfg),
+        "counts": 4 * len(optimizer.state),  # AdamW's number of updates
     }
 
 
@@ -149,6 +152,11 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
             for category in (memory.PARAMETERS, memory.OPTIMIZER):
                 assert took[category] == found.resting[category] > 0, (category, precision, parallel)
             assert took[memory.GRADIENTS] == found.peaks["update"][memory.GRADIENTS] > 0
+            if precision["kind"] == "int8_weight_only":
+                assert took["said"] is None
+            else:
+                lasts = sum(took[each] for each in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER))
+                assert took["said"] == pytest.approx(lasts - took["counts"], rel=0.01), (precision, parallel)
             assert found.resting[memory.GRADIENTS] == 0
             # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
             # exchanged, its two threads let go of a moment later than the fake group does.

@@ -1,0 +1,113 @@
+"""What a terminal or a log shows of the record of a step: a bar, or lines of at most 80 columns."""
+
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from lptune.progress import duration_text, terminal_columns
+
+_COLUMNS = 80
+_SHORTEST_BAR = 6
+
+
+def step_line(record: dict[str, Any], num_steps: int) -> str:
+    """`step 20/600  loss 2.9979  lr 3.00e-03  grad_norm 1.733  25,069 tokens/s`. What finds no room is left
+    out, the learning rate first.
+    """
+    formats = {"loss": ".4f", "accuracy": ".3f", "lr": ".2e", "grad_norm": ".3f"}
+    parts = {
+        name: f"{name} {record[name]:{form}}"
+        for name, form in formats.items()
+        if record.get(name) is not None
+    }
+    if record.get("tokens_per_s") is not None:
+        parts["tokens_per_s"] = f"{record['tokens_per_s']:,.0f} tokens/s"
+    if record.get("num_skipped"):
+        parts["num_skipped"] = f"num_skipped {record['num_skipped']}"
+    for name in ("lr", "grad_norm"):
+        if len(_joined(record, num_steps, parts)) > _COLUMNS:
+            parts.pop(name, None)
+    return _joined(record, num_steps, parts)
+
+
+def evaluation_line(record: dict[str, Any], num_steps: int) -> str | None:
+    """`step 100/600  eval_loss 1.2345`, with the losses of each data source; None: no evaluation."""
+    formats = {name: ".4f" for name in record if name == "eval_loss" or name.startswith("eval_loss/")}
+    formats["eval_accuracy"] = ".3f"
+    parts = {
+        name: f"{name} {record[name]:{form}}"
+        for name, form in formats.items()
+        if record.get(name) is not None
+    }
+    return _joined(record, num_steps, parts) if parts else None
+
+
+def _joined(record: dict[str, Any], num_steps: int, parts: dict[str, str]) -> str:
+    return "  ".join([f"step {record['step']}/{num_steps}", *parts.values()])
+
+
+class TimeLeft:
+    """How long the remaining steps will take, by the mean of those since the first, which compiles."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._first: tuple[int, float] | None = None
+        self._step_s: float | None = None
+
+    def add(self, step: int) -> None:
+        """Notes that `step` has just ended."""
+        now_s = time.monotonic()
+        if self._first is None:
+            self._first = step, now_s
+        elif step > self._first[0]:
+            self._step_s = (now_s - self._first[1]) / (step - self._first[0])
+
+    def text(self, step: int) -> str:
+        """`  (about 3 min 20 s left)`; empty if it is not known or nothing is left."""
+        if self._step_s is None or step >= self._num_steps:
+            return ""
+        return f"  (about {duration_text(self._step_s * (self._num_steps - step))} left)"
+
+
+class Bar:
+    """A progress bar in the last line of a terminal. What finds no room beside it is left out."""
+
+    def __init__(self, first_step: int, num_steps: int) -> None:
+        self._eval_loss: float | None = None
+        self._bar: tqdm[Any] = tqdm(
+            total=num_steps,
+            initial=first_step,
+            bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left",
+            ncols=terminal_columns(),
+        )
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Moves the bar to the step of `record`."""
+        self._eval_loss = record.get("eval_loss", self._eval_loss)
+        values = {**record, "eval_loss": self._eval_loss}
+        formats = {
+            "num_skipped": "{} skipped",
+            "loss": "loss {:.4f}",
+            "eval_loss": "eval {:.4f}",
+            "tokens_per_s": "{:,.0f} tok/s",
+            "peak_memory_gib": "{:.1f} GiB",
+            "lr": "lr {:.1e}",
+        }
+        columns = terminal_columns()
+        total = len(str(self._bar.total))
+        room = columns - (2 * total + 1) - len(" || 00:00:00 left") - _SHORTEST_BAR
+        shown = ""
+        for name, form in formats.items():
+            if values.get(name) is None or (name == "num_skipped" and not values[name]):
+                continue
+            text = f"  {form.format(values[name])}"
+            if len(shown) + len(text) <= room:
+                shown += text
+        self._bar.ncols = columns
+        self._bar.bar_format = "{n_fmt}/{total_fmt} |{bar}| {remaining} left" + shown
+        self._bar.update(record["step"] - self._bar.n)

@@ -1,0 +1,114 @@
+"""Trackers: TensorBoard, Weights & Biases and trackio get the numbers of each step, and what the run is.
+
+A run has an id in run.json, which it keeps when it is resumed. W&B continues the run of this id, trackio the
+run of its name. A resumed run repeats the steps after its checkpoint: TensorBoard drops the first form of
+them, W&B the second; both are equal.
+"""
+
+import importlib
+import importlib.util
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lptune.config import LoggingConfig, UserError, how_to_install
+
+
+def check_logging(cfg: LoggingConfig) -> None:
+    """Raises UserError if a tracker is configured whose package is not installed. Call it before anything is
+    written.
+    """
+    wanted = {
+        "logging.tensorboard": ("tensorboard", cfg.tensorboard),
+        "logging.wandb_project": ("wandb", cfg.wandb_project),
+        "logging.trackio_project": ("trackio", cfg.trackio_project),
+    }
+    for key, (module, value) in wanted.items():
+        if value and importlib.util.find_spec(module) is None:
+            raise UserError(f"{key}: {module} is not installed; {how_to_install(module)}")
+
+
+def open_trackers(folder: Path, cfg: LoggingConfig, first_step: int) -> list[Any]:
+    """The trackers of `cfg`, each with `log(values, step)` and `close()`.
+
+    folder: of the run, with its config.yaml and run.json. first_step: the number of steps done before.
+    """
+    trackers: list[Any] = []
+    if cfg.tensorboard:
+        trackers.append(_TensorBoard(folder, first_step))
+    if cfg.wandb_project:
+        run_id = _run_id(folder)
+        trackers.append(_Wandb(cfg.wandb_project, folder, run_id))
+    if cfg.trackio_project:
+        trackers.append(_Trackio(cfg.trackio_project, folder, _run_id(folder)))
+    return trackers
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.yaml of the run; empty if there is none."""
+    found: Any = {}
+    with suppress(FileNotFoundError):
+        # Environment variables stay names: their values may be secrets.
+        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
+    return found if isinstance(found, dict) else {}
+
+
+def _run_id(folder: Path) -> str:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / "run.json").read_text(encoding="utf-8"))["id"])
+    return "0"
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier launch wrote of the steps that come again is hidden.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        if first_step == 0:
+            text = "\n".join(f"    {line}" for line in OmegaConf.to_yaml(_config(folder)).splitlines())
+            self._writer.add_text("config.yaml", text, 0)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """A module with `log` and `finish`, whose run has begun."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._module.log(values, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _Wandb(_Tracker):
+    def __init__(self, project: str, folder: Path, run_id: str) -> None:
+        super().__init__(importlib.import_module("wandb"))
+        self._module.init(
+            project=project,
+            name=folder.name,
+            id=run_id,
+            resume="allow",
+            config=_config(folder),
+            dir=str(folder),
+        )
+
+
+class _Trackio(_Tracker):
+    def __init__(self, project: str, folder: Path, run_id: str) -> None:
+        super().__init__(importlib.import_module("trackio"))
+        self._module.init(
+            project=project, name=f"{folder.name}-{run_id}", resume="allow", config=_config(folder)
+        )

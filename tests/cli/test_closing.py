@@ -1,0 +1,98 @@
+"""The summary at the end of a run, made from its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lptune.cli import closing
+from lptune.config import FinetuneConfig, load_config
+
+
+def _cfg(folder: Path, *keys: str) -> FinetuneConfig:
+    config = folder / "c.yaml"
+    config.write_text("model: {path: m}\ndata: {source: rows.jsonl}\n", encoding="utf-8")
+    return load_config(FinetuneConfig, config, [f"output_dir={folder / 'run'}", *keys])
+
+
+def _write(folder: Path, records: list[Any]) -> None:
+    (folder / "run").mkdir(exist_ok=True)
+    text = "".join(f"{json.dumps(record)}\n" for record in records)
+    (folder / "run" / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def _step(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 2.0,
+        "step_time_s": 2.0,
+        "compile_time_s": 30.0 if step == 1 else 0.0,
+        "tokens_per_s": 1000.0,
+        "peak_memory_gib": 1.25,
+        "low_precision_flops_fraction": 0.75,
+        **more,
+    }
+
+
+def test_a_run_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _cfg(tmp_path, "precision.kind=int8_rowcol")
+    _write(
+        tmp_path,
+        [
+            {"step": 0, "eval_loss": 6.5},
+            _step(1),
+            _step(2, eval_loss=1.25),
+            _step(3, eval_loss=None, tokens_per_s=None),
+            _step(4, eval_loss=1.5, peak_memory_gib=2.0),
+        ],
+    )
+    (tmp_path / "run" / "export").mkdir()
+    closing.show(cfg)
+    run = tmp_path / "run"
+    assert capsys.readouterr().out.splitlines() == [
+        "done       4 steps in 38.0 s (30.0 s of it compiling), 1,000 tokens/s",
+        "held-out   loss 6.5000 before training, 1.5000 after step 4; lowest 1.2500 at step 2",
+        "precision  int8_rowcol ran 75% of the FLOPs of the linear layers in 8 bits",
+        "memory     2.00 GiB at most on rank 0",
+        f"files      {run}: export/, report.html, metrics.jsonl",
+        "next",
+        f"  lptune run generate --config generation model.path={run}",
+        f"  lptune run evaluate --config evaluation model.path={run} data.source=rows.jsonl",
+        f"  lptune report {run} --open",
+    ]
+
+
+def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [[1], "x", {"step": "2"}, {"step": 1, "loss": 2.0}])
+    with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 2, "lo')
+    closing.show(cfg)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "done       1 step in 0.0 s"
+    assert [line.split("  ")[0] for line in lines] == ["done", "files"]
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 0, "eval_loss": 1.0}]])
+def test_a_run_without_a_step_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[Any]
+) -> None:
+    cfg = _cfg(tmp_path)
+    closing.show(cfg)
+    _write(tmp_path, records)
+    closing.show(cfg)
+    assert capsys.readouterr().out == ""
+
+
+def test_only_rank_0_speaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [_step(1)])
+    monkeypatch.setenv("RANK", "1")
+    closing.show(cfg)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    closing.show(cfg)
+    assert capsys.readouterr().out.startswith("done ")

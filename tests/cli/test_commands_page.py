@@ -1,0 +1,52 @@
+"""docs/commands.md names every command, and its examples are commands that exist."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from lptune.cli import catalog, recipe
+from lptune.cli.main import cli
+from lptune.config import key_paths
+
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.splitlines()
+]
+HERE = [words for words in EXAMPLES if words[1] in cli.commands]
+
+
+def test_every_command_has_its_line_in_the_table_and_an_example() -> None:
+    listed = re.findall(r"^\| \[`([\w-]+)`\]\(#([\w-]+)\) \|", PAGE, re.MULTILINE)
+    assert [name for name, _ in listed] == sorted(name for name, _ in listed)
+    assert cli.commands.keys() <= {name for name, _ in listed}
+    assert cli.commands.keys() <= {words[1] for words in EXAMPLES} | {"completion"}
+    headings = {line.lower().replace(" ", "-") for line in re.findall(r"^## (.+)$", PAGE, re.MULTILINE)}
+    assert {place for _, place in listed} <= headings
+
+
+@pytest.mark.parametrize("words", HERE, ids=" ".join)
+def test_each_example_has_options_names_and_keys_that_exist(words: list[str]) -> None:
+    command = cli.commands[words[1]]
+    options = {name for param in command.params for name in param.opts} | {"--help"}
+    assert {word for word in words if word.startswith("--")} <= options
+    for option, value in itertools.pairwise(words):
+        if option == "--config":
+            assert catalog.find_config(value)
+    keys = {key for path in catalog.recipes().values() for key in key_paths(recipe.config_class(path))}
+    assert {word.partition("=")[0] for word in words if re.match(r"[\w.]+=", word)} <= keys
+    if words[1] == "run":
+        assert {words[2], words[-1], *words} & catalog.recipes().keys()
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_the_help_of_each_command_is_clean_at_80_columns(name: str) -> None:
+    command = cli.commands[name]
+    context = click.Context(command, info_name=name, terminal_width=80, max_content_width=80)
+    assert max(map(len, command.get_help(context).splitlines())) <= 80
+    assert len(command.get_short_help_str(200)) > 20

@@ -1,0 +1,154 @@
+"""Completion by Tab: click's protocol as the scripts of bash, zsh and fish use it, and the scripts."""
+
+import copy
+import shutil
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from lptune.cli import completion
+from lptune.cli.main import cli
+from lptune.config import PRECISION_KINDS, PreferenceConfig, key_paths
+from tests.cli.conftest import Command
+from tests.helpers import cold
+
+
+def complete(shell: str, folder: Path, *words: str) -> list[str]:
+    """What the command answers to a shell: words are those before the cursor, the last one incomplete."""
+    number = str(len(words) - 1) if shell != "fish" else words[-1]
+    variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": number, "_LPTUNE_COMPLETE": f"{shell}_complete"}
+    done = cold.run("-m", "lptune", folder=folder, **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines() if done.stdout.strip() else []
+    if shell == "zsh":
+        return [f"{kind},{value}" for kind, value in zip(lines[0::3], lines[1::3], strict=True)]
+    return [line.partition("\t")[0] for line in lines]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_recipes_configs_keys_and_values_are_offered(tmp_path: Path, shell: str) -> None:
+    assert "plain,keys" in complete(shell, tmp_path, "lptune", "k")
+    assert complete(shell, tmp_path, "lptune", "run", "full_f") == ["plain,full_finetune"]
+    configs = complete(shell, tmp_path, "lptune", "run", "full_dpo", "--config", "qwen")
+    assert configs == ["plain,qwen2_5/0.5b_dpo", "plain,qwen3/0.6b_dpo"]
+    found = complete(
+        shell, tmp_path, "lptune", "run", "full_dpo", "--config", "llama3_2/1b_dpo", "preference."
+    )
+    keys = [key for key in key_paths(PreferenceConfig) if key.startswith("preference.")]
+    assert found == [f"plain,{key}=" for key in keys]
+
+
+def test_bash_gets_the_part_behind_the_equals_sign_at_which_it_splits_words(tmp_path: Path) -> None:
+    kinds = [f"plain,{kind}" for kind in PRECISION_KINDS]
+    begin = ("lptune", "run", "full_finetune", "precision.kind", "=")
+    assert complete("bash", tmp_path, *begin) == kinds
+    int8 = [kind for kind in kinds if kind.startswith("plain,int8")]
+    assert complete("bash", tmp_path, *begin, "int8") == int8
+    # A value that is given: its key is not offered again, and the next word is a new one.
+    offered = complete("bash", tmp_path, *begin, "mxfp8", "precision.")
+    assert "plain,precision.kind=" not in offered
+    assert "plain,precision.skip=" in offered
+    assert complete("bash", tmp_path, "lptune", "run", "--config", "=", "quick") == ["plain,quickstart"]
+    assert complete("bash", tmp_path, *begin[:3], "data.packing", "=", "t") == ["plain,true"]
+    assert complete("bash", tmp_path, *begin[:3], "data.source", "=", "ro") == ["file,ro"]
+
+
+def test_zsh_and_fish_get_whole_words(tmp_path: Path) -> None:
+    for shell in ("zsh", "fish"):
+        found = complete(shell, tmp_path, "lptune", "run", "full_finetune", "precision.kind=int8")
+        names = [kind for kind in PRECISION_KINDS if kind.startswith("int8")]
+        assert found == [f"plain,precision.kind={name}" for name in names]
+
+
+def test_the_recipe_of_a_config_decides_the_keys(tmp_path: Path) -> None:
+    arguments = ("lptune", "validate", "llama3_2/1b_kto", "kto.")
+    assert "plain,kto.beta=" in complete("bash", tmp_path, *arguments)
+    assert complete("bash", tmp_path, "lptune", "validate", "llama3_2/1b", "kto.") == []
+
+
+def test_other_names_are_offered_where_they_belong(tmp_path: Path) -> None:
+    assert "plain,h100" in complete("bash", tmp_path, "lptune", "plan", "--device", "h1")
+    assert "plain,llama3_2/tiny" in complete("bash", tmp_path, "lptune", "new-checkpoint", "llama3_2/t")
+    assert complete("bash", tmp_path, "lptune", "download", "allen") == ["plain,allenai/OLMo-2-1124-7B"]
+    assert "plain,precision.kind" in complete("bash", tmp_path, "lptune", "keys", "precision.k")
+    assert complete("bash", tmp_path, "lptune", "cat", "quick") == ["plain,quickstart"]
+
+
+def test_every_option_and_argument_that_names_a_recipe_or_config_has_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli, "commands", {name: _copied(command) for name, command in cli.commands.items()})
+    completion.attach(cli)
+    for name, command in cli.commands.items():
+        for param in command.params:
+            if param.opts[0] in ("--config", "--recipe") or param.name == "arguments":
+                assert isinstance(param.type, completion._Word), f"{name} {param.opts[0]}"
+
+
+def _copied(command: click.Command) -> click.Command:
+    twin = copy.copy(command)
+    twin.params = [copy.copy(param) for param in command.params]
+    return twin
+
+
+def test_a_wrong_word_before_the_cursor_offers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    assert complete("bash", tmp_path, "lptune", "run", "full_dpo", "--config", "nothing", "x.") == []
+    assert complete("bash", tmp_path, "lptune", "run", "missing.py", "x.") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_command_prints_the_script_that_the_variable_prints(
+    command: Command, tmp_path: Path, shell: str
+) -> None:
+    code, stdout, stderr = command("completion", shell)
+    assert (code, stderr) == (0, "")
+    done = cold.run("-m", "lptune", folder=tmp_path, _LPTUNE_COMPLETE=f"{shell}_source")
+    assert done.stdout.strip() == stdout.strip()
+    assert f"_LPTUNE_COMPLETE={shell}_complete" in stdout
+    if shutil.which(shell):  # bash is there; the others where they are installed
+        checked = subprocess.run([shell, "-n"], input=stdout, capture_output=True, text=True)
+        assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path) -> None:
+    script = command("completion", "bash")[1]
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "lptune"
+    program.write_text(f'#!/bin/sh\nexec "{_python()}" -m lptune "$@"\n')
+    program.chmod(0o755)
+    test = f"""{script}
+        compopt() {{ echo "compopt" "$@"; }}
+        COMP_WORDS=(lptune run full_dpo precision.kind = mx) COMP_CWORD=5
+        _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
+        COMP_WORDS=(lptune run full_dpo precision.gr) COMP_CWORD=3
+        _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
+    """
+    environment = cold.environment() | {"PATH": f"{program.parent}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", test], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    lines = done.stdout.splitlines()
+    assert (lines[0], done.stderr) == ("mxfp8", "")
+    assert "compopt -o nospace" in lines
+    assert lines[-1] == "precision.grad_input= precision.grad_weight= precision.grad_format="
+
+
+def _python() -> str:
+    return cold.command()[0]
+
+
+def test_a_completion_imports_no_torch_nor_numpy(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom lptune.cli.main import main\n"
+        "try:\n    main([])\nfinally:\n    print('HEAVY', 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+    words = {"COMP_WORDS": "lptune run full_dpo preference.loss=", "_LPTUNE_COMPLETE": "zsh_complete"}
+    done = cold.run("-c", program, folder=tmp_path, COMP_CWORD="3", **words)
+    assert done.stdout.splitlines()[-1] == "HEAVY False False"
+
+
+def test_an_ordinary_command_does_not_prepare_completion(command: Command) -> None:
+    assert command("ls", "full_dpo")[0] == 0
+    assert not any(
+        isinstance(param.type, completion._Word) for each in cli.commands.values() for param in each.params
+    )

@@ -1,0 +1,150 @@
+"""What pages say of the code: error lines, protocols, kinds; and that their links lead somewhere."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
+from lptune.hardware import devices
+from lptune.linear import Kind
+from tests.helpers.docs_pages import PAGES, ROOT, anchors, blocks, links, prose
+
+DOCS = ROOT / "docs"
+FIRST_QUESTIONS = {
+    "precision": "choose_precision.md",
+    "fit": "plan.md",
+    "resume": "resume.md",
+    "serve": "export.md",
+    "error": "troubleshooting.md",
+    "begin": "tour.md",
+}
+VALUE = "…"
+
+
+def message_templates() -> list[str]:
+    """Every text of the library that could be a message, with `…` for each value in it."""
+    found = []
+    for path in (ROOT / "lptune").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (each.value if isinstance(each, ast.Constant) else VALUE for each in node.values)
+                found.append("".join(str(part) for part in parts))
+    return [" ".join(text.split()) for text in found]
+
+
+def quoted_lines() -> list[str]:
+    """The first cells of the tables of troubleshooting.md, but for the lines of others."""
+    ours, _, _ = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("\n## Lines of others\n")
+    cells = re.findall(r"^\| (`.+?) \| ", ours, re.MULTILINE)
+    return [re.sub(r"^(`+) ?(.*?) ?\1$", r"\2", cell) for cell in cells]
+
+
+def test_every_error_line_that_the_page_explains_is_in_the_code() -> None:
+    templates = message_templates()
+    lines = quoted_lines()
+    assert len(lines) > 45
+    missing = []
+    for line in lines:
+        fragments = [each.strip() for each in line.split(VALUE) if each.strip(" :`")]
+        pattern = re.compile(".*".join(re.escape(each) for each in fragments))
+        if not any(pattern.search(text) for text in templates):
+            missing.append(line)
+    assert not missing, missing
+
+
+def test_every_name_of_the_code_on_the_page_about_extending_exists() -> None:
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:lptune|recipes|tests)/[\w/.]+)`", text))
+    assert len(paths) > 15
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    sources = "".join((ROOT / path).read_text() for path in sorted(paths) if path.endswith(".py"))
+    kernels = "".join(path.read_text() for path in (ROOT / "lptune/config").glob("*.py"))
+    for name in re.findall(r"`@?([A-Za-z_]{3,})`", text):
+        assert re.search(rf"\b{name}\b", sources + kernels), name
+
+
+def test_the_page_about_extending_lists_what_a_kind_must_have() -> None:
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("\n## A kind of precision\n")
+    section = rest.partition("\n## ")[0]
+    for name in Kind.__abstractmethods__:
+        assert f"`{name}`" in section, name
+    unset = {name for name in Kind.__annotations__ if not hasattr(Kind, name)}
+    assert unset == {"name", "keys", "fmt", "operations"}
+    assert all(f"`{name}`" in section for name in unset)
+
+
+def test_the_page_about_precision_names_every_kind_and_every_generation_of_gpus() -> None:
+    text = (DOCS / "choose_precision.md").read_text(encoding="utf-8")
+    assert not [kind for kind in PRECISION_KINDS if f"`{kind}`" not in text]
+    assert {device.capability[0] for device in devices.DEVICES} <= {8, 9, 10, 12}
+    assert not [name for name in ("Ampere", "Ada", "Hopper", "Blackwell") if name not in text]
+
+
+def test_a_figure_on_the_page_about_precision_says_where_it_comes_from() -> None:
+    text = (DOCS / "choose_precision.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)]
+    assert len(rows) >= 8
+    words = ("measured", "published", "predicted", "data sheets", "by a formula", "torch 2.")
+    assert not [row for row in rows if not any(word in row for word in words)]
+
+
+def test_the_first_screen_of_the_index_answers_the_first_questions() -> None:
+    screen = (DOCS / "README.md").read_text(encoding="utf-8").splitlines()[:16]
+    for word, page in FIRST_QUESTIONS.items():
+        assert any(word in line and f"({page}" in line for line in screen), word
+
+
+def test_the_menu_of_the_site_has_every_page_once() -> None:
+    source = (DOCS / "site" / "build.py").read_text(encoding="utf-8")
+    (menu,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MENU"
+    ]
+    names = [name for page_names in menu.values() for name in page_names]
+    assert len(names) == len(set(names))
+    missing = {path.stem for path in DOCS.glob("*.md")} - {"README"} - set(names)
+    assert not missing, f"put them into MENU of docs/site/build.py: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_leads_to_a_page_and_to_a_heading_of_it(page: Path) -> None:
+    for path, anchor in links(page):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {path}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page.name}: {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_yaml_of_a_page_has_keys_that_exist(page: Path) -> None:
+    known = set(key_paths(FinetuneConfig))
+    for block in blocks(page, "yaml"):
+        content = yaml.safe_load(block.text)
+        if "task" in content:  # of lm_eval
+            continue
+        for section, value in content.items():
+            names = [f"{section}.{key}" for key in value] if isinstance(value, dict) else [section]
+            assert not set(names) - known, f"{block.place}: {set(names) - known}"
+
+
+def test_a_table_row_has_as_many_cells_as_its_header() -> None:
+    """A `|` within code ends a cell on GitHub, and an unpaired backtick swallows one."""
+    wrong = []
+    for page in PAGES:
+        width = 0
+        for number, line in enumerate(prose(page).splitlines(), 1):
+            if not line.startswith("|"):
+                width = 0
+                continue
+            cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+            width = width or cells
+            if cells != width:
+                wrong.append(f"{page.name}:{number}: {cells} cells under a header of {width}")
+    assert not wrong, wrong
