@@ -33,9 +33,10 @@ ALLOWED = {
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
+    "advice": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
     "cli": {
-        "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint", "report",
-        "sweep", "training",
+        "advice", "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint",
+        "report", "sweep", "training",
     },
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}

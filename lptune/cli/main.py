@@ -23,6 +23,7 @@ from typing import NoReturn
 import click
 
 from lptune import __version__
+from lptune.cli.advise import advise
 from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
@@ -76,6 +77,7 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
 
 
 _COMMANDS = (
+    advise,
     cat,
     completion,
     cp,

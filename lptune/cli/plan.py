@@ -4,20 +4,22 @@ The model comes from config.json in `model.path` if that folder exists, otherwis
 name of the config: configs are named after their models.
 """
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from lptune import progress
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog, planned_model, recipe
 from lptune.config import (
     DistillConfig,
     PrecomputeConfig,
     RunConfig,
     UserError,
     check_batches,
-    closest,
 )
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
@@ -85,23 +87,51 @@ def plan(
     with progress.in_place("loading torch ..."):
         from lptune.checkpoint.disk import disk_report
         from lptune.training.dry_run import dry_run
+        from lptune.training.dry_run_report import wrapped
         from lptune.training.fit import fits, remedies, verdict
-    model_config, model_name, folder = _model(cfg, path, preset)
+    model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
 
     device = None if cfg.device == "cpu" else _device(device_name)
     teacher = _teacher(cfg, teacher_preset)
-    with progress.in_place("planning a step ..."):
-        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher)
-    click.echo(f"plan of {config_name} for {model_name}\n{found.report()}\n")
-    click.echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
+    with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
+        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher, on_phase=say)
+    _echo(f"plan of {config_name} for {model_name}")
+    click.echo(f"{found.report()}\n")
+    _echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
     if device is None:
         return
-    click.echo(verdict(found, device))
-    if not fits(found, device):
-        click.echo("planned instead, one change at a time:")
+    _echo(verdict(found, device))
+    if not fits(found.peak_bytes, device):
         with progress.in_place("planning changes ..."):
-            for line in remedies(cfg, model_config, world_size, device, teacher):
-                progress.print_line(line)
+            for line in remedies(cfg, model_config, world_size, device, found, teacher):
+                for part in wrapped(line):
+                    progress.print_line(part)
+
+
+def _echo(text: str) -> None:
+    from lptune.training.dry_run_report import wrapped
+
+    click.echo("\n".join(wrapped(text)))
+
+
+@contextmanager
+def _phases(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows `what` and the phase that it is in; without a terminal, prints `what` at the first phase. (Wrong
+    input is reported before that, in one line.)
+    """
+    began = False
+    with ExitStack() as shown:
+        shown.enter_context(progress.in_place(f"{what} ..."))
+
+        def say(phase: str) -> None:
+            nonlocal began
+            if not began and not sys.stderr.isatty():
+                progress.print_line(f"{what} ...")
+            began = True
+            shown.pop_all().close()
+            shown.enter_context(progress.in_place(f"{what}: {phase} ..."))
+
+        yield say
 
 
 def _device(name: str | None) -> Device:
@@ -131,7 +161,7 @@ def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
             raise UserError("--teacher-preset: no teacher runs, since logits.folder is set; leave one out")
         return None
     if preset is not None:
-        return _preset(preset, "--teacher-preset")
+        return planned_model.from_preset(preset, "--teacher-preset")
     assert cfg.teacher.path is not None
     folder = Path(cfg.teacher.path).expanduser()
     if not folder.is_dir():
@@ -140,43 +170,3 @@ def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
             "`lptune new-checkpoint` takes it"
         )
     return models.read_config(folder)
-
-
-def _preset(name: str, key: str) -> "DecoderConfig":
-    from lptune import models
-
-    names = _presets()
-    if name not in names:
-        raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
-    family, _, size = name.partition("/")
-    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
-
-
-def _presets() -> list[str]:
-    from lptune import models
-
-    return [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
-
-
-def _model(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
-    """The model, where it was read from, and its folder if it exists."""
-    from lptune import models
-
-    folder = Path(cfg.model.path).expanduser()
-    if preset is None and folder.is_dir():
-        if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
-            from lptune import checkpoint
-
-            config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)
-        else:
-            config = models.read_config(folder)
-        return config, f"{folder / 'config.json'}", folder
-    # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
-    family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
-    name = preset or f"{family}/{size.partition('_')[0]}"
-    if preset is None and name not in _presets():
-        raise UserError(
-            f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
-            "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
-        )
-    return _preset(name, "--preset"), f"the preset {name}", None

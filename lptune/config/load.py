@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lptune.config.dumper import Dumper
 from lptune.config.elsewhere import SWITCHES
 from lptune.config.environment import (
     TEXTS,
@@ -48,10 +49,7 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises UserError (one line) for an unreadable file, an unknown key, a wrong type, a missing or illegal
     value.
     """
-    values = read_yaml(path)
-    check_keys(cls, key_paths(cls), values, str(path))
-    for override in overrides:
-        values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
+    values = _values(cls, path, overrides)
     _fill_in_defaults(cls, values)
     raw = typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=False))
     if str(raw).count("${") > _MAX_INTERPOLATIONS:
@@ -80,13 +78,29 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     return cfg
 
 
+def read_values(cls: type, path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys that the YAML at `path` and the overrides set, nested and as written there, `${…}` included.
+    Raises UserError for an unreadable file and an unknown key.
+    """
+    values = OmegaConf.to_container(_values(cls, path, overrides), resolve=False)
+    return typing.cast("dict[str, Any]", values)
+
+
+def _values(cls: type, path: Path, overrides: Sequence[str]) -> DictConfig:
+    values = read_yaml(path)
+    check_keys(cls, key_paths(cls), values, str(path))
+    for override in overrides:
+        values = _merge(values, _parse_override(cls, override), f"argument {_short(override)}")
+    return values
+
+
 def to_yaml(cfg: Any) -> str:
     """`cfg` (a config dataclass) as YAML that `load_config` reads back to an equal object.
 
     Every key is written out. Where the environment took part (`${oc.env:TOKEN}`), a loaded config's `${…}`
     stay as they were written, so that no value of the environment ends up in a file.
     """
-    text: str = yaml.dump(as_written(cfg), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(as_written(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -100,20 +114,6 @@ def as_written(cfg: Any) -> dict[str, Any]:
             section = section[name]
         section[leaf] = written
     return plain
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes text that looks like a number: OmegaConf reads 0E0 as a number, PyYAML does not and would not
-    quote it.
-    """
-
-
-def _represent_text(dumper: Any, text: str) -> Any:
-    style = "'" if text[:1] in tuple("+-.0123456789") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
 
 
 def key_paths(cls: type, prefix: str = "") -> list[str]:

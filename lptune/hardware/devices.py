@@ -30,6 +30,8 @@ class Device:
     """The result of torch.cuda.get_device_name, without "NVIDIA "."""
     memory_bytes: int
     """As in the data sheet: 80 GB are 80 * 10^9."""
+    bandwidth: float | None
+    """Of its memory, bytes/s, as in the data sheet; None: unknown."""
     capability: tuple[int, int]
     """Compute capability: (9, 0) is Hopper."""
     bf16: float
@@ -46,16 +48,19 @@ class Device:
 def _device(
     key: str,
     name: str,
-    memory_gb: int,
+    memory: tuple[int, int],
     capability: tuple[int, int],
     tera: tuple[float, float, float | None],
     source: str,
 ) -> Device:
+    """memory: GB, and GB/s as in the data sheet."""
     bf16, int8, float8 = tera
+    memory_gb, bandwidth_gb = memory
     return Device(
         key=key,
         name=name,
         memory_bytes=memory_gb * 10**9,
+        bandwidth=bandwidth_gb * 1e9,
         capability=capability,
         bf16=bf16 * 1e12,
         int8=int8 * 1e12,
@@ -73,26 +78,52 @@ _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, dense, FP32 accumulat
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, dense, FP32 accumulate"
 
 DEVICES = (
-    _device("a100-40gb", "A100-SXM4-40GB", 40, (8, 0), (312, 624, None), _A100),
-    _device("a100", "A100-SXM4-80GB", 80, (8, 0), (312, 624, None), _A100),
-    _device("a100-pcie-40gb", "A100-PCIE-40GB", 40, (8, 0), (312, 624, None), _A100),
-    _device("a100-pcie", "A100 80GB PCIe", 80, (8, 0), (312, 624, None), _A100),
-    _device("a30", "A30", 24, (8, 0), (165, 330, None), "NVIDIA A30 data sheet: BF16 165, INT8 330, dense"),
-    _device("a10", "A10", 24, (8, 6), (125, 250, None), "NVIDIA A10 data sheet: BF16 125, INT8 250, dense"),
+    _device("a100-40gb", "A100-SXM4-40GB", (40, 1555), (8, 0), (312, 624, None), _A100),
+    _device("a100", "A100-SXM4-80GB", (80, 2039), (8, 0), (312, 624, None), _A100),
+    _device("a100-pcie-40gb", "A100-PCIE-40GB", (40, 1555), (8, 0), (312, 624, None), _A100),
+    _device("a100-pcie", "A100 80GB PCIe", (80, 1935), (8, 0), (312, 624, None), _A100),
     _device(
-        "a10g", "A10G", 24, (8, 6), (70, 140, None), "NVIDIA A10G data sheet (AWS): BF16 70, INT8 140, dense"
+        "a30", "A30", (24, 933), (8, 0), (165, 330, None), "NVIDIA A30 data sheet: BF16 165, INT8 330, dense"
     ),
     _device(
-        "a40", "A40", 48, (8, 6), (149.7, 299.3, None), "NVIDIA A40 data sheet: BF16 149.7, INT8 299.3, dense"
+        "a10", "A10", (24, 600), (8, 6), (125, 250, None), "NVIDIA A10 data sheet: BF16 125, INT8 250, dense"
     ),
     _device(
-        "a6000", "RTX A6000", 48, (8, 6), (154.8, 309.7, None), f"{_GA102}: RTX A6000 BF16 154.8, INT8 309.7"
+        "a10g",
+        "A10G",
+        (24, 600),
+        (8, 6),
+        (70, 140, None),
+        "NVIDIA A10G data sheet (AWS): BF16 70, INT8 140, dense",
     ),
-    _device("3090", "GeForce RTX 3090", 24, (8, 6), (71, 284, None), f"{_GA102}: RTX 3090 BF16 71, INT8 284"),
+    _device(
+        "a40",
+        "A40",
+        (48, 696),
+        (8, 6),
+        (149.7, 299.3, None),
+        "NVIDIA A40 data sheet: BF16 149.7, INT8 299.3, dense",
+    ),
+    _device(
+        "a6000",
+        "RTX A6000",
+        (48, 768),
+        (8, 6),
+        (154.8, 309.7, None),
+        f"{_GA102}: RTX A6000 BF16 154.8, INT8 309.7",
+    ),
+    _device(
+        "3090",
+        "GeForce RTX 3090",
+        (24, 936),
+        (8, 6),
+        (71, 284, None),
+        f"{_GA102}: RTX 3090 BF16 71, INT8 284",
+    ),
     _device(
         "l4",
         "L4",
-        24,
+        (24, 300),
         (8, 9),
         (121, 242.5, 242.5),
         "NVIDIA L4 data sheet, with sparsity: BF16 242, INT8 and FP8 485",
@@ -100,7 +131,7 @@ DEVICES = (
     _device(
         "l40",
         "L40",
-        48,
+        (48, 864),
         (8, 9),
         (181.05, 362, 362),
         "NVIDIA L40 data sheet: BF16 181.05, INT8 and FP8 362, dense",
@@ -108,7 +139,7 @@ DEVICES = (
     _device(
         "l40s",
         "L40S",
-        48,
+        (48, 864),
         (8, 9),
         (362.05, 733, 733),
         "NVIDIA L40S data sheet: BF16 362.05, INT8 and FP8 733, dense",
@@ -116,7 +147,7 @@ DEVICES = (
     _device(
         "6000-ada",
         "RTX 6000 Ada Generation",
-        48,
+        (48, 960),
         (8, 9),
         (364.25, 728.5, 728.5),
         f"{_ADA}: RTX 6000 Ada BF16 364.25, INT8 and FP8 728.5",
@@ -124,16 +155,16 @@ DEVICES = (
     _device(
         "4090",
         "GeForce RTX 4090",
-        24,
+        (24, 1008),
         (8, 9),
         (165.2, 660.6, 330.3),
         f"{_ADA}: RTX 4090 BF16 165.2, INT8 660.6, FP8 330.3 (660.6 with FP16 accumulate)",
     ),
-    _device("h100", "H100 80GB HBM3", 80, (9, 0), (989.5, 1979, 1979), _H100),
+    _device("h100", "H100 80GB HBM3", (80, 3350), (9, 0), (989.5, 1979, 1979), _H100),
     _device(
         "h100-pcie",
         "H100 PCIe",
-        80,
+        (80, 2000),
         (9, 0),
         (756.5, 1513, 1513),
         "NVIDIA H100 Tensor Core GPU data sheet, with sparsity: BF16 1,513, INT8 and FP8 3,026 (PCIe)",
@@ -141,7 +172,7 @@ DEVICES = (
     _device(
         "h100-nvl",
         "H100 NVL",
-        94,
+        (94, 3900),
         (9, 0),
         (835.5, 1670.5, 1670.5),
         f"NVIDIA H100 Tensor Core GPU data sheet, {_NVL} (NVL)",
@@ -149,7 +180,7 @@ DEVICES = (
     _device(
         "h200",
         "H200",
-        141,
+        (141, 4800),
         (9, 0),
         (989.5, 1979, 1979),
         "NVIDIA H200 Tensor Core GPU data sheet, with sparsity: BF16 1,979, INT8 and FP8 3,958 (SXM)",
@@ -157,20 +188,25 @@ DEVICES = (
     _device(
         "h200-nvl",
         "H200 NVL",
-        141,
+        (141, 4800),
         (9, 0),
         (835.5, 1670.5, 1670.5),
         f"NVIDIA H200 Tensor Core GPU data sheet, {_NVL} (NVL)",
     ),
-    _device("gh200", "GH200 480GB", 96, (9, 0), (989.5, 1979, 1979), _GH200),
-    _device("gh200-144gb", "GH200 144G HBM3e", 144, (9, 0), (989.5, 1979, 1979), _GH200),
+    _device("gh200", "GH200 480GB", (96, 4000), (9, 0), (989.5, 1979, 1979), _GH200),
+    _device("gh200-144gb", "GH200 144G HBM3e", (144, 4900), (9, 0), (989.5, 1979, 1979), _GH200),
     _device(
-        "b200", "B200", 180, (10, 0), (2250, 4500, 4500), f"{_BLACKWELL}: B200 BF16 4,500, INT8 and FP8 9,000"
+        "b200",
+        "B200",
+        (180, 8000),
+        (10, 0),
+        (2250, 4500, 4500),
+        f"{_BLACKWELL}: B200 BF16 4,500, INT8 and FP8 9,000",
     ),
     _device(
         "gb200",
         "GB200",
-        186,
+        (186, 8000),
         (10, 0),
         (2500, 5000, 5000),
         f"{_BLACKWELL}: GB200 BF16 5,000, INT8 and FP8 10,000",
@@ -178,7 +214,7 @@ DEVICES = (
     _device(
         "5090",
         "GeForce RTX 5090",
-        32,
+        (32, 1792),
         (12, 0),
         (209.5, 838, 419),
         "NVIDIA RTX Blackwell GPU Architecture whitepaper, dense, FP32 accumulate: RTX 5090 BF16 209.5, "
@@ -210,6 +246,7 @@ def unknown_device(name: str, memory_bytes: int, capability: tuple[int, int]) ->
         key="",
         name=name,
         memory_bytes=memory_bytes,
+        bandwidth=None,
         capability=capability,
         bf16=nan,
         int8=nan,

@@ -16,7 +16,9 @@ from lptune.linear.dtensors import check_part, on_this_rank
 from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
 from lptune.linear.low_precision import LowPrecision
 from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
+from lptune.linear.native import native_kinds
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
+from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
@@ -29,6 +31,7 @@ from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored
 
 __all__ = [
     "PLAN_COLUMNS",
+    "READ_ONE_INPUT",
     "ComputeWeights",
     "DelayedScaling",
     "FirstStep",
@@ -59,6 +62,7 @@ __all__ = [
     "kind_of",
     "kinds",
     "local_part",
+    "native_kinds",
     "on_this_rank",
     "plain_rows",
     "predicted_errors",

@@ -18,7 +18,7 @@ the gradients. The collectives of the middle one are multiplied.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -29,18 +29,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import DistillConfig, ParallelConfig, RunConfig, UserError, flop_text, size_text
+from lptune.config import DistillConfig, ParallelConfig, RunConfig, UserError
 from lptune.distributed import Collectives, World
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.training import memory
+from lptune.training.dry_run_report import STAGED, report
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
 from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.update import Update
 
-STAGED = "shards between host and GPU"
 _OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMIZER)
 
 
@@ -84,67 +84,7 @@ class DryRun:
 
     def report(self) -> str:
         """The result as text, with tables."""
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        ranks = torch.Size(self.mesh.values()).numel()
-        flops = self.plan.flops_per_token
-        lines = [
-            self.plan.table(),
-            "",
-            f"{ranks} x {self.device.name if self.device else self.device_type}, mesh {axes}; "
-            f"{_count_text(self.num_parameters)} parameters; "
-            f"attention by {self.attention}",
-            f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches}, "
-            f"{flop_text(flops)} a token in linear layers and {flop_text(self.attention_flops)} in "
-            "attention (recomputation apart)",
-            "",
-            *self._memory_table(),
-            "",
-            *self._collectives_table(),
-        ]
-        return "\n".join([*lines, *self._notes()])
-
-    def _memory_table(self) -> list[str]:
-        columns = {**self.peaks, "after the step": self.resting}
-        unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
-        names = [
-            name for name in (*memory.CATEGORIES, STAGED) if any(found[name] for found in columns.values())
-        ]
-        rows = [[name, *(f"{found[name] / size:,.2f}" for found in columns.values())] for name in names]
-        rows.append(["sum", *(f"{found.total() / size:,.2f}" for found in columns.values())])
-        return _table(
-            [f"memory of a rank, {unit}", *(f"peak of {n}" for n in self.peaks), "after the step"], rows
-        )
-
-    def _collectives_table(self) -> list[str]:
-        sizes = {**self.mesh, "all": torch.Size(self.mesh.values()).numel()}
-        rows = [
-            [operation, dtype, f"{axis} ({sizes.get(axis, '?')})", f"{calls:,}", size_text(num_bytes)]
-            for operation, dtype, axis, calls, num_bytes in self.collectives.rows()
-        ]
-        header = ["collectives of a step", "dtype", "axis (ranks)", "calls", "bytes"]
-        return _table(header, rows) if rows else ["collectives of a step: none"]
-
-    def _notes(self) -> list[str]:
-        found = [
-            "",
-            "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up",
-        ]
-        if self.compiles:
-            found.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
-        if self.device_type == "cuda":
-            found.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
-        if more := self.first_collectives - self.collectives:
-            calls, num_bytes = more.total(), sum(each.num_bytes * count for each, count in more.items())
-            found.append(
-                f"the first step of a run has no amax history, and {calls:,} collectives more "
-                f"({size_text(num_bytes)})"
-            )
-        if self.host_bytes:
-            found.append(
-                f"parallel.cpu_offload: {self.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
-                "optimizer state of each rank are in host memory, pinned"
-            )
-        return found
+        return report(self)
 
 
 def dry_run(
@@ -154,8 +94,11 @@ def dry_run(
     device: Device | None = None,
     *,
     teacher_config: models.DecoderConfig | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
+
+    on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
     device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. teacher_config: of
     the teacher, if cfg is a DistillConfig.
@@ -172,7 +115,7 @@ def dry_run(
     if offloads and world_size == 1:
         parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
-    with _fake_world(parallel, world_size) as world, _as_on(device_type, device):
+    with fake_world(parallel, world_size) as world, _as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
         models.freeze(model, cfg.freeze)
@@ -201,7 +144,7 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes = _run_steps(
-                model, teacher, plan, world, eager, num_micro_batches, log
+                model, teacher, plan, world, eager, num_micro_batches, log, on_phase
             )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
@@ -247,12 +190,18 @@ def _run_steps(
     cfg: RunConfig,
     num_micro_batches: int,
     log: memory.MemoryLog,
+    on_phase: Callable[[str], None],
 ) -> _Steps:
     """Allocates `model` and `teacher`, which are on meta, and runs the first step as a recipe does, under
     `log`; and the second, where that exchanges something else.
 
     Collectives are counted for all `num_micro_batches`.
     """
+
+    def begin(phase: str) -> None:
+        log.phase(phase)
+        on_phase(phase)
+
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
@@ -273,7 +222,7 @@ def _run_steps(
             loss_sum = torch.zeros((), device=world.device)
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
-                log.phase("forward")
+                begin("forward")
                 if teacher is not None:
                     assert isinstance(cfg, DistillConfig)
                     with torch.no_grad():
@@ -284,7 +233,7 @@ def _run_steps(
                     rest_BS, goal = torch.zeros(tokens_BS.shape, device=world.device), cfg.distillation
                     objective = top_k_distillation(log_p_BSk, log_p_BSk.int(), rest_BS, goal)
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
-                log.phase("backward")
+                begin("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
                 stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
@@ -294,7 +243,7 @@ def _run_steps(
             if (weights := linear.ComputeWeights.of(each)) is not None:
                 log.label(memory.GATHERED, weights.tensors())
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
-        log.phase("update")
+        begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
@@ -305,7 +254,7 @@ def _run_steps(
 
 
 @contextmanager
-def _fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
+def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
     without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
     """
@@ -357,16 +306,3 @@ def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
             yield
     finally:
         choose_backend.cache_clear()
-
-
-def _count_text(count: int) -> str:
-    return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.2f} million"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in (header, *rows)
-    ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

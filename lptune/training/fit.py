@@ -11,6 +11,7 @@ from contextlib import suppress
 from lptune import models
 from lptune.config import RunConfig, UserError, size_text
 from lptune.hardware.devices import Device
+from lptune.training import memory
 from lptune.training.dry_run import DryRun, dry_run
 
 HEADROOM = 0.1
@@ -25,16 +26,16 @@ Remedy = dict[str, bool | int | str]
 """Changes that save memory: keys of a config (and _RANKS) with values."""
 
 
-def fits(found: DryRun, device: Device) -> bool:
+def fits(peak_bytes: int, device: Device) -> bool:
     """Whether the peak leaves the share HEADROOM of the device's memory free."""
-    return found.peak_bytes <= (1 - HEADROOM) * device.memory_bytes
+    return peak_bytes <= (1 - HEADROOM) * device.memory_bytes
 
 
 def verdict(found: DryRun, device: Device) -> str:
     """One line: whether the run fits, with the peak."""
     name, peak = f"{device.name} ({device.memory_bytes / 1e9:,.0f} GB)", size_text(found.peak_bytes)
     free = 1 - found.peak_bytes / device.memory_bytes
-    if fits(found, device):
+    if fits(found.peak_bytes, device):
         return f"fits {name}: the peak is {peak}, {free:.0%} stay free"
     if free >= 0:
         return f"may not fit {name}: the peak is {peak}, and {HEADROOM:.0%} should stay free"
@@ -46,28 +47,55 @@ def remedies(
     model_config: models.DecoderConfig,
     world_size: int,
     device: Device,
+    found: DryRun,
     teacher_config: models.DecoderConfig | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
-    It tries one change at a time, the cheapest first, until some fit; if none does, all changes together.
+    It tries one change at a time, the cheapest first, until some fit. If none does: all changes that need no
+    more ranks together, and if that does not fit, with as many ranks as were tried. Changes that leave more
+    weights and optimizer state on a rank than fit are not tried alone. found: the plan of `cfg` as it is.
     """
-    changes, num_fitting = _changes(cfg, world_size), 0
+    held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
+    if held > (1 - HEADROOM) * device.memory_bytes:
+        yield f"weights and optimizer state alone take {size_text(held)} on a rank"
+    yield "planned instead, one change at a time:"
+    num_fitting = 0
     possible: Remedy = {}
-    for change in changes:
+    for change in _changes(cfg, world_size):
+        if _holds_more_than_fits(change, held, world_size, device):
+            possible |= change
+            continue
         try:
-            found = _plan(cfg, change, model_config, world_size, device, teacher_config)
+            planned = _plan(cfg, change, model_config, world_size, device, teacher_config)
         except UserError:  # this run cannot use it, for example ranks that do not divide the model
             continue
         possible |= change
-        yield _line(change, found, device)
-        num_fitting += fits(found, device)
+        yield _line(change, planned, device)
+        num_fitting += fits(planned.peak_bytes, device)
         if num_fitting == _ENOUGH:
             return
-    if num_fitting == 0 and len(possible) > 1:
+    if num_fitting:
+        return
+    here = {key: value for key, value in possible.items() if key != _RANKS}
+    for together in (here, possible) if here != possible else (here,):
+        if len(together) < 2:
+            continue
         with suppress(UserError):  # these changes may exclude each other
-            found = _plan(cfg, possible, model_config, world_size, device, teacher_config)
-            yield _line(possible, found, device)
+            planned = _plan(cfg, together, model_config, world_size, device, teacher_config)
+            yield _line(together, planned, device)
+            if fits(planned.peak_bytes, device):
+                return
+
+
+def _holds_more_than_fits(change: Remedy, held: int, world_size: int, device: Device) -> bool:
+    """Whether the weights and the optimizer state of a rank, `held` before `change`, are too large for the
+    device after it.
+    """
+    if change.keys() & {"parallel.cpu_offload", "parallel.replicate"}:
+        return False
+    held_then = held * world_size / int(change.get(_RANKS, world_size))
+    return held_then > (1 - HEADROOM) * device.memory_bytes
 
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
@@ -91,7 +119,11 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
             yield {_RANKS: times * world_size}
         times *= 2
     if not parallel.cpu_offload:
-        yield {"parallel.cpu_offload": True}
+        change: Remedy = {"parallel.cpu_offload": True}
+        if not shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
+            # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
+            change["parallel.reduce_every_micro_batch"] = True
+        yield change
 
 
 def _plan(
@@ -115,5 +147,5 @@ def _line(change: Remedy, found: DryRun, device: Device) -> str:
         f"{key} {value}" if key == _RANKS else f"{key}={str(value).lower()}" for key, value in change.items()
     ]
     host = f" and {size_text(found.host_bytes)} of host memory" if found.host_bytes else ""
-    end = "fits" if fits(found, device) else "does not fit"
+    end = "fits" if fits(found.peak_bytes, device) else "does not fit"
     return f"  {' '.join(words)}: a peak of {size_text(found.peak_bytes)}{host} a rank, {end}"

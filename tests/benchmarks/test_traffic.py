@@ -19,6 +19,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from lptune import linear, models
+from lptune.advice.traffic import one_gpu
 from lptune.config import PrecisionConfig
 from lptune.linear.kinds import rowwise
 
@@ -195,7 +196,7 @@ def test_the_compiler_runs_a_repeated_operation_once(traffic: ModuleType) -> Non
         return make_boxed_func(graph.forward)
 
     config = traffic.config_of("llama3_2/tiny")
-    with traffic._hopper() as world:
+    with one_gpu() as world:
         model = models.build_on_meta(config)
         linear.convert(model, PrecisionConfig(kind="int8_rowcol"), device=torch.device("cuda"), num_tokens=T)
         linear.gather_in_8_bits(model, torch.bfloat16)

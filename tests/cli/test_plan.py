@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lptune import models
-from lptune.cli import plan
+from lptune.cli import plan, planned_model
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.cli.conftest import Command
 from tests.test_progress import terminal
@@ -36,7 +36,8 @@ def test_512_ranks_of_llama_are_planned_within_two_minutes(
     code, out, err = command("plan", "--config", f"llama3_1/{size}", *LARGE)
     assert (code, err) == (0, "")
     assert time.process_time() - started < 120  # of one core, whatever else runs on it
-    assert f"512 x H100 80GB HBM3, mesh fsdp 512; {billions} billion parameters; attention by varlen" in out
+    assert f"512 x H100 80GB HBM3, mesh fsdp 512; {billions} billion parameters;" in out
+    assert max(map(len, out.splitlines())) <= 80
     found = {
         (operation, dtype): (int(calls), _megabytes(number, unit))
         for operation, dtype, calls, number, unit in re.findall(
@@ -70,7 +71,7 @@ def test_a_head_that_is_not_tied_after_all_is_planned_as_one(
     tensors = load_file(weights)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, weights)
     cfg = FinetuneConfig(model=ModelConfig(path="new"), data=DataConfig(source="builtin"))
-    found, where, _ = plan._model(cfg, Path("llama3_2/1b.yaml"), None)
+    found, where, _ = planned_model.of_config(cfg, Path("llama3_2/1b.yaml"), None)
     assert (found.tied, where) == (False, "new/config.json")
     assert "lm_head.weight differs from model.embed_tokens.weight" in capfd.readouterr().out
 
@@ -139,18 +140,45 @@ def test_the_device_that_was_asked_for_is_named_with_whether_the_run_fits_and_it
         code, out, err = command("plan", *TINY, "--device", name, "precision.kind=int8_rowcol")
         assert (code, err) == (0, "")
         assert re.search(found, out, flags=re.MULTILINE)
+        words = " ".join(out.split())
         assert re.search(r"^fits .* \((24|40) GB\): the peak is [\d.]+ MB", out, flags=re.MULTILINE)
         assert (
             f"3 checkpoints of {12 * num_parameters / 1e6:.1f} MB (checkpoint.keep_last=2, one being written)"
-            in out
+            in words
         )
-        assert f"an export of {2 * num_parameters / 1e3:.1f} kB in bfloat16" in out
+        assert f"an export of {2 * num_parameters / 1e3:.1f} kB in bfloat16" in words
 
 
 def test_on_a_terminal_a_dry_run_says_that_it_is_at_work() -> None:
     with terminal() as screen:
         plan.plan.main([*TINY], standalone_mode=False)
     assert "loading torch ..." in screen.getvalue()
-    assert "planning a step ..." in screen.getvalue()
+    assert "planning a step of 2 blocks ..." in screen.getvalue()
+    assert "planning a step of 2 blocks: backward ..." in screen.getvalue()
     assert not [line for line in screen.lines() if line.endswith("...")]
     assert screen.lines()[0].startswith("plan of ")
+
+
+def test_without_a_terminal_a_long_plan_says_that_it_is_at_work(command: Command) -> None:
+    code, out, _ = command("plan", *TINY)
+    assert code == 0
+    assert out.startswith("planning a step of 2 blocks ...\nplan of llama3_2/1b")
+
+
+def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: Command) -> None:
+    for keys in (
+        ["precision.kind=int8_rowcol", "--world-size", "2"],
+        [
+            "precision.kind=float8_delayed",
+            "precision.skip=[lm_head,k_proj]",
+            "freeze=[embed_tokens,'*.o_proj']",
+        ],
+        ["precision.kind=none", "--device", "4090", "micro_batch_size=32", "data.seq_len=131072"],
+    ):
+        code, out, err = command("plan", *TINY, *keys)
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 80, out
+        if "int8_rowcol" in keys[0]:
+            assert "output int8 row, grad_input int8 folded, grad_weight int8 column," in out
+            assert re.search(r"^  128 x 64 +2 gate_proj, 2 up_proj$", out, re.MULTILINE)
+            assert re.search(r"^high precision, (tied to|precision.skip).*:$", out, re.MULTILINE)

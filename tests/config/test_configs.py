@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lptune.cli import catalog, plan, recipe
+from lptune.cli import catalog, planned_model, recipe
 from lptune.config import (
     EvaluateConfig,
     FinetuneConfig,
@@ -155,7 +155,7 @@ def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(
 def test_a_config_for_pretraining_is_planned_for_its_preset_and_fits_its_schedule(name: str) -> None:
     cfg = load(name)
     assert cfg.given_num_steps == 1908
-    _, model, _ = plan._model(cfg, CONFIGS[name], None)
+    _, model, _ = planned_model.of_config(cfg, CONFIGS[name], None)
     assert model == f"the preset {name.removesuffix('_pretrain')}"
 
 

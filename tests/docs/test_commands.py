@@ -90,7 +90,7 @@ def check_lptune(command: Command) -> None:
         done = CliRunner().invoke(cli, [name, *arguments])
         assert done.exit_code == 0, (command.place, done.output, done.exception)
         return
-    check_arguments(name, arguments, keys_may_miss=command.inline or is_sketch or name == "plan")
+    check_arguments(name, arguments, keys_may_miss=command.inline or is_sketch or name in ("advise", "plan"))
 
 
 def is_complete(name: str, arguments: list[str]) -> bool:

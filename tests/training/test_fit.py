@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from lptune.config import (
 )
 from lptune.hardware.devices import named_device
 from lptune.training import fit, memory
-from lptune.training.dry_run import STAGED, dry_run
+from lptune.training.dry_run import STAGED, DryRun, dry_run
 from lptune.training.fit import remedies, verdict
 from tests.helpers.saving import save
 
@@ -65,9 +67,16 @@ def _changed(line: str) -> tuple[FinetuneConfig, int]:
     return cfg, num_ranks
 
 
+def holds(num_bytes: int) -> DryRun:
+    """A plan of which only that is asked: what a rank holds between two steps."""
+    resting = Counter({memory.PARAMETERS: num_bytes // 4, memory.OPTIMIZER: num_bytes - num_bytes // 4})
+    return cast(DryRun, SimpleNamespace(resting=resting))
+
+
 def test_each_remedy_was_planned_and_is_what_its_keys_take() -> None:
     device = dataclasses.replace(named_device("h100"), memory_bytes=1000)
-    lines = list(remedies(CONFIG, TINY, 2, device))
+    heading, *lines = remedies(CONFIG, TINY, 2, device, holds(0))
+    assert heading == "planned instead, one change at a time:"
     assert [line.partition(": ")[0].strip() for line in lines] == [
         "micro_batch_size=1",
         "activation_checkpointing=full",
@@ -98,15 +107,63 @@ def test_the_search_ends_when_two_changes_fit_and_tries_all_together_when_none_d
     monkeypatch.setattr(fit, "dry_run", planned)
     cfg = dataclasses.replace(CONFIG, global_batch_size=16)
     device = dataclasses.replace(named_device("h100"), memory_bytes=90)
-    lines = list(remedies(cfg, TINY, 2, device))
+    _, *lines = remedies(cfg, TINY, 2, device, holds(0))
     assert tried == [(2, "selective", 2), (1, "selective", 2), (2, "full", 2), (2, "selective", 4)]
     assert [line.rpartition(", ")[2] for line in lines] == ["does not fit", "does not fit", "fits", "fits"]
     assert lines[0].startswith("  parallel.reduce_every_micro_batch=true: ")
     tried.clear()
-    lines = list(remedies(cfg, TINY, 2, dataclasses.replace(device, memory_bytes=1)))
+    lines = list(remedies(cfg, TINY, 2, dataclasses.replace(device, memory_bytes=1), holds(0)))
+    # Without more ranks first: a user may have no other GPU.
+    assert lines[-2].startswith(
+        "  parallel.reduce_every_micro_batch=true micro_batch_size=1 activation_checkpointing=full "
+        "parallel.cpu_offload=true: "
+    )
     assert lines[-1].startswith(
         "  parallel.reduce_every_micro_batch=true micro_batch_size=1 activation_checkpointing=full "
         "--world-size 4 parallel.cpu_offload=true: "
+    )
+
+
+def test_a_change_that_leaves_too_much_on_a_rank_is_not_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def planned(_: object, __: object, world_size: int, *___: object, **____: object) -> SimpleNamespace:
+        tried.append(world_size)
+        return SimpleNamespace(peak_bytes=90, host_bytes=0)
+
+    monkeypatch.setattr(fit, "dry_run", planned)
+    cfg = dataclasses.replace(CONFIG, global_batch_size=16)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=100_000)
+    lines = list(remedies(cfg, TINY, 2, device, holds(200_000)))
+    # 200 kB on each of 2 ranks, where 90 kB fit: 4 ranks hold 100 kB each, 8 ranks 50 kB; or the host.
+    assert tried == [8, 2]
+    assert lines[:2] == [
+        "weights and optimizer state alone take 200.0 kB on a rank",
+        "planned instead, one change at a time:",
+    ]
+    assert [line.partition(":")[0].strip() for line in lines[2:]] == [
+        "--world-size 8",
+        "parallel.cpu_offload=true",
+    ]
+
+
+def test_one_rank_that_accumulates_offloads_after_every_micro_batch() -> None:
+    cfg = dataclasses.replace(CONFIG, global_batch_size=8)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=1000)
+    lines = list(remedies(cfg, TINY, 1, device, dry_run(cfg, TINY, 1, device)))
+    (line,) = (line for line in lines if line.startswith("  parallel.cpu_offload=true"))
+    assert line.startswith("  parallel.cpu_offload=true parallel.reduce_every_micro_batch=true: ")
+    parallel = {
+        every: ParallelConfig(cpu_offload=True, reduce_every_micro_batch=every) for every in (True, False)
+    }
+    at_end, at_once = (
+        dry_run(dataclasses.replace(cfg, parallel=parallel[every]), TINY, 1, device)
+        for every in (False, True)
+    )
+    assert at_once.peak_bytes < at_end.peak_bytes
+    assert (
+        f"a peak of {at_once.peak_bytes / 1e3:,.1f} kB" in line
+        or f"{at_once.peak_bytes / 1e6:,.1f} MB" in line
     )
 
 

@@ -1,0 +1,206 @@
+"""`lptune advise`: which precision.kind is fastest for this model here, and by how much?
+
+On this machine the model's own linear layers are timed (lptune/advice/measure.py). For a GPU that is not here
+the answer is a prediction, and says so.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lptune import progress
+from lptune.cli import catalog, planned_model, recipe
+from lptune.cli.path_argument import PathArgument
+from lptune.config import (
+    PRECISION_KINDS,
+    PrecomputeConfig,
+    RunConfig,
+    UserError,
+    check_batches,
+    mesh_axes,
+)
+from lptune.hardware.devices import Device, known_device, named_device
+
+if TYPE_CHECKING:
+    from lptune.advice.prediction import Advice
+
+
+@click.command()
+@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
+@click.option(
+    "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on all machines."
+)
+@click.option(
+    "--device",
+    "device_name",
+    metavar="GPU",
+    help="A GPU that need not be here: h100, a100, 4090, …  [default: this machine's GPU, or its CPU]",
+)
+@click.option("--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path.")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice([kind for kind in PRECISION_KINDS if kind != "none"]),
+    metavar="KIND",
+    help="Compare none with this kind only; may be repeated.  [default: all that run natively]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="Time nothing new after so many seconds.  [default: 60 on a CPU, 180 on a GPU]",
+)
+@click.option("--write", type=PathArgument(), metavar="FILE", help="Write the config with the chosen kind.")
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
+def advise(
+    config_name: str | None,
+    world_size: int,
+    device_name: str | None,
+    preset: str | None,
+    kinds: tuple[str, ...],
+    seconds: float | None,
+    write: Path | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Which precision.kind is fastest for CONFIG here, and does low precision pay at all?
+
+    Times the linear layers of the model in every kind that this device runs natively, and the rest of a
+    training step once; predicts a step of each kind. Reads no weights and no data, and writes nothing but
+    FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
+    """
+    if config_name is None:
+        given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
+        raise UserError(f"advise: --config is required: lptune advise --config {given}")
+    named = named_device(device_name) if device_name is not None else None
+    recipe_path, path, overrides = recipe.split(config_name, arguments)
+    cls = recipe.config_class(recipe_path)
+    cfg = _load(recipe_path, cls, path, overrides)
+    if named is not None and cfg.device == "cpu":
+        raise UserError(
+            f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
+        )
+    mesh_axes(cfg.parallel, world_size)
+    num_data_ranks = world_size // cfg.parallel.tensor
+    check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_data_ranks)
+    if write is not None:
+        _check_write(write, recipe_path, path, overrides)
+
+    with progress.in_place("loading torch ..."):
+        from lptune.advice import answer
+        from lptune.advice.report import Setting, source_text
+    model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
+    here = _gpu_here() if cfg.device != "cpu" else None
+    setting = Setting(
+        config=config_name,
+        model=model_name,
+        device=named.name if named else here.name if here else _cpu_name(),
+        tokens=cfg.tokens_per_forward,
+        num_micro_batches=cfg.global_batch_size // cfg.micro_batch_size // num_data_ranks,
+        num_ranks=world_size,
+    )
+    is_here = named is None or (here is not None and named.name == here.name)
+    if named is not None and not is_here:
+        advice, lines = answer.predicted_for(cfg, model_config, setting, named, kinds)
+    else:
+        advice, lines = answer.timed(cfg, model_config, setting, here, kinds, seconds)
+    for line in [*lines, *_notes(cfg)]:
+        click.echo(line)
+    if write is not None:
+        how = "timed on" if is_here else "predicted, not measured, for"
+        comment = source_text(advice, setting, how)
+        text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
+        _write(write, text)
+        click.echo(f"written: {write}")
+
+
+def _load(recipe_path: Path, cls: type, path: Path, overrides: Sequence[str]) -> RunConfig:
+    from lptune.config import key_paths  # slow to import
+
+    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # no data is read
+    cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
+    if not isinstance(cfg, RunConfig) or isinstance(cfg, PrecomputeConfig):
+        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
+    return cfg
+
+
+def _gpu_here() -> Device | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from lptune.hardware.devices import unknown_device
+
+    here = torch.cuda.get_device_properties()
+    return known_device(here.name) or unknown_device(here.name, here.total_memory, (here.major, here.minor))
+
+
+def _cpu_name() -> str:
+    import torch
+
+    threads = torch.get_num_threads()
+    return f"this CPU, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _notes(cfg: RunConfig) -> list[str]:
+    """What was not as the run would be."""
+    from lptune.config import DistillConfig
+
+    left_out = {
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.cpu_offload": cfg.parallel.cpu_offload,
+        "freeze": bool(cfg.freeze),
+        "the teacher": isinstance(cfg, DistillConfig) and cfg.runs_teacher,
+        "the head in 8 bits": not cfg.precision.is_none and "lm_head" not in cfg.precision.skip,
+    }
+    names = [name for name, is_so in left_out.items() if is_so]
+    return [f"not in these figures: {', '.join(names)}"] if names else []
+
+
+def _check_write(write: Path, recipe_path: Path, path: Path, overrides: Sequence[str]) -> None:
+    """Raises UserError for a place that cannot be written, and for a config that could not be run."""
+    if os.path.lexists(write):
+        raise UserError(f"--write: {write} exists; choose another name")
+    if not write.parent.is_dir():
+        raise UserError(f"--write: {write.parent}: no such folder; make it")
+    if write.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--write: {write}: the name of a config ends in .yaml")
+    recipe.load(recipe_path, path, overrides)  # data.source may be missing
+
+
+def _written(
+    cfg: RunConfig,
+    recipe_path: Path,
+    path: Path,
+    overrides: Sequence[str],
+    advice: "Advice",
+    comment: str,
+    write: Path,
+) -> str:
+    """The text of the written config."""
+    import textwrap
+
+    from lptune.advice.measure import precision_of
+    from lptune.config.changed import changed_yaml
+
+    given = dataclasses.asdict(cfg.precision)
+    new = dataclasses.asdict(precision_of(cfg.precision, advice.chosen.kind))
+    new["skip"] = (*new["skip"], *advice.chosen.skip)
+    changes = {f"precision.{name}": value for name, value in new.items() if value != given[name]}
+    name = recipe_path.stem if recipe_path == catalog.recipes().get(recipe_path.stem) else str(recipe_path)
+    lines = [*textwrap.wrap(comment, 100), "", f"  lptune run {name} --config {write}"]
+    heading = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{heading}\n{changed_yaml(type(cfg), path, overrides, changes)}"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--write: {path} exists; choose another name") from None
+    except OSError as error:
+        raise UserError(f"--write: {path}: cannot be written: {error.strerror}") from None

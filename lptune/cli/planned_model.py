@@ -1,0 +1,52 @@
+"""The model of a config that need not be there: from config.json, or from a preset."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lptune.config import RunConfig, UserError, closest
+
+if TYPE_CHECKING:
+    from lptune.models import DecoderConfig
+
+
+def from_preset(name: str, key: str) -> "DecoderConfig":
+    """The preset `name`, as FAMILY/SIZE. Raises UserError, which begins with `key`, if there is none."""
+    from lptune import models
+
+    names = _presets()
+    if name not in names:
+        raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
+    family, _, size = name.partition("/")
+    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
+
+
+def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
+    """The model of `cfg`, where it was read from, and its folder if it exists. path: of the config."""
+    from lptune import models
+
+    folder = Path(cfg.model.path).expanduser()
+    if preset is None and folder.is_dir():
+        if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
+            from lptune import checkpoint
+
+            config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)
+        else:
+            config = models.read_config(folder)
+        return config, f"{folder / 'config.json'}", folder
+    # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
+    family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
+    name = preset or f"{family}/{size.partition('_')[0]}"
+    if preset is None and name not in _presets():
+        raise UserError(
+            f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
+            "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
+        )
+    return from_preset(name, "--preset"), f"the preset {name}", None
+
+
+def _presets() -> list[str]:
+    from lptune import models
+
+    return [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]
