@@ -76,28 +76,30 @@ def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
     return checked
 
 
-_COMMANDS = (
-    advise,
-    cat,
-    completion,
-    cp,
-    data,
-    diff,
-    doctor,
-    download,
-    export,
-    keys_command,
-    ls,
-    migrate,
-    new_checkpoint,
-    plan,
-    report,
-    run,
-    sweep,
-    validate,
-    verify,
-)
-for command in _COMMANDS:
+_COMMANDS = {
+    advise: "Which precision.kind is fastest on this device",
+    cat: "Print a recipe or a config",
+    completion: "Print the script that completes words by Tab",
+    cp: "Copy a recipe or a config, to change it",
+    data: "Show packed rows as the model will see them",
+    diff: "Compare two runs or two configs",
+    doctor: "Look at this machine, and recommend a kind",
+    download: "Download a checkpoint from the Hugging Face hub",
+    export: "Make a Hugging Face folder of a checkpoint",
+    keys_command: "List keys, their defaults and their meaning",
+    ls: "List recipes and configs, with sizes",
+    migrate: "Turn a config of another trainer into one of lptune",
+    new_checkpoint: "Write a checkpoint with random weights, for trials",
+    plan: "Memory, collectives and disk of a run, without a GPU",
+    report: "Draw runs in one HTML file",
+    run: "Run a recipe with a config",
+    sweep: "Run a recipe for each combination of values",
+    validate: "Check a config without running it",
+    verify: "Check a checkpoint, a Hugging Face folder or a run",
+}
+"""The commands, each with its line in the list of all."""
+for command, short_help in _COMMANDS.items():
+    command.short_help = short_help
     cli.add_command(command)
     if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
         assert command.callback is not None
