@@ -311,7 +311,7 @@ class Run:
                 self.folder.write_exported(step_of(checkpoint), self._cfg.export)
         count = self._cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self._cfg.optimizer.ema_decay and self._cfg.export.ema)
-        what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of {count} checkpoints"
+        what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
         self._world.print(f"export: {self.folder.export} (read back and compared with {what})")
 
     def _to_export(self) -> Path:

@@ -25,6 +25,13 @@ NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
     "config/recipes.py",  # the two ways to store a teacher
+    "advice/predicted.py",  # the rates of a GPU that is not here, by kind
+    "advice/quality.py",  # what each kind was measured to cost
+    "advice/traffic.py",  # the kinds whose bytes the model of a GPU knows
+    "doctor/kinds.py",  # the kinds that are recommended
+    "migrate/axolotl.py",  # what other trainers' settings are here
+    "migrate/torchtitan.py",
+    "migrate/torchtune.py",
 }
 T, K, N, NUM_RANKS = 96, 160, 176, 3
 """Blocks of 128 end inside the shards of 59, 59 and 58 rows; 32 tokens to a rank."""
