@@ -87,7 +87,8 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     for folder in [*runs, *([] if reference is None else [reference])]:
         if not folder.is_dir():
             found = kind_of(folder, follow=True)
-            raise UserError(f"{folder}: {f'is {found}' if found else 'no such folder'}; give the folder of a run, its output_dir")
+            what = f"is {found}" if found else "no such folder"
+            raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
         if not any(is_within(folder, other) and is_within(other, folder) for other in folders):
             folders.append(folder)
     if len(folders) > _MAX_RUNS:
