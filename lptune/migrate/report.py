@@ -21,9 +21,9 @@ _SECTIONS = (
 def to_text(draft: Draft, config: str) -> str:
     """The report: what was migrated, what changed its meaning, what has no equivalent, what to fill in.
 
-    config: the file that was written, for the commands at the end.
+    config: the file that was written, for the commands at the end. Control characters are escaped.
     """
-    return "\n".join(_lines(draft, config))
+    return printable("\n".join(_lines(draft, config)))
 
 
 def counts(draft: Draft) -> dict[str, int]:
