@@ -555,7 +555,9 @@ def test_the_name_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> No
 
 def test_nothing_of_a_file_controls_the_terminal(tmp_path: Path) -> None:
     evil = "x\x1b]0;x\x07\u202e"
-    path = edited(tmp_path, AXOLOTL_8B, lambda it: it.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]}))
+    path = edited(
+        tmp_path, AXOLOTL_8B, lambda it: it.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]})
+    )
     text = to_text(migrate(path), f"{evil}.yaml")
     assert "\\x1b" in text
     assert text.replace("\n", "").isprintable()
