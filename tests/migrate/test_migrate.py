@@ -561,3 +561,22 @@ def test_nothing_of_a_file_controls_the_terminal(tmp_path: Path) -> None:
     text = to_text(migrate(path), f"{evil}.yaml")
     assert "\\x1b" in text
     assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8_cublas", "mxfp4_cutlass"])
+def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_path: Path) -> None:
+    mx = {"filter_fqns": ["output"], "emulate": True} | ({} if name is None else {"recipe_name": name})
+    values = tomllib.loads(NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8"))
+    values["model"]["converters"] = ["quantize.linear.mx"]
+    values["quantize"] = {"linear": {"mx": mx}}
+    draft = migrate(written(tmp_path, json.dumps(values), ".json"))
+    assert settings(draft)["precision.kind"] == "mxfp8"
+    assert ("precision.kind" in dict(draft.to_fill)) == (name == "mxfp4_cutlass")
+    assert (counts(draft)["lost"], counts(draft)[UNKNOWN]) == (0, 1)
+
+
+def test_data_sets_beside_a_pretraining_set_are_named(tmp_path: Path) -> None:
+    corpus = [{"path": "b.jsonl", "type": "pretrain"}]
+    draft = migrate(edited(tmp_path, AXOLOTL_8B, lambda it: it.update(pretraining_dataset=corpus)))
+    assert "datasets" in {each.theirs for each in draft.dropped}
+    assert counts(draft)["lost"] == 0
