@@ -9,6 +9,7 @@ Nothing is trained from them. A file that cannot be read, because somebody chang
 
 import json
 import platform
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
         before = read_json(path)
     held = before if isinstance(before, dict) else {}
     run_id, launches = held.get("id"), held.get("launches")
+    # Trackers name a run by it, in an address or as a file, so no other text will do.
+    is_id = isinstance(run_id, str) and re.fullmatch("[0-9a-f]{8}", run_id)
     launch = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": step,
@@ -51,7 +54,7 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
     write_json(
         path,
         {
-            "id": run_id if isinstance(run_id, str) else secrets.token_hex(4),
+            "id": run_id if is_id else secrets.token_hex(4),
             "data_digest": data_digest,
             "launches": [*(launches if isinstance(launches, list) else []), launch][-_MAX_LAUNCHES:],
         },

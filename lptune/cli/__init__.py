@@ -23,8 +23,10 @@ if import_path.is_program():
 
     # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
     _works = _is_run or not {
-        *("cp", "download", "export", "migrate", "new-checkpoint", "report", "sweep", "validate", "verify")
+        *("cp", "download", "export", "new-checkpoint", "report", "sweep", "validate", "verify")
     }.isdisjoint(_command)
+    # Without --output, what `migrate` prints is the config, which must not be cut without an error.
+    _works |= _command == ["migrate"] and any(each.startswith("--output") for each in sys.argv)
     # A recipe and `data` may print colours, and `data` escapes what it prints by itself. Other commands print
     # text, some of it from files of other people.
     _colours = _is_run or _command == ["data"]

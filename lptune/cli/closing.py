@@ -26,33 +26,34 @@ def around(cfg: object) -> Iterator[None]:
     try:
         yield
     except DivergedError:
-        _write(cfg)
+        _close(cfg, has_summary=False)
         raise
-    if (run := _write(cfg)) is not None:
-        from lptune import report
-
-        assert isinstance(cfg, RunConfig)
-        progress.print_line("\n".join(lines(cfg, run, report.summary(run))))
+    _close(cfg, has_summary=True)
 
 
-def _write(cfg: object) -> "Run | None":
-    """Writes report.html of the run, on rank 0. Returns what was read of the run; None: there is no step."""
+def _close(cfg: object, *, has_summary: bool) -> None:
+    """Writes report.html and prints the summary, on rank 0 of a run that made a step. Never raises: the run
+    is done and its model exported, so nothing that fails here may make it a failed run.
+    """
     if not isinstance(cfg, RunConfig) or os.environ.get("RANK", "0") != "0":
-        return None
-    folder = Path(cfg.output_dir).expanduser()
-    if not (folder / "metrics.jsonl").is_file():
-        return None
-    from lptune import report  # not above: it imports NumPy
+        return
+    try:
+        folder = Path(cfg.output_dir).expanduser()
+        if not (folder / "metrics.jsonl").is_file():
+            return
+        from lptune import report  # not above: it imports NumPy
 
-    try:  # the run is done, whatever has become of its files
         run = report.read_run(folder, is_over=True)
         if not len(run.rows["loss"].steps_N):
-            return None
+            return
         report.write_page(folder / "report.html", [run])
-    except (OSError, UserError) as error:
-        progress.print_line(f"note: no report of the run: {error}")
-        return None
-    return run
+        text = "\n".join(lines(cfg, run, report.summary(run))) if has_summary else ""
+    except Exception as error:
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        progress.print_line(f"note: no report of the run: {name}{error}")
+        return
+    if text:
+        progress.print_line(text)
 
 
 def lines(cfg: RunConfig, run: "Run", found: "Summary") -> list[str]:

@@ -86,7 +86,8 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     folders = list[Path]()
     for folder in [*runs, *([] if reference is None else [reference])]:
         if not folder.is_dir():
-            what = "is a file" if kind_of(folder, follow=True) else "no such folder"
+            found = kind_of(folder, follow=True)
+            what = f"is {found}" if found else "no such folder"
             raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
         if not any(is_within(folder, other) and is_within(other, folder) for other in folders):
             folders.append(folder)
@@ -97,7 +98,9 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     if reference is None:
         return folders, None
     return folders, next(
-        place for place, folder in enumerate(folders) if folder == reference or is_within(reference, folder)
+        place
+        for place, folder in enumerate(folders)
+        if folder == reference or (is_within(reference, folder) and is_within(folder, reference))
     )
 
 

@@ -219,7 +219,7 @@ def _run_all(
     from lptune.sweep import Ended, Record, result, table
 
     lock = _locked(folder)
-    record = Record(folder)
+    record = Record(folder, Path(planned[0].arguments[0]).stem)
     launcher.let_ranks_find_lptune()
     runner = _Runner()
     codes: dict[str, int] = {}

@@ -71,12 +71,16 @@ def is_within(path: Path, place: Path) -> bool:
 def kind_of(path: Path, *, follow: bool = False) -> str:
     """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there.
 
-    follow: what a link leads to, instead of "a link".
+    follow: what a link leads to, instead of "a link" (but for one that leads to itself).
     """
     try:
         mode = path.stat(follow_symlinks=follow).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return "a link"
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
 

@@ -119,6 +119,10 @@ def _set_schedule(draft: Draft) -> None:
     else:
         draft.drop("lr_scheduler", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
         draft.fill("schedule.kind", f"lr_scheduler: {name} is not offered")
+    if name == "constant":  # of transformers, which takes a warmup and ignores it
+        for key in draft.given("warmup_steps", "warmup_ratio"):
+            draft.drop(key, OFF, "lr_scheduler: constant has no warmup there")
+        return
     steps, ratio = _num_steps(draft), draft.get("warmup_ratio")
     count = draft.get("warmup_steps")
     if isinstance(count, float) and 0 < count < 1:
@@ -130,7 +134,7 @@ def _set_schedule(draft: Draft) -> None:
             draft.drop("warmup_ratio", OFF, "warmup_steps holds")
     else:
         key = "warmup_ratio"
-    if count is None and ratio is None and name != "constant":
+    if count is None and ratio is None:
         _set_warmup(draft, 0.03, steps, (), "at most 100 steps there", limit=100)
     elif ratio is not None:
         _set_warmup(draft, draft.number(key, 0.0), steps, (key,), "")

@@ -41,6 +41,8 @@ _NOT_NEEDED = {
 def fill(draft: Draft) -> None:
     """data.* from datasets or pretraining_dataset, test_datasets, val_set_size and train_on_inputs."""
     key = "pretraining_dataset" if draft.get("pretraining_dataset") is not None else "datasets"
+    if key != "datasets" and draft.get("datasets") is not None:
+        draft.drop("datasets", NOT_OFFERED, "pretraining_dataset is what is trained on")
     entries = _entries(draft, key)
     if not entries:
         draft.set("data.source", "FILL-IN.jsonl")

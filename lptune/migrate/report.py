@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from lptune.config import printable
 from lptune.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
 
 _WIDTH = 80
@@ -19,9 +21,9 @@ _SECTIONS = (
 def to_text(draft: Draft, config: str) -> str:
     """The report: what was migrated, what changed its meaning, what has no equivalent, what to fill in.
 
-    config: the file that was written, for the commands at the end.
+    config: the file that was written, for the commands at the end. Control characters are escaped.
     """
-    return "\n".join(_lines(draft, config))
+    return printable("\n".join(_lines(draft, config)))
 
 
 def counts(draft: Draft) -> dict[str, int]:
@@ -54,9 +56,9 @@ def to_yaml(draft: Draft, config: str) -> str:
     config: the name under which the file will lie, for the command in its first comment.
     """
     head = [
-        f"# Migrated by `lptune migrate` from a config of {draft.tool}, {draft.file.name}.",
+        f"# Migrated by `lptune migrate` from a config of {draft.tool}, {_one_line(draft.file.name)}.",
         "#",
-        f"#   lptune run {draft.recipe} --config {config}",
+        f"#   lptune run {draft.recipe} --config {_one_line(shlex.quote(config))}",
         "",
     ]
     sections: dict[str, list[Setting]] = defaultdict(list)
@@ -66,9 +68,24 @@ def to_yaml(draft: Draft, config: str) -> str:
     for section in sorted(sections, key=_SECTIONS.index):
         body += [f"{section}:"] * bool(section)
         for each in sections[section]:
-            line = f"{'  ' * bool(section)}{each.ours.rpartition('.')[2]}: {_scalar(each.value)}"
+            value = each.value if draft.tool == "torchtune" else _literal(each.value)
+            line = f"{'  ' * bool(section)}{each.ours.rpartition('.')[2]}: {_scalar(value)}"
             body.append(f"{line}   # {', '.join(each.theirs) or f'default of {draft.tool}'}")
     return "\n".join([*head, *body]) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _literal(value: Any) -> Any:
+    """`value` of a tool without interpolations: its `${…}` is text, and would be a variable here."""
+    if isinstance(value, dict):
+        return {key: _literal(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_literal(each) for each in value]
+    # OmegaConf: a backslash escapes `${`, and one before it escapes the backslash.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _scalar(value: Any) -> str:
@@ -82,9 +99,13 @@ def _scalar(value: Any) -> str:
         # 2e-05 -> 2.0e-05: YAML 1.1 takes a number without a dot for text.
         return f"{digits if '.' in digits else f'{digits}.0'}{power}{exponent}" if power else digits
     is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
-    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
+    if is_plain:
+        return str(value)
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""Characters that JSON leaves as they are in quotes, and YAML refuses or takes for the end of a line."""
 _PLAIN = re.compile(r"(\./|/)?[A-Za-z][\w./-]*", re.ASCII)
 """Text that YAML takes for text without quotes, but for `_NO_WORDS`."""
 _NO_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf", "y", "n")

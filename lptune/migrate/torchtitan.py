@@ -11,6 +11,7 @@ from lptune.migrate.draft import (
     NOT_NEEDED,
     NOT_OFFERED,
     OFF,
+    UNKNOWN,
     Draft,
     refuse,
     walk,
@@ -37,6 +38,14 @@ _LAYERS = {
 
 _PREFIXES = {"float8": ("quantize.linear.float8", "quantize.dense.float8", "float8"),
              "mx": ("quantize.linear.mx", "quantize.dense.mx", "mx")}  # fmt: skip
+_QUANTIZE_KEYS = {
+    "mx": {"recipe_name", "filter_fqns"},
+    "float8": {
+        "recipe_name", "filter_fqns", "emulate", "enable_fsdp_float8_all_gather",
+        "precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd",
+    },
+}  # fmt: skip
+"""Those that `_set_mx` and `_set_float8` read."""
 _FROM_SCRATCH = (
     "torchtitan starts from random weights unless checkpoint.initial_load_path says otherwise; here those in "
     "model.path are trained. `lptune new-checkpoint` makes a folder with random ones"
@@ -226,10 +235,20 @@ def _set_precision(draft: Draft) -> None:
         elif is_on and word == "float8":
             _set_float8(draft, prefix or "quantize.linear.float8")
         elif is_on:
-            draft.set("precision.kind", "mxfp8", "model.converters")
-            _set_skip(draft, f"{prefix}.filter_fqns")
+            _set_mx(draft, prefix or "quantize.linear.mx")
+        if is_on and prefix is not None:
+            for key in sorted(set(draft.section(prefix)) - _QUANTIZE_KEYS[word]):
+                draft.drop(f"{prefix}.{key}", UNKNOWN)
     if converters and "precision.kind" not in {each.ours for each in draft.settings}:
         draft.drop("model.converters", NOT_OFFERED, converters)
+
+
+def _set_mx(draft: Draft, prefix: str) -> None:
+    name, key = str(draft.get(f"{prefix}.recipe_name", "mxfp8")), f"{prefix}.recipe_name"
+    draft.set("precision.kind", "mxfp8", "model.converters", *draft.given(key))
+    if not name.startswith("mxfp8"):
+        draft.fill("precision.kind", f"{key}: {name} is not offered, mxfp8 is")
+    _set_skip(draft, f"{prefix}.filter_fqns")
 
 
 def _set_float8(draft: Draft, prefix: str) -> None:

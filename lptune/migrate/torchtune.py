@@ -19,7 +19,7 @@ from lptune.migrate.draft import (
     refuse,
     walk,
 )
-from lptune.migrate.torchtune_keys import RULES
+from lptune.migrate.torchtune_keys import NO_LIMIT, RULES
 
 _MAX_REFERENCES = 32
 
@@ -39,13 +39,18 @@ def fill(draft: Draft) -> None:
         draft,
         {
             "max_grad_norm": 0.0,
-            "optimizer.weight_decay": 0.01,
+            "optimizer.weight_decay": _default_decay(draft),
             "optimizer.beta2": 0.999,
             "compile": "none",
             "eval_every_steps": 0,
         },
     )
     _fill_in(draft)
+
+
+def _default_decay(draft: Draft) -> float:
+    """torch's and bitsandbytes' Adam has no decay unless it is asked for; their AdamW has 0.01."""
+    return 0.0 if str(draft.get("optimizer._component_")).lower().endswith(".adam") else 0.01
 
 
 def _check_kind(draft: Draft) -> None:
@@ -126,6 +131,8 @@ def _set_activations(draft: Draft) -> None:
 
 
 def _fill_in(draft: Draft) -> None:
+    if draft.get("tokenizer.max_seq_len") is None:
+        draft.fill("data.seq_len", NO_LIMIT)
     if draft.value_of("model.path") is None:
         draft.set("model.path", "FILL-IN")
         draft.fill("model.path", "the folder of a Hugging Face checkpoint")

@@ -62,19 +62,43 @@ def fill(draft: Draft) -> None:
     """data.source and its keys from `dataset`, data.eval_source from `dataset_val`."""
     dataset = draft.get("dataset")
     listed = dataset if isinstance(dataset, list) else [] if dataset is None else [dataset]
-    entries = [_entry(draft, f"dataset[{i}]" if dataset is listed else "dataset", each)
-               for i, each in enumerate(listed)]  # fmt: skip
-    if not entries or None in entries:
+    found = [_entry(draft, f"dataset[{i}]" if dataset is listed else "dataset", each)
+             for i, each in enumerate(listed)]  # fmt: skip
+    entries = [each for each in found if each is not None]
+    if not entries or len(entries) < len(found):
         draft.set("data.source", "FILL-IN.jsonl")
         draft.fill("data.source", "a file, a folder, a glob or a hub data set")
     elif dataset is listed:
-        draft.set("data.source", entries, *(f"dataset[{i}]" for i in range(len(listed))))
+        _set_sources(draft, entries)
     else:
         for ours, (value, keys, note) in entries[0].items():
             draft.set(f"data.{ours}", value, *keys, note=note)
     if draft.value_of("data.packing") is None:
         draft.set("data.packing", False)
     _evaluation(draft)
+
+
+_OF_ALL = ("train_on_prompt", "packing")
+"""Keys of ours that hold for all sources; each data set of torchtune has its own."""
+
+
+def _set_sources(draft: Draft, entries: "list[Entry]") -> None:
+    """data.source of several data sets, and the keys that they must agree about."""
+    plain = [{ours: each[0] for ours, each in entry.items() if ours not in _OF_ALL} for entry in entries]
+    notes = dict.fromkeys(each[2] for entry in entries for each in entry.values() if each[2])
+    names = [f"dataset[{i}]" for i in range(len(entries))]
+    draft.set("data.source", plain, *names, note="; ".join(notes))
+    for ours in _OF_ALL:
+        keys = [key for entry in entries if ours in entry for key in entry[ours][1]]
+        # A text has no prompt, so it has no opinion.
+        asked = [entry for entry in entries if ours != "train_on_prompt" or entry["format"][0] != "text"]
+        values = {entry[ours][0] if ours in entry else False for entry in asked}
+        if len(values) > 1:
+            text = "is one for all sources, and these data sets differ"
+            draft.set(f"data.{ours}", False, *keys, note=f"data.{ours} {text}")
+            draft.fill(f"data.{ours}", f"true or false: it {text}")
+        elif keys:
+            draft.set(f"data.{ours}", values.pop(), *keys)
 
 
 def _evaluation(draft: Draft) -> None:
@@ -100,8 +124,8 @@ Entry = dict[str, tuple[Any, tuple[str, ...], str]]
 """Our key, below data -> value, keys of theirs, what differs."""
 
 
-def _entry(draft: Draft, key: str, value: Any) -> Any:
-    """The `Entry` of one dataset; of an item of a list a plain dict; None if its builder is not known."""
+def _entry(draft: Draft, key: str, value: Any) -> Entry | None:
+    """The `Entry` of one dataset; None if its builder is not known."""
     if not isinstance(value, Mapping):
         raise draft.error(key, f"must be a section with `_component_`, found {value!r:.60}")
     name = str(value.get("_component_", "")).rpartition(".")[2]
@@ -127,14 +151,6 @@ def _entry(draft: Draft, key: str, value: Any) -> Any:
     elif prompt is not None:
         draft.drop(f"{key}.train_on_input", OFF)
     _others(draft, key, rest, found)
-    if key.startswith("dataset["):
-        per_source = {
-            ours: each[0] for ours, each in found.items() if ours not in ("train_on_prompt", "packing")
-        }
-        for ours in ("train_on_prompt", "packing"):
-            if ours in found:
-                draft.set(f"data.{ours}", found[ours][0], *found[ours][1])
-        return per_source
     return found
 
 

@@ -21,6 +21,7 @@ from lptune.migrate.draft import (
     unless_on,
 )
 
+NO_LIMIT = "no limit there; 2048 here, and `lptune data` counts what is cut off"
 _OTHER_MODELS = ("vision", "llama4", "flux", "clip", "t5", "deepseek", "gemma.", "llama3_2_vision")
 
 _OPTIMIZERS = {
@@ -73,7 +74,6 @@ def _max_seq_len(draft: Draft, key: str, value: Any) -> None:
         draft.drop(
             key, BY_DESIGN, "rows are cut at data.seq_len here; torchtune pads to the longest of a batch"
         )
-        draft.fill("data.seq_len", "no limit there; 2048 here, and `lptune data` counts what is cut off")
     else:
         draft.set("data.seq_len", draft.integer(key, 1, 2), key)
 

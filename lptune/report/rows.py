@@ -22,7 +22,8 @@ MAX_LINE_BYTES = MEBI
 MAX_NAMES = 64
 """Different metrics that are read. A run writes about twenty, and one for each data source."""
 _MAX_NAME = 80
-_MAX_STEP = 2**53  # beyond it a float does not hold every integer
+MAX_STEP = 2**53
+"""A row of this step or a later one is no run's: beyond it a float does not hold every integer."""
 LARGEST = 1e100
 """A larger number counts as not finite, one below its inverse as 0. Runs compute in float32, which ends at
 3.4e38, and between these bounds sums, squares and quotients of two numbers cannot overflow."""
@@ -117,7 +118,7 @@ class _Reader:
         except (ValueError, RecursionError):
             row = None
         step = row.pop("step", None) if isinstance(row, dict) else None
-        if type(step) is int and 0 <= step < _MAX_STEP:
+        if type(step) is int and 0 <= step < MAX_STEP:
             self._add_row(step, row)
         elif not line.endswith(b"\n"):
             self._is_cut = True

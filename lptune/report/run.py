@@ -19,7 +19,7 @@ import numpy as np
 from lptune.config import UserError, kind_of, open_regular
 from lptune.report.files import read_object, read_objects, read_text
 from lptune.report.plan import Plan, read_plan
-from lptune.report.rows import Rows, read_rows
+from lptune.report.rows import MAX_STEP, Rows, read_rows
 from lptune.report.shadow import Shadow, read_shadow
 
 _MAX_SAMPLES = 10_000
@@ -192,7 +192,21 @@ def _status(
         return Status("stopped" if rows.num_rows else "not started", num_steps)
     exported = read_object(folder / "export.json").content or {}
     is_finished = rows.last_step >= num_steps > 0 or exported.get("step") == rows.last_step
+    is_finished = is_finished or _ended_early(rows, config.get("early_stop_after"))
     return Status("finished" if is_finished else "stopped", num_steps)
+
+
+def _ended_early(rows: Rows, after: object) -> bool:
+    """Whether the last `after` evaluations, the last of them after the last step, found no new lowest
+    eval_loss, so that the run had ended. Its export may be of an earlier step (checkpoint.keep_best).
+    """
+    steps_N, losses_N = rows["eval_loss"]
+    if type(after) is not int or after <= 0 or len(steps_N) < after or steps_N[-1] != rows.last_step:
+        return False
+    ordered_N = np.where(np.isnan(losses_N), np.inf, losses_N)
+    best = int(ordered_N.argmin())  # the first of equal ones
+    num_since = len(losses_N) - 1 - best if np.isfinite(ordered_N[best]) else len(losses_N)
+    return num_since >= after
 
 
 def _num_steps(config: Mapping[str, Any], about: Any, state: Mapping[str, Any]) -> int:
@@ -202,7 +216,7 @@ def _num_steps(config: Mapping[str, Any], about: Any, state: Mapping[str, Any]) 
     decided = state.get("config")
     for holder in (newest, config, decided):
         count = holder.get("num_steps") if isinstance(holder, Mapping) else None
-        if type(count) is int and count > 0:
+        if type(count) is int and 0 < count < MAX_STEP:
             return count
     return 0
 

@@ -1,4 +1,8 @@
-"""sweep.json in the folder of a sweep: which runs have ended, so that they are not started again.
+"""sweep.json in the folder of a sweep: its recipe, and which runs have ended, so that they are not started
+again.
+
+A run does not know its recipe, so one of another recipe with the same config would seem to be finished. So a
+folder holds the sweeps of one recipe, by the name of its file.
 
 A run counts as ended only as long as its config is the same: the record has a digest of it. Whether a run
 that was interrupted can go on is decided by `lptune run`, as for any run.
@@ -27,10 +31,12 @@ class Ended:
 
 
 class Record:
-    """The record of the sweep in `folder`. Raises UserError for a sweep.json that is not one."""
+    """The record of the sweep in `folder`, of `recipe`. Raises UserError for a sweep.json that is not one, or
+    is of another recipe.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
+    def __init__(self, folder: Path, recipe: str) -> None:
+        self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
         try:
             content = json.loads(read_text(self.path, 16 * MEBI))
@@ -39,6 +45,10 @@ class Record:
             return
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
+        if (held := content.get("recipe", recipe)) != recipe:
+            raise UserError(
+                f"{folder}: holds a sweep of {held!r:.60}, not of {recipe!r:.60}; choose another --output-dir"
+            )
 
     def has(self, name: str, config_digest: str) -> bool:
         """Whether this run has ended with a result, with this config, and its folder is still there."""
@@ -53,7 +63,7 @@ class Record:
     def add(self, name: str, ended: Ended) -> None:
         """Adds an end and writes the file in one piece."""
         self.ended[name] = ended
-        content = {"runs": {each: asdict(how) for each, how in self.ended.items()}}
+        content = {"recipe": self._recipe, "runs": {each: asdict(how) for each, how in self.ended.items()}}
         partial = self.path.with_name(f"{TEMPORARY}{FILE}-{os.getpid()}")
         try:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lptune.config import UserError, open_regular
 
 _WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
 _MAX_LINE = 1024**2
@@ -29,14 +32,25 @@ def result(name: str, folder: Path, exit_code: int | None) -> Result:
     read is passed over: the run may have been killed in the middle of it.
     """
     last: dict[str, float] = {}
-    with suppress(OSError), (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
+    path = folder / "metrics.jsonl"
+    with (
+        suppress(OSError, UserError),  # a pipe is not waited for
+        open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file,
+    ):
         while line := file.readline(_MAX_LINE):
             row = _row(line)
             for key in ("eval_loss", "loss", "step", "tokens_per_s"):
-                if isinstance(value := row.get(key), int | float) and not isinstance(value, bool):
+                if (value := _as_number(row.get(key))) is not None:
                     last[key] = value
     step = int(last["step"]) if math.isfinite(last.get("step", math.nan)) else None
     return Result(name, exit_code, last.get("eval_loss"), last.get("loss"), step, last.get("tokens_per_s"))
+
+
+def _as_number(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # JSON's integers have no largest one
+            return float(value)
+    return None
 
 
 def _row(line: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lptune import report
 from lptune.cli import closing
 from lptune.config import DivergedError, FinetuneConfig, load_config
 
@@ -131,3 +132,20 @@ def test_files_that_cannot_be_read_do_not_fail_the_run(
     (tmp_path / "run" / "metrics.jsonl").write_text("nothing of a run\n" * 3)
     _show(cfg)
     assert capsys.readouterr().out.startswith("note: no report of the run: ")
+
+
+@pytest.mark.parametrize("broken", ["read_run", "write_page", "summary"])
+def test_no_error_of_the_report_makes_a_finished_run_a_failed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for a page")
+
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [_step(1)])
+    monkeypatch.setattr(report, broken, fails)
+    _show(cfg)
+    out = capsys.readouterr().out
+    assert out == "note: no report of the run: MemoryError: no memory for a page\n"
+    with pytest.raises(DivergedError), closing.around(cfg):  # not the error of the report in its place
+        raise DivergedError("three steps in a row")

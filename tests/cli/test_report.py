@@ -45,6 +45,24 @@ def test_a_run_that_is_named_twice_is_shown_once(command: Command, tmp_path: Pat
     assert (tmp_path / "a" / "report.html").is_file()
 
 
+def test_a_reference_within_the_folder_of_another_run_is_the_reference(
+    command: Command, tmp_path: Path
+) -> None:
+    a_run(tmp_path / "a")
+    a_run(tmp_path / "a" / "inner")
+    assert command("report", "a", "a/inner", "--reference", "./a/inner", "--output", "x.html")[0] == 0
+    page = (tmp_path / "x.html").read_text()
+    assert "inner (reference)" in page
+    assert page.count("(reference)") == page.count("inner (reference)")
+
+
+def test_a_link_to_itself_is_one_line(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for arguments in (("report", "loop"), ("diff", "loop", "loop")):
+        code, out, err = command(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+
+
 def test_each_chart_becomes_an_svg_file(command: Command, tmp_path: Path) -> None:
     a_run(tmp_path / "a")
     code, out, _ = command("report", "a", "--svg", "out/svg")

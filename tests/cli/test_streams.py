@@ -148,6 +148,17 @@ def test_a_check_answers_by_its_exit_code_though_it_cannot_print(where: str, tmp
     assert (bad.returncode, "unknown key 'sed'" in bad.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(("where", "code"), [("no reader", 141), ("full", 2), ("closed", 2)])
+def test_a_config_that_is_printed_is_not_cut_without_an_error(where: str, code: int, tmp_path: Path) -> None:
+    """`lptune migrate theirs.yaml > mine.yaml` on a full disk."""
+    (tmp_path / "theirs.yaml").write_text("base_model: /m\ndatasets: [{path: a.jsonl}]\n", encoding="utf-8")
+    done = _with_output(where, "migrate", "theirs.yaml", cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert "goes on without it" not in done.stderr
+    done = _with_output(where, "migrate", "theirs.yaml", "--output", "mine.yaml", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "mine.yaml").is_file()) == (0, True)
+
+
 def test_a_command_that_works_does_so_though_it_cannot_print(tmp_path: Path) -> None:
     done = _with_output("full", "cp", "full_finetune", "mine.py", cwd=tmp_path)
     assert (tmp_path / "mine.py").exists()

@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -198,7 +199,37 @@ def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_o
     assert lines[-1].split()[-3:] == ["not", "run", "absent"]
 
 
+def test_metrics_that_no_run_wrote_neither_stop_nor_block_the_table(tmp_path: Path) -> None:
+    for name in ("huge", "pipe", "link"):
+        (tmp_path / name).mkdir()
+    huge = f'{{"step": {"9" * 400}, "loss": {"9" * 400}, "eval_loss": {"9" * 400}, "tokens_per_s": true}}\n'
+    (tmp_path / "huge/metrics.jsonl").write_text(huge)
+    os.mkfifo(tmp_path / "pipe/metrics.jsonl")
+    writer = os.open(tmp_path / "pipe/metrics.jsonl", os.O_RDWR)
+    os.write(writer, b'{"step": 7}\n')
+    end = threading.Timer(5.0, os.close, (writer,))  # who waits for the pipe reads a step
+    end.start()
+    (tmp_path / "link/metrics.jsonl").symlink_to(tmp_path / "huge/metrics.jsonl")
+    found = [result(name, tmp_path / name, 2) for name in ("huge", "pipe", "link")]
+    assert [line.split()[:4] for line in table(found).splitlines()[1:]] == [["-"] * 4] * 3
+    assert end.is_alive()
+    end.cancel()
+    os.close(writer)
+
+
 # ---- the command
+
+
+def test_a_sweep_of_another_recipe_in_the_folder_is_refused(
+    lptune: Lptune, toy: list[str], tmp_path: Path
+) -> None:
+    """Its runs would be called finished: neither a run nor its config knows the recipe."""
+    assert lptune("sweep", *toy, "seed=1,6").returncode == 0
+    (tmp_path / "other.py").write_text(RECIPE)
+    done = lptune("sweep", *toy[:-1], "other.py", "seed=1,6")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in done.stderr
+    assert (tmp_path / "ran").read_text().split() == ["1", "6"]
 
 
 def test_everything_is_checked_before_the_first_run(command: Command) -> None:

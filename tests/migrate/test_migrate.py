@@ -5,6 +5,7 @@ comments.
 """
 
 import copy
+import inspect
 import json
 import math
 import tomllib
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from omegaconf import OmegaConf
 
 from lptune.cli import catalog, recipe
 from lptune.config import UserError
@@ -246,7 +249,7 @@ DATASETS = [
     ([{"_component_": "torchtune.datasets.alpaca_dataset"},
       {"_component_": "torchtune.datasets.chat_dataset", "source": "o/n"}],
      {"source": [{"source": "tatsu-lab/alpaca", "format": "pairs"}, {"source": "o/n", "format": "chat"}],
-      "train_on_prompt": True, "packing": False}),
+      "train_on_prompt": False, "packing": False}),
 ]  # fmt: skip
 
 
@@ -463,3 +466,117 @@ def test_the_json_of_a_torchtitan_with_python_configs(tmp_path: Path) -> None:
     found = settings(draft)
     assert (found["global_batch_size"], found["activation_checkpointing"]) == (24, "full")
     assert "optimizer.lr" in dict(draft.to_fill)
+
+
+def _tune(tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> Draft:
+    return migrate(edited(tmp_path, torchtune_8b, edit))
+
+
+def test_data_sets_of_torchtune_that_disagree_about_a_key_of_all_are_to_fill_in(tmp_path: Path) -> None:
+    """One data.train_on_prompt and one data.packing hold for all sources here."""
+    alpaca = {"_component_": "torchtune.datasets.alpaca_dataset"}  # learns prompts, unless it says otherwise
+    chat = {"_component_": "torchtune.datasets.chat_dataset", "source": "a/b"}
+    masked = alpaca | {"train_on_input": False}
+    for listed, expected in (
+        ([alpaca, chat], {"data.train_on_prompt"}),
+        ([chat, alpaca], {"data.train_on_prompt"}),
+        ([alpaca | {"packed": True}, masked], {"data.train_on_prompt", "data.packing"}),
+        ([alpaca, alpaca | {"source": "c/d"}], set()),
+        ([masked, chat | {"packed": False}], set()),
+    ):
+        draft = _tune(tmp_path, lambda values, listed=listed: values.update(dataset=listed))
+        asked = {ours for ours, _ in draft.to_fill} & {"data.train_on_prompt", "data.packing"}
+        assert asked == expected, listed
+        assert counts(draft)["lost"] == 0
+    assert settings(draft)["data.packing"] is False
+
+
+def test_without_a_limit_of_tokens_in_torchtune_the_length_is_to_fill_in(tmp_path: Path) -> None:
+    for edit in (
+        lambda values: values["tokenizer"].pop("max_seq_len", None),
+        lambda values: values["tokenizer"].update(max_seq_len=None),
+    ):
+        assert "data.seq_len" in dict(_tune(tmp_path, edit).to_fill)
+    limited = _tune(tmp_path, lambda values: values["tokenizer"].update(max_seq_len=512))
+    assert "data.seq_len" not in dict(limited.to_fill)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("Adam", 0.0), ("AdamW", 0.01)])
+def test_the_default_decay_is_that_of_the_optimizer(name: str, decay: float, tmp_path: Path) -> None:
+    default = inspect.signature(getattr(torch.optim, name)).parameters["weight_decay"].default
+    assert default == decay
+    optimizer = {"_component_": f"torch.optim.{name}", "lr": 1e-5}
+    draft = _tune(tmp_path, lambda values: values.update(optimizer=optimizer))
+    assert settings(draft)["optimizer.weight_decay"] == decay
+
+
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 10}, {"warmup_ratio": 0.1}])
+def test_the_constant_rate_of_axolotl_has_no_warmup(warmup: dict[str, float], tmp_path: Path) -> None:
+    def edit(values: dict[str, Any]) -> None:
+        for key in ("warmup_steps", "warmup_ratio"):
+            values.pop(key, None)
+        values.update(lr_scheduler="constant", **warmup)
+
+    draft = migrate(edited(tmp_path, NAMED["axolotl_llama-3_fft-8b"], edit))
+    assert settings(draft)["schedule.kind"] == "constant"
+    assert not settings(draft).get("schedule.warmup_steps")
+    assert counts(draft)["lost"] == 0
+
+
+HOSTILE_TEXT = [
+    "${oc.env:HOME}", "cost: ${price}", "\\${oc.env:HOME}", "a\\\\${oc.env:HOME}", "$${x}",
+    "\x7f\x85\u2028\ufeff é 😀", "two\nlines\t\\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXT)
+@pytest.mark.parametrize("tool", ["axolotl", "torchtitan"])
+def test_a_text_stays_that_text_in_the_config(text: str, tool: str, tmp_path: Path) -> None:
+    """Neither tool has interpolations, so `${oc.env:HOME}` is a text, and must not become a variable."""
+    if tool == "axolotl":
+        source = NAMED["axolotl_llama-3_fft-8b"]
+        file = edited(tmp_path, source, lambda values: values.update(default_system_message=text))
+        name = "data.system_prompt"
+    else:
+        values = tomllib.loads(NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8"))
+        values["training"]["dataset_path"] = text
+        file = written(tmp_path, json.dumps(values), ".json")
+        name = "data.source"
+    config = OmegaConf.create(yaml.safe_load(to_yaml(migrate(file), "my.yaml")))
+    assert OmegaConf.select(config, name) == text
+
+
+def test_the_name_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "x\nseed: 99\u2028seed: 98\x85seed: 97.yaml"
+    path.write_bytes(torchtune_8b.read_bytes())
+    values = yaml.safe_load(to_yaml(migrate(path), "my\nseed: 96.yaml"))
+    assert values == yaml.safe_load(to_yaml(migrate(torchtune_8b), "my.yaml"))
+
+
+def test_nothing_of_a_file_controls_the_terminal(tmp_path: Path) -> None:
+    evil = "x\x1b]0;x\x07\u202e"
+    path = edited(
+        tmp_path, AXOLOTL_8B, lambda it: it.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]})
+    )
+    text = to_text(migrate(path), f"{evil}.yaml")
+    assert "\\x1b" in text
+    assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8_cublas", "mxfp4_cutlass"])
+def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_path: Path) -> None:
+    mx = {"filter_fqns": ["output"], "emulate": True} | ({} if name is None else {"recipe_name": name})
+    values = tomllib.loads(NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8"))
+    values["model"]["converters"] = ["quantize.linear.mx"]
+    values["quantize"] = {"linear": {"mx": mx}}
+    draft = migrate(written(tmp_path, json.dumps(values), ".json"))
+    assert settings(draft)["precision.kind"] == "mxfp8"
+    assert ("precision.kind" in dict(draft.to_fill)) == (name == "mxfp4_cutlass")
+    assert (counts(draft)["lost"], counts(draft)[UNKNOWN]) == (0, 1)
+
+
+def test_data_sets_beside_a_pretraining_set_are_named(tmp_path: Path) -> None:
+    corpus = [{"path": "b.jsonl", "type": "pretrain"}]
+    draft = migrate(edited(tmp_path, AXOLOTL_8B, lambda it: it.update(pretraining_dataset=corpus)))
+    assert "datasets" in {each.theirs for each in draft.dropped}
+    assert counts(draft)["lost"] == 0

@@ -281,6 +281,34 @@ def test_a_run_that_ended_early_and_was_exported_is_finished(make_run: MakeRun) 
     assert read_run(folder).status.word == "finished"
 
 
+@pytest.mark.parametrize(
+    ("losses", "word"),
+    [
+        ({10: 2.0, 20: 1.0, 30: 1.1, 40: 1.0}, "finished"),  # an equal loss is no lower one
+        ({10: 2.0, 20: 1.0, 30: 1.1, 40: None}, "finished"),
+        ({10: None, 40: None}, "finished"),
+        ({10: 2.0, 20: 1.0, 30: 1.1, 40: 0.9}, "stopped"),
+        ({10: 2.0, 20: 1.0, 40: 1.1}, "stopped"),
+        ({10: 1.0, 20: 2.0, 30: 1.1}, "stopped"),  # trained on after the evaluation
+        ({}, "stopped"),
+    ],
+)
+def test_a_run_that_its_evaluations_ended_is_finished_whatever_was_exported(
+    make_run: MakeRun, losses: dict[int, float | None], word: str
+) -> None:
+    rows = [row(step, **({"eval_loss": losses[step]} if step in losses else {})) for step in range(1, 41)]
+    folder = make_run("a", rows, export__json={"step": 20})  # checkpoint.keep_best
+    (folder / "config.yaml").write_text("num_steps: 100\nearly_stop_after: 2\n")
+    assert read_run(folder).status.word == word
+
+
+@pytest.mark.parametrize("digits", [20, 400, 4000])
+def test_a_number_of_steps_beyond_any_run_is_not_known(make_run: MakeRun, digits: int) -> None:
+    launch = f'{{"launches": [{{"num_steps": {"9" * digits}}}]}}'
+    folder = make_run("a", [row(1)], run__json=launch)
+    assert read_run(folder).status.num_steps == 100
+
+
 def test_a_run_whose_lock_is_held_goes_on_but_not_for_itself(make_run: MakeRun) -> None:
     import fcntl
 
