@@ -28,6 +28,8 @@ WORTH_A_LINE_S = 0.1
 _BETWEEN_LINES_S = 60.0
 VERBOSE = "LPTUNE_VERBOSE"
 """In the environment of a run and its ranks after `lptune run -v`."""
+RECIPE = "LPTUNE_RECIPE"
+"""In the environment of a run: the file of its recipe, for run.json."""
 
 
 def print_line(text: str) -> None:

@@ -46,7 +46,7 @@ from lptune.checkpoint.resume import (
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.run_records import write_launch, write_samples
+from lptune.checkpoint.run_records import keep_checks_until, write_launch, write_samples
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig, UserError, as_written
@@ -238,6 +238,7 @@ class Run:
                 self.folder.write_plan(plan.to_json())
                 step, world = self.step, self._world
                 write_launch(self.path / "run.json", self._data_digest, step, self._num_steps, world)
+                keep_checks_until(self.path / "shadow.jsonl", step)
         self._world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
         if self._saved is not None:
             self._world.print(f"continuing {self._saved.folder}")

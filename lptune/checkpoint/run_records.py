@@ -1,13 +1,16 @@
 """What a run tells about itself beside its metrics: run.json and samples.jsonl.
 
-    run.json         id: names the run in trackers, 8 hex digits; data_digest: of the training rows;
-                     launches: time, first step, ranks, device and versions of each start
+    run.json         id: names the run in trackers, 8 hex digits; recipe: name and digest of its file;
+                     data_digest: of the training rows; launches: time, first step, ranks, device and
+                     versions of each start
     samples.jsonl    answers to held-out prompts: step, when, prompt, answer, reference
 
 Nothing is trained from them. A file that cannot be read, because somebody changed it, is written anew.
 """
 
+import hashlib
 import json
+import os
 import platform
 import re
 import secrets
@@ -15,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,8 +26,10 @@ import lptune
 from lptune.checkpoint.files import read_json, write_json, write_text
 from lptune.config import MEBI, UserError, read_text
 from lptune.distributed import World
+from lptune.progress import RECIPE
 
 _MAX_LAUNCHES = 1000
+_T = TypeVar("_T")
 
 
 def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world: World) -> None:
@@ -55,10 +60,35 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
         path,
         {
             "id": run_id if is_id else secrets.token_hex(4),
+            **_recipe(),
             "data_digest": data_digest,
             "launches": [*(launches if isinstance(launches, list) else []), launch][-_MAX_LAUNCHES:],
         },
     )
+
+
+def keep_checks_until(path: Path, step: int) -> None:
+    """Removes the shadow checks after `step` from shadow.jsonl at `path`, and lines that no run wrote. A run
+    that goes on from `step` makes them again, or makes none.
+    """
+    text = ""
+    with suppress(OSError, ValueError):
+        text = read_text(path, 64 * MEBI)
+    kept = [
+        line for line in text.splitlines() if (at := _value(line, "step", int)) is not None and at <= step
+    ]
+    if len(kept) < text.count("\n"):
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _recipe() -> dict[str, str]:
+    """Name and digest of the recipe's file; empty if `lptune run` did not start it."""
+    if not (file := os.environ.get(RECIPE)):
+        return {}
+    found = {"recipe": Path(file).stem}
+    with suppress(OSError):  # the file may be gone by now
+        found["recipe_sha256"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return found
 
 
 def write_samples(path: Path, samples: Sequence[Mapping[str, object]]) -> None:
@@ -67,15 +97,15 @@ def write_samples(path: Path, samples: Sequence[Mapping[str, object]]) -> None:
     with suppress(OSError, ValueError):
         text = read_text(path, 64 * MEBI)
     replaced = {sample["when"] for sample in samples}
-    kept = [line for line in text.splitlines() if _when(line) not in (None, *replaced)]
+    kept = [line for line in text.splitlines() if _value(line, "when", str) not in (None, *replaced)]
     write_text(path, "\n".join([*kept, *map(json.dumps, samples)]) + "\n")
 
 
-def _when(line: str) -> str | None:
-    """When a sample was made; None: no run wrote the line."""
+def _value(line: str, key: str, kind: type[_T]) -> _T | None:
+    """The value of `key` in the JSON object of `line`; None: no run wrote the line."""
     try:
-        sample = json.loads(line)
+        found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    when = sample.get("when") if isinstance(sample, dict) else None
-    return when if isinstance(when, str) else None
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if type(value) is kind else None

@@ -6,8 +6,10 @@ copied recipe has them, too.
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,10 +64,11 @@ def lines(cfg: RunConfig, run: "Run", found: "Summary") -> list[str]:
         "done": _done(found),
         "held-out": _held_out(run, found),
         "precision": _share(cfg, found),
+        "shadow": _shadow(run),
         "memory": f"{found.peak_memory_gib:.2f} GiB at most on rank 0" if found.peak_memory_gib else "",
         "files": _files(run.folder),
     }
-    commands = _next(run.folder)
+    commands = _next(cfg, run.folder)
     return [
         *(f"{name:<9}  {printable(fact)}" for name, fact in facts.items() if fact),
         *(["next"] if commands else []),
@@ -102,19 +105,52 @@ def _share(cfg: RunConfig, found: "Summary") -> str:
     return f"{cfg.precision.kind} ran {found.low_fraction:.0%} of the FLOPs of the linear layers in 8 bits"
 
 
+def _shadow(run: "Run") -> str:
+    """What the shadow checks found."""
+    checks = run.shadow.checks
+    if not checks:
+        return ""
+    text = f"{len(checks)} check{'s' * (len(checks) > 1)}"
+    _, found = run.rows["shadow_worst_sqnr_db"].finite
+    if len(found):
+        text += f", lowest SQNR {found.min():.1f} dB"
+    if switched := [name for _, name in run.shadow.switched]:
+        text += f"; fell back to high precision: {', '.join(switched)}"
+    return text
+
+
 def _files(folder: Path) -> str:
     names = ("export", "report.html", "metrics.jsonl")
     here = [name + "/" * (folder / name).is_dir() for name in names if (folder / name).exists()]
     return f"{folder}: {', '.join(here)}"
 
 
-def _next(folder: Path) -> list[str]:
+def _next(cfg: RunConfig, folder: Path) -> list[str]:
     """Commands for the model that came out."""
     if not (folder / "export").is_dir():
         return []
     path = shlex.quote(str(folder))
     return [
         f"lptune run generate --config generation model.path={path}",
-        f"lptune run evaluate --config evaluation model.path={path} data.source=rows.jsonl",
+        *_evaluate(cfg, path),
         f"lptune report {path} --open",
     ]
+
+
+def _evaluate(cfg: RunConfig, path: str) -> list[str]:
+    """The command that evaluates the model on the held-out rows of the run, in two lines or more; empty if no
+    rows of one source were held out.
+    """
+    data = cfg.data
+    if not isinstance(data.source, str) or not data.eval_fraction:
+        return []
+    keys = {f"data.{each.name}": (getattr(data, each.name), each.default) for each in fields(data)}
+    keys["seed"] = cfg.seed, type(cfg).seed
+    words = [
+        shlex.quote(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        for key, (value, usual) in keys.items()
+        if value != usual
+    ]
+    rest = textwrap.wrap(" ".join(words), 70, break_long_words=False, break_on_hyphens=False)
+    first = f"lptune run evaluate --config evaluation model.path={path}"
+    return " \\\n    ".join([first, *rest]).split("\n")

@@ -100,6 +100,7 @@ _COMMANDS = {
 """The commands, each with its line in the list of all."""
 for command, short_help in _COMMANDS.items():
     command.short_help = short_help
+    command.help = with_addresses(command.help or "")
     cli.add_command(command)
     if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
         assert command.callback is not None

@@ -113,6 +113,7 @@ def write_result(parts: dict[str, Any], cfg: EvaluateConfig, loaded: LoadedModel
         write_json(path, result)
     except OSError as error:
         raise UserError(f"output: {path} cannot be written: {error.strerror}") from None
+    world.print(f"written: {path}")
 
 
 def _text(value: float | None, spec: str) -> str:

@@ -169,8 +169,8 @@ def _losses(a: Run, b: Run) -> Iterator[str]:
         else:
             yield f"  {text:<33}{found.step:>9,}{found.a:>17.9g}{found.b:>17.9g}"
     for text, name in (("last loss", "loss"), ("last held-out loss", "eval_loss")):
-        steps = {f"{run.rows[name].steps_N[-1]:,}" for run in (a, b) if len(run.rows[name].steps_N)}
-        step = steps.pop() if len(steps) == 1 else "" if not steps else "differ"
+        steps = [f"{run.rows[name].steps_N[-1]:,}" for run in (a, b) if len(run.rows[name].steps_N)]
+        step = ", ".join(dict.fromkeys(steps))
         yield f"  {text:<33}{step:>9}{loss_text(a.final(name)):>17}{loss_text(b.final(name)):>17}"
     best = [run.rows["eval_loss"].finite.values_N for run in (a, b)]
     if all(map(len, best)):

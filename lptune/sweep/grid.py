@@ -49,7 +49,10 @@ class Grid:
             if not separator:
                 raise UserError(f"sweep: {override}: overrides have the form key=value,value,…")
             if key == "output_dir":
-                raise UserError("sweep: output_dir: each run has its own folder below --output-dir")
+                raise UserError(
+                    "sweep: output_dir: each run has its own folder; give `--output-dir FOLDER` before the "
+                    "recipe"
+                )
             if key in values:
                 raise UserError(f"sweep: {key}: is given twice; write its values behind one `=`")
             values[key] = split_values(key, text)

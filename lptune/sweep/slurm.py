@@ -21,6 +21,7 @@ _HEAD = """\
 #SBATCH --nodes={num_machines}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
+#SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
 # Five minutes before the limit each task gets SIGUSR1: its run saves and exits with code 143.
 #SBATCH --signal=USR1@300
@@ -39,7 +40,8 @@ esac
 
 # This shell must outlive srun, so it ignores the signals, which the launcher handles.
 trap : USR1 TERM
-srun --kill-on-bad-exit=0 lptune run --nproc-per-node {ranks} "${{run[@]}}"
+srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-32}}" --kill-on-bad-exit=0 \\
+  lptune run --nproc-per-node {ranks} "${{run[@]}}"
 code=$?
 """
 
@@ -52,7 +54,7 @@ export RDZV_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
 # This shell must outlive srun, so it ignores the signals, which the launchers handle.
 trap : USR1 TERM
-srun --kill-on-bad-exit=0 --wait=120 bash -c '
+srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-32}}" --kill-on-bad-exit=0 --wait=120 bash -c '
   exec lptune run --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} --rdzv-backend static \\
     --node-rank "$SLURM_NODEID" --rdzv-endpoint "$FIRST_HOST:$RDZV_PORT" "$@"' lptune "${{run[@]}}"
 code=$?

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ class Result:
 
 
 def result(name: str, folder: Path, exit_code: int | None) -> Result:
-    """Reads metrics.jsonl in `folder`: the last row, and the last number of each key. A row that cannot be
-    read is passed over: the run may have been killed in the middle of it.
+    """Reads metrics.jsonl in `folder`: the last number of each key, of the speeds the median. A row that
+    cannot be read is passed over: the run may have been killed in the middle of it.
     """
     last: dict[str, float] = {}
+    speeds = list[float]()
     path = folder / "metrics.jsonl"
     with (
         suppress(OSError, UserError),  # a pipe is not waited for
@@ -39,11 +41,14 @@ def result(name: str, folder: Path, exit_code: int | None) -> Result:
     ):
         while line := file.readline(_MAX_LINE):
             row = _row(line)
-            for key in ("eval_loss", "loss", "step", "tokens_per_s"):
+            for key in ("eval_loss", "loss", "step"):
                 if (value := _as_number(row.get(key))) is not None:
                     last[key] = value
+            if (speed := _as_number(row.get("tokens_per_s"))) is not None:
+                speeds.append(speed)
     step = int(last["step"]) if math.isfinite(last.get("step", math.nan)) else None
-    return Result(name, exit_code, last.get("eval_loss"), last.get("loss"), step, last.get("tokens_per_s"))
+    speed = statistics.median(speeds) if speeds else None
+    return Result(name, exit_code, last.get("eval_loss"), last.get("loss"), step, speed)
 
 
 def _as_number(value: object) -> float | None:

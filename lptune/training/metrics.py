@@ -31,7 +31,8 @@ class MetricsWriter:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._file = open(open_regular(path, flags), "a", encoding="utf-8")  # noqa: SIM115  (see __exit__)
         self._trackers = open_trackers(path.parent, cfg, first_step) if enabled else []
-        self._num_steps, self._time_left = num_steps, TimeLeft(num_steps)
+        self._first_step, self._num_steps = first_step, num_steps
+        self._time_left = TimeLeft(num_steps)
         self._bar = Bar(first_step, num_steps) if enabled and sys.stderr.isatty() else None
 
     def __enter__(self) -> "MetricsWriter":
@@ -73,7 +74,8 @@ class MetricsWriter:
             self._time_left.add(step)
         if self._bar is not None:
             self._bar.show(record)
-        is_due = self._bar is None and (step <= 10 or step % 10 == 0 or step == self._num_steps)
+        is_early = step - self._first_step <= 10
+        is_due = self._bar is None and (is_early or step % 10 == 0 or step == self._num_steps)
         if is_odd or (is_due and "loss" in record):
             print_line(step_line(record, self._num_steps))
         if (line := evaluation_line(record, self._num_steps)) is not None:

@@ -18,7 +18,9 @@ _QUESTION = "Is this the question?"
 
 
 class Sample(TypedDict):
-    """The answer to one held-out prompt, as samples.jsonl stores it."""
+    """The answer to one held-out prompt, as samples.jsonl stores it. prompt: the last question, without the
+    words that the chat template writes around it.
+    """
 
     step: int
     when: str
@@ -55,11 +57,12 @@ def show_samples(
             multiple_of=world.tensor_size,
         )
     when = "after training" if step else "before training"
+    around = _around_a_question(tokenizer)
     samples = [
         Sample(
             step=step,
             when=when,
-            prompt=tokenizer.decode(prompt).strip(),
+            prompt=_question(tokenizer.decode(prompt).strip(), *around),
             answer=tokenizer.decode(given).strip(),
             reference=tokenizer.decode(wanted).strip(),
         )
@@ -67,17 +70,16 @@ def show_samples(
     ]
     num_exact = sum(sample["answer"] == sample["reference"] for sample in samples)
     lines = [f"samples {when}: {num_exact} of {len(samples)} held-out prompts answered exactly"]
-    around = _around_a_question(tokenizer)
     for sample in samples[:_NUM_PRINTED]:
-        lines += _lines(sample, around)
+        lines += _lines(sample)
     world.print("\n".join(lines))
     return samples
 
 
-def _lines(sample: Sample, around: tuple[str, str]) -> list[str]:
+def _lines(sample: Sample) -> list[str]:
     is_exact = sample["answer"] == sample["reference"]
     return [
-        f"  {_line(_question(sample['prompt'], *around), _COLUMNS)}",
+        f"  {_line(sample['prompt'], _COLUMNS)}",
         f"    answer     {_line(sample['answer'], _COLUMNS - 14)}{' (exact)' if is_exact else ''}",
         *([] if is_exact else [f"    reference  {_line(sample['reference'], _COLUMNS - 14)}"]),
     ]

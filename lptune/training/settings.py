@@ -94,7 +94,7 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
     if world.device.type == "cuda":
         taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
-    each = " on each rank" if world.size > 1 else ""
+    each = " a rank" if world.size > 1 else ""
     return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 

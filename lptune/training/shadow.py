@@ -40,10 +40,6 @@ class RunFiles(Protocol):
     def path(self) -> Path:
         """The folder of the run."""
 
-    @property
-    def step(self) -> int:
-        """The step of the newest checkpoint."""
-
     def plan_changed(self, plan: Plan, step: int, names: list[str]) -> None:
         """Records that layers `names` run in high precision after `step` steps. A collective."""
 
@@ -60,14 +56,10 @@ class ShadowCheck:
         world: World,
         run: RunFiles,
     ) -> None:
-        """run: its folder exists. Lines of shadow.jsonl after the step that the run continues are removed, as
-        the run writes them again.
-        """
+        """run: its folder exists, and shadow.jsonl has no line after the step that the run continues."""
         self._model, self._low, self._loader, self._world, self._run = model, low, loader, world, run
         self._precision, self._path = cfg.precision, run.path / "shadow.jsonl"
         low.has_shadow_check = True
-        if world.is_main:
-            _keep_until(self._path, run.step)
 
     def __call__(self, step: int, loss_of: LossOf) -> dict[str, Any]:
         """What the check before the step adds to its row of metrics.jsonl; empty if no check is due. A
@@ -171,22 +163,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _keep_until(path: Path, step: int) -> None:
-    """Removes the lines of checks after `step`, and an incomplete last line, from shadow.jsonl."""
-    if not path.exists():
-        return
-    with named(path), open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-        lines = file.readlines()
-    kept = [line for line in lines if _step_of(line) <= step]
-    if kept != lines:
-        with named(path), open(open_regular(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
-            file.writelines(kept)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, LookupError):
-        return math.inf

@@ -80,10 +80,11 @@ class Bar:
             initial=first_step,
             bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left",
             ncols=terminal_columns(),
+            leave=False,
         )
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Removes the bar."""
         self._bar.close()
 
     def show(self, record: dict[str, Any]) -> None:

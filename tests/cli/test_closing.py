@@ -1,6 +1,7 @@
 """The summary at the end of a run, made from its files."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from lptune import report
 from lptune.cli import closing
-from lptune.config import DivergedError, FinetuneConfig, load_config
+from lptune.cli.catalog import find_config
+from lptune.config import DivergedError, EvaluateConfig, FinetuneConfig, load_config
 
 
 def _cfg(folder: Path, *keys: str) -> FinetuneConfig:
@@ -64,9 +66,42 @@ def test_a_run_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         f"files      {run}: export/, report.html, metrics.jsonl",
         "next",
         f"  lptune run generate --config generation model.path={run}",
-        f"  lptune run evaluate --config evaluation model.path={run} data.source=rows.jsonl",
         f"  lptune report {run} --open",
     ]
+
+
+def test_the_command_to_evaluate_measures_the_rows_that_the_run_held_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = _cfg(tmp_path, "data.source=my rows.jsonl", "data.eval_fraction=0.05", "data.seq_len=128", "seed=3")
+    _write(tmp_path, [_step(1)])
+    (tmp_path / "run" / "export").mkdir()
+    _show(cfg)
+    command = capsys.readouterr().out.partition("\nnext\n")[2].partition("lptune report")[0]
+    command = command[command.index("lptune run evaluate") :]
+    assert all(len(line) <= 80 or str(tmp_path) in line for line in command.splitlines())
+    assert command.count("\\\n") == command.strip().count("\n") > 0, "each line but the last goes on"
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words == [
+        *("lptune", "run", "evaluate", "--config", "evaluation", f"model.path={tmp_path / 'run'}"),
+        *("data.source=my rows.jsonl", "data.seq_len=128", "data.eval_fraction=0.05", "seed=3"),
+    ]
+    again = load_config(EvaluateConfig, find_config("evaluation"), words[5:])
+    assert (again.data.source, again.data.eval_fraction, again.seed) == ("my rows.jsonl", 0.05, 3)
+
+
+def test_shadow_checks_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = _cfg(tmp_path)
+    _write(tmp_path, [_step(1, shadow_worst_sqnr_db=31.25), _step(2, shadow_worst_sqnr_db=-23.5)])
+    checks = [
+        {"step": 1, "loss": 1.0, "shadow_loss": 1.0, "layers": {}, "switched_to_high": []},
+        {"step": 2, "loss": 1.0, "shadow_loss": 1.0, "layers": {}, "switched_to_high": ["layers.0.up"]},
+    ]
+    lines = "".join(f"{json.dumps(check)}\n" for check in checks)
+    (tmp_path / "run" / "shadow.jsonl").write_text(lines, encoding="utf-8")
+    _show(cfg)
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("shadow"))
+    assert shown == ("shadow     2 checks, lowest SQNR -23.5 dB; fell back to high precision: layers.0.up")
 
 
 def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,11 +41,11 @@ def test_a_prompt_of_another_layout_is_shown_as_it_is() -> None:
 
 def test_lines_fit_80_columns_and_a_right_answer_is_written_once() -> None:
     sample = Sample(step=9, when="after training", prompt="p" * 300, answer="a b " * 90, reference="r")
-    assert all(len(line) <= 80 for line in _lines(sample, ("", "")))
+    assert all(len(line) <= 80 for line in _lines(sample))
     right = Sample(step=9, when="after training", prompt="2 + 2?", answer="4", reference="4")
-    assert _lines(right, ("", "")) == ["  2 + 2?", "    answer     4 (exact)"]
+    assert _lines(right) == ["  2 + 2?", "    answer     4 (exact)"]
     silent = Sample(step=9, when="after training", prompt="2 + 2?", answer="", reference="4")
-    assert _lines(silent, ("", ""))[1:] == ["    answer     (nothing)", "    reference  4"]
+    assert _lines(silent)[1:] == ["    answer     (nothing)", "    reference  4"]
 
 
 def test_the_tokenizers_template_is_asked(tmp_path: Path) -> None:
