@@ -10,7 +10,7 @@ from lptune.advice.measure import Measured
 from lptune.advice.predicted import predictable
 from lptune.advice.prediction import WORTH, Advice, parts_of
 from lptune.advice.quality import MEASURED, SOURCE
-from lptune.config import PRECISION_KINDS, size_text
+from lptune.config import PRECISION_KINDS, size_text, with_addresses
 from lptune.hardware.devices import Device
 from lptune.training.fit import fits
 
@@ -199,7 +199,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        with_addresses(text), WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

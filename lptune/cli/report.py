@@ -26,7 +26,7 @@ _MAX_RUNS = 50
     "--output",
     type=PathArgument(),
     metavar="FILE",
-    help="Where to write.  [default: RUN/report.html; of several runs ./report.html]",
+    help="Where to write.  [default: RUN/report.html; of several RUNs ./report.html]",
 )
 @click.option(
     "--reference",
@@ -51,11 +51,13 @@ def report(
 ) -> None:
     """Write one HTML file with the curves, samples, precision plan and config of each RUN (its folder).
 
-    Several runs are laid over each other and sorted by their final held-out loss. A run may be going on. The
-    page fetches nothing, so the file can be sent and kept. --live ends when no run goes on, or at Ctrl-C.
+    RUN may also be a folder of runs, such as that of a sweep. Several runs are laid over each other and
+    sorted by their final held-out loss. A run may be going on. The page fetches nothing, so the file can be
+    sent and kept. --live ends when no run goes on, or at Ctrl-C.
     """
-    folders, base = _folders(runs, reference)
-    path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    folders, base = _folders([each for run in runs for each in _runs_of(run)], reference)
+    home = folders[0] if len(folders) == 1 else runs[0] if len(runs) == 1 and reference is None else Path()
+    path = output or home / "report.html"
     if kind_of(path) == "a folder":
         raise UserError(f"--output: {path} is a folder; give a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
@@ -77,6 +79,13 @@ def report(
             click.echo("note: there is no browser here; open that file yourself", err=True)
     if live:
         _follow(folders, base, path)
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The folder of a run itself; the runs in a folder that is none, such as that of a sweep."""
+    if not folder.is_dir() or any(kind_of(folder / name) for name in ("metrics.jsonl", "config.yaml")):
+        return [folder]
+    return sorted(each.parent for each in folder.glob("*/metrics.jsonl")) or [folder]
 
 
 def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], int | None]:

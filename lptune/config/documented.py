@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lptune.config.errors import ChoiceError
+from lptune.config.pages import with_addresses
 
 _NO_VALUE = "?"
 """A value that is no choice of any key."""
@@ -175,7 +176,7 @@ def _field_text(cls: type, name: str) -> str:
         module = sys.modules.get(owner.__module__)
         file = getattr(module, "__file__", None)
         if file and (text := _texts(file).get(owner.__name__, {}).get(name)):
-            return text
+            return with_addresses(text)
     return ""
 
 

@@ -59,6 +59,7 @@ def to_yaml(draft: Draft, config: str) -> str:
         f"# Migrated by `lptune migrate` from a config of {draft.tool}, {_one_line(draft.file.name)}.",
         "#",
         f"#   lptune run {draft.recipe} --config {_one_line(shlex.quote(config))}",
+        *(f"# to fill in: {_one_line(f'{ours}: {text}')}" for ours, text in draft.to_fill),
         "",
     ]
     sections: dict[str, list[Setting]] = defaultdict(list)
@@ -146,6 +147,12 @@ def _lines(draft: Draft, config: str) -> Iterator[str]:
         f"{len(draft.to_fill)}.",
         "",
     )
+    if all(each.ours != "precision.kind" for each in draft.settings):
+        yield from _wrapped(
+            "It trains without low precision, as there. `lptune advise` tells what each precision.kind would "
+            "gain on your device.",
+            "",
+        )
     yield f"next: lptune validate {config}"
 
 

@@ -84,7 +84,7 @@ class Bar:
         )
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Removes the bar from the terminal."""
         self._bar.close()
 
     def show(self, record: dict[str, Any]) -> None:

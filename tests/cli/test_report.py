@@ -39,6 +39,20 @@ def test_one_run_is_reported_in_its_folder_and_several_in_this_one(command: Comm
     assert "b (reference)" in (tmp_path / "x.html").read_text()
 
 
+def test_a_folder_of_runs_stands_for_them(command: Command, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / "sweep" / name)
+    (tmp_path / "sweep" / "logs").mkdir()
+    code, stdout, _ = command("report", str(tmp_path / "sweep"))
+    assert code == 0
+    page = tmp_path / "sweep" / "report.html"
+    assert str(page) in stdout
+    assert "2 runs" in page.read_text(encoding="utf-8")
+    code, _, stderr = command("report", str(tmp_path / "sweep" / "logs"))
+    assert code == 2
+    assert "is not a run's folder" in stderr
+
+
 def test_a_run_that_is_named_twice_is_shown_once(command: Command, tmp_path: Path) -> None:
     a_run(tmp_path / "a")
     assert command("report", "a", "./a", "--reference", str(tmp_path / "a"))[0] == 0
