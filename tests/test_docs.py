@@ -158,4 +158,4 @@ def test_the_glossary_defines_each_word_once_and_the_index_lists_every_page() ->
     assert sorted(set(words)) == sorted(words)
     index = (DOCS / "README.md").read_text(encoding="utf-8")
     pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
-    assert pages == set(re.findall(r"\]\((\w+\.md)\)", index))
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", index))
