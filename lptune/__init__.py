@@ -4,4 +4,4 @@ The parts are imported where they are used (`from lptune import linear`), so tha
 this package costs nothing: `lptune --help` must not load torch.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -108,18 +108,40 @@ def _bar(what: str, total: float) -> Iterator[Advance]:
         yield bar.update
 
 
-class _EachMinute:
-    """Prints the share that is done, at most once in a minute: for a log."""
+@contextmanager
+def counting(what: str, unit: str) -> Iterator[Advance]:
+    """Shows during the block how many of `unit` are done, where nobody knows how many there are: in place on
+    a terminal, in a log at most once in a minute.
+    """
+    if not sys.stderr.isatty():
+        yield _EachMinute(what, None, unit)
+        return
+    from tqdm import tqdm
 
-    def __init__(self, what: str, total: float) -> None:
-        self._what, self._total, self._done = what, total, 0.0
+    shape = f"{_escaped(what)}: {{n:,}} {_escaped(unit)}"
+    # Each call is shown: they are a batch apart.
+    with tqdm(bar_format=shape, leave=False, ncols=terminal_columns(), mininterval=0, miniters=1) as bar:
+        yield bar.update
+
+
+class _EachMinute:
+    """Prints how much is done, at most once in a minute: for a log."""
+
+    def __init__(self, what: str, total: float | None, unit: str = "") -> None:
+        """total: the share of it is printed; None: the number of `unit`."""
+        self._what, self._total, self._unit, self._done = what, total, unit, 0.0
         self._told_s = time.perf_counter()
 
     def __call__(self, count: float) -> None:
         self._done += count
         if time.perf_counter() - self._told_s >= _BETWEEN_LINES_S:
             self._told_s = time.perf_counter()
-            print_line(f"{self._what}: {self._done / self._total:.0%} ...")
+            done = (
+                f"{self._done:,.0f} {self._unit}"
+                if self._total is None
+                else f"{self._done / self._total:.0%}"
+            )
+            print_line(f"{self._what}: {done} ...")
 
 
 def _escaped(text: str) -> str:

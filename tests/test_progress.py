@@ -153,3 +153,17 @@ def test_another_clock_may_stand_still(clock: list[float], capsys: pytest.Captur
         clock[0] += 60.0
         own[0] += 2.0
     assert capsys.readouterr().out.splitlines() == ["answering ...", "answering: 2.0 s"]
+
+
+def test_what_has_no_known_end_is_counted(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal() as screen, progress.counting("tokenizing {x}.jsonl", "documents") as advance:
+        advance(12_000)
+        clock[0] += 1.0
+        advance(345)
+        assert screen.lines() == ["tokenizing {x}.jsonl: 12,345 documents"]
+    assert screen.lines() == []
+    with progress.counting("tokenizing x.jsonl", "documents") as advance:
+        for _ in range(3):
+            clock[0] += 45.0
+            advance(1_000)
+    assert capsys.readouterr().out == "tokenizing x.jsonl: 2,000 documents ...\n"

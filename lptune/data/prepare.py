@@ -28,6 +28,7 @@ from lptune.data.sources import read_rows
 from lptune.data.split import split_by_prompt
 from lptune.data.tokenization import Counts, tokenize
 from lptune.data.tokenizer import Tokenizer
+from lptune.progress import counting
 
 DETECTION_ROWS = 32
 _DETECT = {"answers": detect_format, "preferences": detect_preferences, "labelled": detect_labelled}
@@ -287,14 +288,16 @@ def _make(
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
     counts, num_documents, largest_token = Counts(), 0, 0
-    for part in tokenize(
-        unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
-        seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
-    ):  # fmt: skip
-        num_documents += part.num_documents
-        assert isinstance(part.tokens_T, np.ndarray)
-        largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
-        add(part)
+    with counting(f"tokenizing {source}", "documents") as advance:
+        for part in tokenize(
+            unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
+            seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
+        ):  # fmt: skip
+            num_documents += part.num_documents
+            assert isinstance(part.tokens_T, np.ndarray)
+            largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
+            add(part)
+            advance(part.num_documents)
     files = data_files(source)
     if content is not None and content.stat != files_stat(files):
         raise UserError(f"{source}: was changed while it was read; run again")
