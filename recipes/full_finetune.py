@@ -64,7 +64,7 @@ def main(cfg: FinetuneConfig) -> None:
             run.writer(model, optimizer, low, update) as writer,
             training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
         ):
-            # Before the first step, or if a signal stopped the run before the evaluation of this step.
+            # The evaluation before the first step, or the one that a signal left out.
             is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
             if held_out is not None and is_eval_due and not run.has_evaluation(step):
                 metrics.write({"step": step, "eval_loss": evaluate(model, held_out, cfg, world)})
@@ -73,6 +73,7 @@ def main(cfg: FinetuneConfig) -> None:
                 raise run.stopped(stopped)
             is_save_due = False
             while step < num_steps:
+                # One micro-batch again in high precision, if a check is due. The training does not notice.
                 shadowed = shadow(step, lambda batch, factor: batch_loss(model, batch, world, factor))
                 with meter.timed():
                     world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
@@ -103,6 +104,7 @@ def main(cfg: FinetuneConfig) -> None:
                 writer.check()
                 # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
                 is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
+                # Not is_last: an early stop has just lowered num_steps.
                 at_end = bool(stopped) or (step == num_steps and cfg.checkpoint.at_end)
                 if at_end or (is_save_due and not update.num_skipped_in_a_row):
                     writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)

@@ -87,7 +87,7 @@ def _done(found: "Summary") -> str:
 
 
 def _held_out(run: "Run", found: "Summary") -> str:
-    """The held-out loss before and after, in two lines where it was once lower."""
+    """The held-out loss before and after, and the lowest where it was once lower."""
     steps_N, losses_N = run.rows["eval_loss"].finite
     if found.eval_loss is None:
         return ""
