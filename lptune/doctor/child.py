@@ -40,10 +40,10 @@ class Child:
             stderr=self._errors,
             env=environment,
         )
+        self._is_expired, self._timeout_s = False, timeout_s
         self._timer = threading.Timer(timeout_s, self._expire)
         self._timer.daemon = True
         self._timer.start()
-        self._is_expired, self._timeout_s = False, timeout_s
 
     def __enter__(self) -> "Child":
         return self

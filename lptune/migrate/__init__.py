@@ -1,9 +1,10 @@
 """Configs of other trainers become configs of lptune, key by key.
 
     draft.py       what a migration collects, and the walk over a file's keys
-    torchtune.py   \\
-    torchtitan.py   }  one table of rules for each tool: their key -> what becomes of it
-    axolotl.py     /
+    TOOL_keys.py   one table of rules for each tool: their key -> what becomes of it
+    TOOL_data.py   its data sets, as entries of data.source
+    TOOL.py        what needs several keys at once, and defaults that differ
+    common.py      what several tools share
     report.py      the report for the terminal, and the YAML with the source of each line
     reading.py     reads the file and finds the tool by its content
 

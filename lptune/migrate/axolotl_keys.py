@@ -65,10 +65,6 @@ def _epochs(draft: Draft, key: str, value: Any) -> None:
     draft.set("num_epochs", max(1, round(number)), key, note=note)
 
 
-def _early_stop(draft: Draft, key: str, value: Any) -> None:
-    draft.set("early_stop_after", draft.integer(key, 0, 0), key)
-
-
 def _reinit(draft: Draft, key: str, value: Any) -> None:
     if value is True:
         draft.drop(key, NOT_OFFERED, "a run trains the weights in model.path")
@@ -80,10 +76,6 @@ def _reinit(draft: Draft, key: str, value: Any) -> None:
 def _unfrozen(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, BY_DESIGN, "freeze names what is not trained, this key names what is")
     draft.fill("freeze", f"the layers outside of {value!r:.50}")
-
-
-def _optimizer(draft: Draft, key: str, value: Any) -> None:
-    choice("optimizer.kind", _OPTIMIZERS)(draft, key, value)
 
 
 def _special_tokens(draft: Draft, key: str, value: Any) -> None:

@@ -253,7 +253,7 @@ COMMANDS = {
     "scontrol": 'case "$1" in show) echo 127.0.0.1;; requeue) echo "$2" > requeued;; esac',
     "srun": (
         "for node in 0 1; do\n"
-        '  (shift 2; SLURM_NODEID=$node exec "$@") & pids="${pids:-} $!"\n'
+        '  (while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NODEID=$node exec "$@") & pids="${pids:-} $!"\n'
         "done\n"
         "highest=0\n"
         'for pid in $pids; do wait "$pid"; code=$?; [ $code -gt $highest ] && highest=$code; done\n'

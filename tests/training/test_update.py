@@ -365,7 +365,7 @@ def test_the_record_of_a_skipped_step_is_strict_json_and_is_always_shown(
     def refuse(name: str) -> float:
         raise AssertionError(name)
 
-    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=99, first_step=10) as metrics:
+    with training.MetricsWriter(path, LoggingConfig(), enabled=True, num_steps=99, first_step=0) as metrics:
         metrics.write({"step": 11, "loss": 1.0, "grad_norm": 2.0, "num_skipped": 0})
         metrics.write({"step": 12, "loss": math.nan, "grad_norm": math.inf, "num_skipped": 1, "mfu": None})
     lines = path.read_text(encoding="utf-8").splitlines()
