@@ -31,7 +31,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,20 +195,21 @@ class Call:
         started = time.monotonic()
         entry = self.content["parts"][name] = {"exit": None, "limit_s": limit_s, "results": None}
         self._write()
-        process = subprocess.Popen(
-            command,
-            env=_environment(self._args, more),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,  # its own group, so that its child processes end with it
-        )
-        reader = threading.Thread(target=self._copy, args=(process,), daemon=True)
-        reader.start()
-        cut = False
+        process, cut = None, False
         try:
+            with _signals_later():  # else one that comes within Popen leaves a part that nobody knows
+                process = subprocess.Popen(
+                    command,
+                    env=_environment(self._args, more),
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    process_group=0,  # its own group, so that its child processes end with it
+                )
+            reader = threading.Thread(target=self._copy, args=(process,), daemon=True)
+            reader.start()
             while process.poll() is None:
                 time.sleep(0.5)
                 self._take(entry, json_file)
@@ -215,7 +217,8 @@ class Call:
                 if cut:
                     break
         finally:
-            end_group(process)
+            if process is not None:
+                end_group(process)
         reader.join(5)
         assert process.stdout is not None
         process.stdout.close()
@@ -269,6 +272,23 @@ def _keep_earlier(*files: Path) -> None:
     for file in files:
         if file.exists():
             file.rename(earlier(file))
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals that end this program arrive after the block. They are not blocked, because a process that
+    starts in the block would inherit that.
+    """
+    received = list[int]()
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            os.kill(os.getpid(), number)
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:

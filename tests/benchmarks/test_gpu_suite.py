@@ -154,6 +154,40 @@ def test_a_call_that_is_killed_leaves_what_was_finished(tmp_path: Path) -> None:
     assert parts["slow"]["results"]["rows"] == [1]
 
 
+def test_sigterm_while_a_part_starts_ends_it_too(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "sys.path.insert(0, sys.argv[1]); import gpu_suite as suite\n"
+        f"PART = {PART!r}\n"
+        "class Popen(subprocess.Popen):\n"
+        "    def __init__(self, *arguments, **options):\n"
+        "        super().__init__(*arguments, **options)\n"
+        "        while options.get('process_group') == 0 and not pathlib.Path(sys.argv[2]).exists():\n"
+        "            time.sleep(0.05)\n"
+        "        if options.get('process_group') == 0:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            time.sleep(0.1)\n"
+        "def part(name, args, path, minutes):\n"
+        "    sys.argv[2] = str(path)\n"
+        "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
+        "suite.part, suite.CALLS, suite._has_gpu = part, {1: ('tests',)}, lambda: True\n"
+        "suite.subprocess.Popen = Popen\n"
+        "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
+        "sys.exit(suite.main())\n"
+    )
+    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
+    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
+    try:
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert (tmp_path / "tests.json").exists()
+        assert not _left_of(str(tmp_path / "tests.json"))
+    finally:
+        process.kill()
+        process.wait()
+        for line in _left_of(str(tmp_path / "tests.json")):
+            os.killpg(int(line), signal.SIGKILL)
+
+
 def test_sigterm_ends_the_part_that_is_on_the_device(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import gpu_suite as suite\n"
