@@ -30,17 +30,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
-@click.option(
-    "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on all machines."
-)
+@planned_model.options
 @click.option(
     "--device",
     "device_name",
     metavar="GPU",
     help="A GPU that need not be here: h100, a100, 4090, …  [default: this machine's GPU, or its CPU]",
 )
-@click.option("--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path.")
 @click.option(
     "--kind",
     "kinds",
@@ -72,13 +68,11 @@ def advise(
     training step once; predicts a step of each kind. Reads no weights and no data, and writes nothing but
     FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
     """
-    if config_name is None:
-        given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
-        raise UserError(f"advise: --config is required: lptune advise --config {given}")
     named = named_device(device_name) if device_name is not None else None
-    recipe_path, path, overrides = recipe.split(config_name, arguments)
-    cls = recipe.config_class(recipe_path)
-    cfg = _load(recipe_path, cls, path, overrides)
+    cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
+    assert config_name is not None  # `load` refuses that
+    if not isinstance(cfg, RunConfig) or isinstance(cfg, PrecomputeConfig):
+        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     if named is not None and cfg.device == "cpu":
         raise UserError(
             f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
@@ -115,16 +109,6 @@ def advise(
         text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
         _write(write, text)
         click.echo(f"written: {write}")
-
-
-def _load(recipe_path: Path, cls: type, path: Path, overrides: Sequence[str]) -> RunConfig:
-    from lptune.config import key_paths  # slow to import
-
-    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # no data is read
-    cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
-    if not isinstance(cfg, RunConfig) or isinstance(cfg, PrecomputeConfig):
-        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
-    return cfg
 
 
 def _gpu_here() -> Device | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune import progress
-from lptune.cli import catalog, planned_model, recipe
+from lptune.cli import planned_model
 from lptune.config import (
     DistillConfig,
     PrecomputeConfig,
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
-@click.option(
-    "--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on all machines."
-)
+@planned_model.options
 @click.option(
     "--device",
     "device_name",
@@ -39,7 +36,6 @@ if TYPE_CHECKING:
     help="The GPU of each rank: h100, h200, a100, 4090, …, or its name as torch reports it.  [default: the "
     "GPU of this machine, or an h100]",
 )
-@click.option("--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path.")
 @click.option(
     "--teacher-preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in teacher.path."
 )
@@ -58,17 +54,9 @@ def plan(
     Prints whether the run fits the GPU; if it does not, prints which changes would make it fit. `device=cpu`
     plans for CPUs, any other device for GPUs.
     """
-    if config_name is None:
-        given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
-        raise UserError(f"plan: --config is required: lptune plan --config {given}")
     if device_name is not None:
         named_device(device_name)
-    recipe_path, path, overrides = recipe.split(config_name, arguments)
-    cls = recipe.config_class(recipe_path)
-    from lptune.config import key_paths  # slow to import
-
-    no_data = ["data.source=builtin"] if "data.source" in key_paths(cls) else []  # the dry run reads no data
-    cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
+    cfg, recipe_path, path, _ = planned_model.load("plan", config_name, arguments)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
     if isinstance(cfg, PrecomputeConfig):

@@ -1,14 +1,55 @@
-"""The model of a config that need not be there: from config.json, or from a preset."""
+"""What `plan` and `advise` share: their options, the config without data, and the model of a config that need
+not be there, from config.json or from a preset.
+"""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from lptune.cli import catalog, recipe
 from lptune.config import RunConfig, UserError, closest
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that tell the run: --config, --world-size, --preset."""
+    for option in (
+        click.option(
+            "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
+        ),
+        click.option(
+            "--world-size",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            help="Ranks on all machines.",
+        ),
+        click.option(
+            "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def load(
+    command: str, config_name: str | None, arguments: Sequence[str]
+) -> tuple[Any, Path, Path, Sequence[str]]:
+    """The config, the files of its recipe and of the config, and the overrides. It needs no data, since none
+    are read. command: for messages. Raises UserError.
+    """
+    from lptune.config import key_paths  # slow to import
+
+    if config_name is None:
+        given = next((word for word in arguments if catalog.is_config(word)), "CONFIG")
+        raise UserError(f"{command}: --config is required: lptune {command} --config {given}")
+    recipe_path, path, overrides = recipe.split(config_name, arguments)
+    no_data = ["data.source=builtin"] if "data.source" in key_paths(recipe.config_class(recipe_path)) else []
+    return recipe.load(recipe_path, path, [*no_data, *overrides]), recipe_path, path, overrides
 
 
 def from_preset(name: str, key: str) -> "DecoderConfig":

@@ -6,7 +6,6 @@ works, too.
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import click
 
 from lptune import progress
 from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
-from lptune.config import RunConfig, UserError, check_given_files_stay, closest
+from lptune.config import RunConfig, UserError, check_given_files_stay
 from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--help", "-h")
@@ -45,7 +44,7 @@ def run(
     torchrun. Rank 0 prints here, the other ranks to OUTPUT_DIR/logs/rank-N.log. The first failure ends all
     ranks on all machines.
     """
-    torchrun_flags, positional = _split(arguments)
+    torchrun_flags, positional = flags.split_command("run", arguments, _OWN_FLAGS)
     if verbose:
         os.environ[progress.VERBOSE] = "1"
     if not positional:
@@ -55,7 +54,7 @@ def run(
     assert config_name is not None
     counts = {"--nnodes": nnodes, "--nproc-per-node": nproc_per_node}
     for name, value in counts.items():
-        _check_count(name, value)
+        flags.check_count("run", name, value)
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
     names = recipe_path, positional[0], config_name
@@ -70,10 +69,10 @@ def run(
     if isinstance(cfg, RunConfig):
         check_given_files_stay(cfg, (config_path, recipe_path))
     if isinstance(cfg, RunConfig) and recipe_path in catalog.recipes().values():
-        preflight.check(cfg, *_ranks(nnodes, nproc_per_node))
+        preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
-        if not torchrun_flags and _ranks(nnodes, nproc_per_node)[0] == 1:
+        if not torchrun_flags and flags.known_ranks(nnodes, nproc_per_node)[0] == 1:
             banner.show_in_launcher(cfg, *names[1:])
         torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
         launcher.torchrun(
@@ -108,34 +107,3 @@ def _misplaced_config(positional: list[str], config_name: str | None) -> str:
     if given is not None:
         return f"run: {given} is a config: lptune run {name} --config {given}"
     return f"run: --config is required: lptune run {name} --config CONFIG; `lptune ls` shows what there is"
-
-
-def _check_count(name: str, value: str | None) -> None:
-    words = ("auto", "cpu", "gpu", "xpu") if name == "--nproc-per-node" else ()
-    pattern = r"[1-9]\d*" if words else r"[1-9]\d*(:[1-9]\d*)?"
-    if value is not None and value not in words and not re.fullmatch(pattern, value):
-        raise UserError(f"run: {name}: must be a positive integer, found {value!r}{closest(value, words)}")
-
-
-def _ranks(nnodes: str | None, nproc_per_node: str | None) -> tuple[int | None, int | None]:
-    """Number of machines, and of ranks on each; None if other flags or variables decide them, too."""
-    numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
-    if any(name.startswith("PET_") for name in os.environ) or not all(map(str.isdigit, numbers)):
-        return None, None
-    return int(numbers[0]), int(numbers[1])
-
-
-def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """torchrun's flags, which stand before RECIPE, and what follows them.
-
-    Only torchrun's own parser knows which flag takes a value, so the first flag that is not ours costs an
-    import of torch.
-    """
-    torchrun_flags, positional = list[str](), list(arguments)
-    if arguments and arguments[0].startswith("-"):
-        torchrun_flags, positional = flags.split_flags(arguments, _OWN_FLAGS)
-    for argument in positional:
-        if argument.startswith("-"):
-            hint = closest(argument.partition("=")[0], _OWN_FLAGS) or "; torchrun's flags stand before RECIPE"
-            raise UserError(f"run: no such option here: {argument}{hint}")
-    return torchrun_flags, positional

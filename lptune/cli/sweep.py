@@ -21,14 +21,13 @@ import click
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import RunConfig, UserError, check_given_files_stay, closest, kind_of, lock_file
+from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file
 from lptune.launch import flags, launcher, preemption
 
 _OWN_FLAGS = (
     "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
     "--help", "-h",
 )  # fmt: skip
-_RANK_WORDS = ("auto", "cpu", "gpu", "xpu")
 _STOPPED = preemption.STOPPED
 _REPORT_RUNS = 50  # more curves than that cannot be told apart
 
@@ -80,13 +79,17 @@ def sweep(
         raise UserError("sweep: --config is required; `lptune ls` shows what there is")
     if slurm is None and nnodes not in (None, "1"):
         raise UserError("sweep: --nnodes: runs of several machines are started by Slurm; add --slurm FILE")
-    ranks = _checked_ranks(nnodes, nproc_per_node)
-    torchrun_flags, positional = _split(arguments)
+    counts = {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes}
+    for name, value in counts.items():
+        flags.check_count("sweep", name, value)
+    if ":" in (nnodes or ""):
+        raise UserError(f"sweep: --nnodes: a run keeps its number of machines, found {nnodes!r}; give one")
+    ranks = flags.known_ranks(nnodes, nproc_per_node, here=slurm is None)
+    torchrun_flags, positional = flags.split_command("sweep", arguments, _OWN_FLAGS)
     if torchrun_flags and slurm is not None:
         raise UserError(f"sweep: {torchrun_flags[0]}: the script of --slurm sets torchrun's flags itself")
     if torchrun_flags:
         ranks = None, None  # only torchrun knows them
-    counts = {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes}
     planned = _plan(config_name, positional, output_dir, max_runs, ranks, here=slurm is None)
     folder = planned[0].folder.parent
     click.echo(f"sweep: {len(planned)} runs of {planned[0].arguments[0]} with {config_name} in {folder}")
@@ -102,28 +105,6 @@ def sweep(
 
 
 # ---- the command line
-
-
-def _split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """torchrun's flags, which stand first, and RECIPE and the overrides, as for `lptune run`."""
-    torchrun_flags, positional = list[str](), list(arguments)
-    if arguments and arguments[0].startswith("-"):
-        torchrun_flags, positional = flags.split_flags(arguments, _OWN_FLAGS)
-    for argument in positional:
-        if argument.startswith("-"):
-            hint = closest(argument.partition("=")[0], _OWN_FLAGS) or "; torchrun's flags stand before RECIPE"
-            raise UserError(f"sweep: no such option here: {argument}{hint}")
-    return torchrun_flags, positional
-
-
-def _checked_ranks(nnodes: str | None, nproc: str | None) -> tuple[int | None, int | None]:
-    """Machines and ranks of each, for the checks; None for a number that only the machine knows (`gpu`)."""
-    for name, value, words in (("--nnodes", nnodes, ()), ("--nproc-per-node", nproc, _RANK_WORDS)):
-        if value is not None and value not in words and not re.fullmatch(r"[1-9]\d{0,6}", value):
-            raise UserError(f"sweep: {name}: must be a positive integer, found {value!r:.60}")
-    if nproc in _RANK_WORDS:
-        return None, None
-    return int(nnodes or 1), int(nproc or 1)
 
 
 def _plan(

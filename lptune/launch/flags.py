@@ -17,6 +17,9 @@ from lptune.config import UserError, closest
 if TYPE_CHECKING:
     import argparse
 
+RANK_WORDS = ("auto", "cpu", "gpu", "xpu")
+"""What --nproc-per-node takes instead of a number."""
+
 
 def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[list[str], list[str]]:
     """`(flags, rest)`: torchrun's flags with their values, and all from the first positional argument on."""
@@ -30,6 +33,50 @@ def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[lis
         )
     rest = [namespace.training_script, *namespace.training_script_args][:-1]
     return list(arguments[: len(arguments) - len(rest)]), rest
+
+
+def split_command(
+    command: str, arguments: Sequence[str], own_flags: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """torchrun's flags, which stand before RECIPE, and what follows them. command: for messages.
+
+    Only torchrun's own parser knows which flag takes a value, so the first flag that is not ours costs an
+    import of torch.
+    """
+    torchrun_flags, positional = list[str](), list(arguments)
+    if arguments and arguments[0].startswith("-"):
+        torchrun_flags, positional = split_flags(arguments, own_flags)
+    for argument in positional:
+        if argument.startswith("-"):
+            hint = closest(argument.partition("=")[0], own_flags) or "; torchrun's flags stand before RECIPE"
+            raise UserError(f"{command}: no such option here: {argument}{hint}")
+    return torchrun_flags, positional
+
+
+def check_count(command: str, name: str, value: str | None) -> None:
+    """Raises UserError unless `value` of the flag `name` (--nnodes or --nproc-per-node) is a number, or what
+    else torchrun takes there.
+    """
+    words = RANK_WORDS if name == "--nproc-per-node" else ()
+    pattern = r"[1-9]\d*" if words else r"[1-9]\d*(:[1-9]\d*)?"
+    if value is not None and value not in words and not re.fullmatch(pattern, value):
+        raise UserError(
+            f"{command}: {name}: must be a positive integer, found {value!r}{closest(value, words)}"
+        )
+
+
+def known_ranks(
+    nnodes: str | None, nproc_per_node: str | None, *, here: bool = True
+) -> tuple[int | None, int | None]:
+    """Number of machines, and of ranks on each; None if other flags or variables decide them, too.
+
+    here: whether the run starts in this environment, with its variables of torchrun.
+    """
+    numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
+    is_set = here and any(name.startswith("PET_") for name in os.environ)
+    if is_set or not all(map(str.isdigit, numbers)):
+        return None, None
+    return int(numbers[0]), int(numbers[1])
 
 
 def parser() -> "argparse.ArgumentParser":

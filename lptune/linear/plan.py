@@ -1,11 +1,11 @@
 """The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted."""
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lptune.kernels import GEMMS, choose_backend
+from lptune.layer_names import group_name, without_number
 from lptune.linear.kind import LinearSpec, kind_of
 
 FELL_BACK = "precision.shadow_on_bad: fell back"
@@ -130,10 +130,10 @@ class Plan:
         """
         groups: dict[tuple[str, ...], list[LayerPlan]] = {}
         for layer in self.layers:
-            name = re.sub(r"\.\d+\.", ".#.", layer.name, count=1)
+            name = without_number(layer.name)
             key = (name, *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
-        return [(_group_name([each.name for each in layers]), *key[1:]) for key, layers in groups.items()]
+        return [(group_name([each.name for each in layers]), *key[1:]) for key, layers in groups.items()]
 
     def summary(self) -> str:
         """The plan in a few lines: how many layers run in low precision, which do not and why, and what is
@@ -167,25 +167,6 @@ class Plan:
         """A line that names the frozen parameters, if there are any."""
         groups: dict[str, list[str]] = {}
         for name in self.frozen:
-            groups.setdefault(re.sub(r"\.\d+\.", ".#.", name, count=1), []).append(name)
+            groups.setdefault(without_number(name), []).append(name)
         count = f"frozen, without gradient and optimizer state: {len(self.frozen)} parameters"
-        return [f"{count}: {', '.join(map(_group_name, groups.values()))}"] if groups else []
-
-
-def _group_name(names: list[str]) -> str:
-    """The name of one layer, or of several that differ in their first number: `layers.0-27.mlp.up_proj`."""
-    numbers = [int(match.group(1)) for name in names if (match := re.search(r"\.(\d+)\.", name))]
-    if len(names) == 1 or len(numbers) != len(names):
-        return names[0]
-    return re.sub(r"\.\d+\.", f".{_ranges(numbers)}.", names[0], count=1)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` -> `0-2,5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        return [f"{count}: {', '.join(map(group_name, groups.values()))}"] if groups else []

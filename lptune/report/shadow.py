@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lptune.layer_names import number_of, without_number
 from lptune.report.files import read_objects
-from lptune.report.plan import number_of, without_number
 from lptune.report.rows import LARGEST
 
 MEASURES = {

@@ -19,8 +19,8 @@ import pytest
 from click.testing import CliRunner
 
 from lptune.cli import catalog, recipe
-from lptune.cli import run as run_module
 from lptune.cli.main import cli
+from lptune.launch import flags
 from tests.helpers.docs_pages import PAGES, ROOT, Command, commands
 
 NOT_OURS = {
@@ -116,7 +116,7 @@ def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> Non
     config = {"my-model.yaml": "my.yaml"}.get(config, config)
     given = tuple(context.params.get("arguments") or ())
     if name == "run":
-        _, given = map(tuple, run_module._split(given))
+        _, given = map(tuple, flags.split_command("run", given, ()))
     if name == "sweep":  # the first of each grid's values
         given = tuple(re.sub(r"^([\w.]+=[^,\[{'\"]*),.*", r"\1", word) for word in given)
     names = [word for word in given[:1] if "=" not in word]
