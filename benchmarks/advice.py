@@ -18,7 +18,7 @@ from harness import Results, device_name, parser, strict_compilation
 from step_variants import Packed, Setting, make, write_inputs
 
 from lptune import distributed, linear, models
-from lptune.advice import measure, prediction
+from lptune.advice import from_times, measure
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     ):
         kinds = [kind for kind in linear.native_kinds(world.device) if kind != "none"]
         found = measure.measure(cfg, models.config_from_dict(content), kinds, args.seconds, world)
-        predicted = {each.kind: each.speedup for each in prediction.predict(found, num_micro_batches=1)}
+        predicted = {each.kind: each.speedup for each in from_times.predict(found, num_micro_batches=1)}
         print(
             f"{device_name()}: advise took {found.duration_s:.1f} s, {len(found.pairs)} of "
             f"{len(found.groups) * len(kinds)} pairs, with {found.timed_tokens} of {found.tokens} tokens"
@@ -72,7 +72,7 @@ def main() -> None:
                 f"update {none_ms[1]:.1f} -> {low_ms[1]:.1f} ms",
                 flush=True,
             )
-        results.update(parts=prediction.parts_of(found, 1), advise_s=found.duration_s)
+        results.update(parts=from_times.parts_of(found, 1), advise_s=found.duration_s)
 
         torch._dynamo.reset()
         strict_compilation(32)

@@ -2,14 +2,14 @@
 
     python benchmarks/predict.py [--preset llama3_2/3b ...] [--tokens 8192 16384] [--json FILE]
 
-The model of a step, its assumptions and its error: lptune/advice/predicted.py.
+The model of a step, its assumptions and its error: lptune/advice/from_counts.py.
 """
 
 import math
 
 import harness
 
-from lptune.advice.predicted import BF16, Part, parts, total
+from lptune.advice.from_counts import BF16, Part, parts, total
 from lptune.advice.traffic import KINDS, config_of
 
 

@@ -56,6 +56,7 @@ def main(cfg: DistillConfig) -> None:
             distributed.verify_collectives, model, world.mesh, dtype, world.print, frozen=teacher.model
         )
         verify = cfg.precision.verify
+        # What low precision keeps from step to step. It verifies the first step against the plan.
         low = linear.LowPrecision(
             model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
         )

@@ -47,6 +47,7 @@ def main(cfg: PreferenceConfig) -> None:
         dtype = getattr(torch, cfg.compute_dtype)
         watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
         verify = cfg.precision.verify
+        # What low precision keeps from step to step. It verifies the first step against the plan.
         low = linear.LowPrecision(
             model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
         )

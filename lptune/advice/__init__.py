@@ -2,9 +2,9 @@
 
 layers.py      the linear layers of a model by shape: those that read one input are one group
 measure.py     times each group in each kind, and the rest of the step once
-prediction.py  from these times to a step of each kind, a ranking and a recommendation
+from_times.py  from these times to a step of each kind, a ranking and a recommendation
 quality.py     the held-out loss of each kind, as docs/benchmarks.md has it
-predicted.py   times for a GPU that is not here, from counted bytes and FLOPs
+from_counts.py times for a GPU that is not here, from counted bytes and FLOPs
 traffic.py     the counting
 report.py      the text
 answer.py      all of it in one call

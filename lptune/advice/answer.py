@@ -6,8 +6,8 @@ import time
 import torch
 
 from lptune import distributed, linear, models, progress
-from lptune.advice import measure, predicted, prediction, report
-from lptune.advice.prediction import Advice
+from lptune.advice import from_counts, from_times, measure, report
+from lptune.advice.from_times import Advice
 from lptune.advice.report import Planned, Setting
 from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig, UserError
 from lptune.hardware.devices import Device
@@ -52,8 +52,8 @@ def timed(
                 f"advise: {setting.tokens:,} tokens in a micro-batch do not fit the memory here; lower "
                 "micro_batch_size, or name the GPU of the run with --device for a prediction"
             ) from None
-    candidates = prediction.predict(measured, setting.num_micro_batches, setting.num_ranks)
-    advice = prediction.advise(candidates)
+    candidates = from_times.predict(measured, setting.num_micro_batches, setting.num_ranks)
+    advice = from_times.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
     return advice, report.timed_report(advice, measured, setting, emulated)
@@ -69,7 +69,7 @@ def predicted_for(
     """The advice and its report for a GPU that is not here: predicted, not measured. Raises UserError for a
     kind of which there is no prediction.
     """
-    known = predicted.predictable(device)
+    known = from_counts.predictable(device)
     for kind in kinds:
         if kind not in known:
             raise UserError(
@@ -80,7 +80,7 @@ def predicted_for(
     none, none_linear_ms = (0.0, 0.0), 0.0
     for kind in ["none", *(kinds or known[1:])]:
         with progress.in_place(f"predicting {kind} ..."):
-            found = predicted.parts(
+            found = from_counts.parts(
                 kind,
                 model_config,
                 setting.tokens,
@@ -89,19 +89,19 @@ def predicted_for(
                 num_micro_batches=setting.num_micro_batches,
                 num_ranks=setting.num_ranks,
             )
-        ms, linear_ms = predicted.total(found), predicted.linear_ms(found)
+        ms, linear_ms = from_counts.total(found), from_counts.linear_ms(found)
         if kind == "none":
             none, none_linear_ms = ms, linear_ms
         ranges[kind] = (none[0] / ms[0], none[1] / ms[1])
         candidates.append(
-            prediction.Candidate(
+            from_times.Candidate(
                 kind=kind,
                 step_s=1e-3 * ms[0],
                 speedup=none[0] / ms[0],
                 linear_speedup=none_linear_ms / linear_ms if kind != "none" else None,
             )
         )
-    advice = prediction.advise(candidates)
+    advice = from_times.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, device)
     return advice, report.predicted_report(advice, ranges, setting, device)
 

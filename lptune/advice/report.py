@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lptune import progress
+from lptune.advice.from_counts import predictable
+from lptune.advice.from_times import WORTH, Advice, parts_of
 from lptune.advice.layers import Group
 from lptune.advice.measure import Measured
-from lptune.advice.predicted import predictable
-from lptune.advice.prediction import WORTH, Advice, parts_of
 from lptune.advice.quality import MEASURED, SOURCE
 from lptune.config import PRECISION_KINDS, size_text, with_addresses
 from lptune.hardware.devices import Device

@@ -8,8 +8,8 @@ as repeated: the compiler runs it once (q, k and v quantize one x).
 What the counts leave out: bytes that a kernel reads twice (PASSES has them), and what the compiler fuses,
 which is why elementwise operations have a class of their own.
 
-tests/benchmarks/test_traffic.py holds the counts to what is necessary. predicted.py makes times of them, and
-benchmarks/traffic.py prints them.
+tests/benchmarks/test_traffic.py holds the counts to what is necessary. from_counts.py makes times of them,
+and benchmarks/traffic.py prints them.
 """
 
 import dataclasses

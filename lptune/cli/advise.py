@@ -26,7 +26,7 @@ from lptune.config import (
 from lptune.hardware.devices import Device, known_device, named_device
 
 if TYPE_CHECKING:
-    from lptune.advice.prediction import Advice
+    from lptune.advice.from_times import Advice
 
 
 @click.command()

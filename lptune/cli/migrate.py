@@ -49,7 +49,7 @@ def migrate(
     if output is not None:
         _write(output, text)
         if problem := _problem(output, draft.recipe):
-            draft.fill("config", problem)
+            draft.ask("config", problem)
     click.echo(to_text(draft, name), err=output is None)
     if output is None:
         click.echo(text, nl=False)

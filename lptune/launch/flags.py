@@ -61,7 +61,7 @@ def check_count(command: str, name: str, value: str | None) -> None:
     pattern = r"[1-9]\d*" if words else r"[1-9]\d*(:[1-9]\d*)?"
     if value is not None and value not in words and not re.fullmatch(pattern, value):
         raise UserError(
-            f"{command}: {name}: must be a positive integer, found {value!r}{closest(value, words)}"
+            f"{command}: {name}: must be a positive integer, found {value!r:.60}{closest(value, words)}"
         )
 
 

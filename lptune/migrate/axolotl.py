@@ -118,7 +118,7 @@ def _set_schedule(draft: Draft) -> None:
         draft.set("schedule.kind", _SCHEDULES[name], *keys)
     else:
         draft.drop("lr_scheduler", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
-        draft.fill("schedule.kind", f"lr_scheduler: {name} is not offered")
+        draft.ask("schedule.kind", f"lr_scheduler: {name} is not offered")
     if name == "constant":  # of transformers, which takes a warmup and ignores it
         for key in draft.given("warmup_steps", "warmup_ratio"):
             draft.drop(key, OFF, "lr_scheduler: constant has no warmup there")
@@ -148,7 +148,7 @@ def _set_warmup(
     note = f"{ratio:g} of the steps{f', {extra}' if extra else ''}; {WARMUP}"
     if steps is None:
         draft.set("schedule.warmup_steps", 0, *keys, note=note)
-        draft.fill(
+        draft.ask(
             "schedule.warmup_steps",
             f"{ratio:g} of the run's steps{f', {extra}' if extra else ''}; --num-steps N computes it",
         )
@@ -182,7 +182,7 @@ def _set_per_epoch(draft: Draft) -> None:
             draft.set(ours, 0, key)
         elif steps is None:
             draft.drop(key, BY_DESIGN, f"{ours} counts steps")
-            draft.fill(ours, f"steps of an epoch / {number:g}; --num-steps N computes it")
+            draft.ask(ours, f"steps of an epoch / {number:g}; --num-steps N computes it")
         else:
             draft.set(ours, max(1, int(steps / epochs / number)), key, note="counted in steps")
 

@@ -46,7 +46,7 @@ def fill(draft: Draft) -> None:
     entries = _entries(draft, key)
     if not entries:
         draft.set("data.source", "FILL-IN.jsonl")
-        draft.fill("data.source", "a file, a folder, a glob or a hub data set")
+        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
     elif len(entries) == 1:
         for ours, (value, theirs, note) in entries[0].items():
             draft.set(f"data.{ours}", value, *theirs, note=note)
@@ -64,7 +64,7 @@ def _held_out(draft: Draft) -> None:
     share = draft.number("val_set_size", 0.0)
     if share >= 1:
         draft.drop("val_set_size", BY_DESIGN, "a share is held out, not a number of rows")
-        draft.fill("data.eval_fraction", f"{share:g} / the number of rows")
+        draft.ask("data.eval_fraction", f"{share:g} / the number of rows")
     elif share > 0:
         draft.set(
             "data.eval_fraction",
@@ -152,13 +152,13 @@ def _kind(draft: Draft, key: str, rest: dict[str, Any], found: Entry) -> str:
             if column := kind.get(f"field_{word}"):
                 found[ours] = (column, (f"{key}.type.field_{word}",), "")
         if kind.get("format"):
-            draft.fill(
+            draft.ask(
                 "data.prompt_template", f"{key}.type.format: {kind['format']!r:.60}, with names of columns"
             )
         return PROMPTS
     if kind is not None:
         draft.drop(f"{key}.type", NOT_OFFERED, f"{kind}")
-        draft.fill("data.format", f"{key}.type: {kind} is not known; pairs, chat or text, and the columns")
+        draft.ask("data.format", f"{key}.type: {kind} is not known; pairs, chat or text, and the columns")
     return ""
 
 

@@ -14,11 +14,11 @@ from lptune.migrate.draft import (
     choice,
     drop,
     each,
+    if_on,
     integer_to,
     later,
     number_to,
     to,
-    unless_on,
 )
 
 _OPTIMIZERS = {
@@ -38,7 +38,7 @@ def _base_model(draft: Draft, key: str, value: Any) -> None:
         draft.set("model.path", name, key)
         return
     draft.set("model.path", f"checkpoints/{PurePosixPath(name).name}", key)
-    draft.fill("model.path", f"lptune download {name}   (into that folder)")
+    draft.ask("model.path", f"lptune download {name}   (into that folder)")
 
 
 def _bf16(draft: Draft, key: str, value: Any) -> None:
@@ -54,7 +54,7 @@ def _bf16(draft: Draft, key: str, value: Any) -> None:
 def _fp16(draft: Draft, key: str, value: Any) -> None:
     if value in (True, "true"):
         draft.drop(key, NOT_OFFERED, "float16 needs a loss scale; bfloat16 or float32")
-        draft.fill("compute_dtype", "bfloat16 or float32, in place of float16")
+        draft.ask("compute_dtype", "bfloat16 or float32, in place of float16")
     else:
         draft.drop(key, OFF)
 
@@ -68,14 +68,14 @@ def _epochs(draft: Draft, key: str, value: Any) -> None:
 def _reinit(draft: Draft, key: str, value: Any) -> None:
     if value is True:
         draft.drop(key, NOT_OFFERED, "a run trains the weights in model.path")
-        draft.fill("model.path", "a folder with random weights, from `lptune new-checkpoint`")
+        draft.ask("model.path", "a folder with random weights, from `lptune new-checkpoint`")
     else:
         draft.drop(key, OFF)
 
 
 def _unfrozen(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, BY_DESIGN, "freeze names what is not trained, this key names what is")
-    draft.fill("freeze", f"the layers outside of {value!r:.50}")
+    draft.ask("freeze", f"the layers outside of {value!r:.50}")
 
 
 def _special_tokens(draft: Draft, key: str, value: Any) -> None:
@@ -89,7 +89,7 @@ def _template(draft: Draft, key: str, value: Any) -> None:
     draft.drop(
         key, BY_DESIGN, "templates have no names; without data.chat_template the tokenizer's own is used"
     )
-    draft.fill(
+    draft.ask(
         "data.chat_template", f"a jinja file of the template {value}, if the tokenizer's own is another"
     )
 
@@ -107,7 +107,7 @@ RULES: Rules = {
     "base_model": _base_model,
     **each("model_type is_llama_derived_model", drop(NOT_NEEDED, "the family is read from config.json")),
     **each("base_model_config tokenizer_{type,config,use_fast,legacy}", _TOKENIZER),
-    "trust_remote_code": unless_on(BY_DESIGN, "code of a checkpoint is never run"),
+    "trust_remote_code": if_on(BY_DESIGN, "code of a checkpoint is never run"),
     "hub_model_id": drop(NOT_OFFERED, "upload OUTPUT_DIR/export with `hf upload`"),
     "hf_use_auth_token": drop(NOT_NEEDED, "HF_TOKEN"),
     **each("load_in_8bit load_in_4bit gptq strict debug adapter", drop(OFF)),
@@ -133,7 +133,7 @@ RULES: Rules = {
     "eval_sample_packing": drop(BY_DESIGN, "held-out rows are packed as training rows are"),
     "eval_sequence_len": drop(BY_DESIGN, "held-out rows are as long as training rows"),
     "pad_to_sequence_len": drop(NOT_NEEDED, "rows always have data.seq_len tokens"),
-    "group_by_length": unless_on(NOT_OFFERED, "packing does away with padding"),
+    "group_by_length": if_on(NOT_OFFERED, "packing does away with padding"),
     **each("sample_packing_{eff_est,seq_len_multiplier} total_num_tokens", _PACKED),
     **each("special_tokens tokens added_tokens_overrides", _special_tokens),
     "eot_tokens": drop(BY_DESIGN, "the template decides which tokens of an answer are learned"),
@@ -158,10 +158,10 @@ RULES: Rules = {
     **each("{evals,saves}_per_epoch", later),
     **each("bf16 bfloat16", _bf16),
     **each("fp16 float16", _fp16),
-    "tf32": unless_on(NOT_NEEDED, "what is not 8-bit or bfloat16 is float32"),
+    "tf32": if_on(NOT_NEEDED, "what is not 8-bit or bfloat16 is float32"),
     **each("fp8 fp8_enable_fsdp_float8_all_gather gradient_checkpointing torch_compile fsdp_config", later),
     "gradient_checkpointing_kwargs": drop(NOT_NEEDED, "recomputation is never reentrant"),
-    "activation_offloading": unless_on(NOT_OFFERED, "activation_checkpointing=full takes least memory"),
+    "activation_offloading": if_on(NOT_OFFERED, "activation_checkpointing=full takes least memory"),
     "torch_compile_backend": drop(NOT_NEEDED, "inductor"),
     **each("{flash,xformers,sdp,eager,s2}_attention attn_implementation flash_optimum", _ATTENTION),
     "flex_attn_compile_kwargs": _ATTENTION,

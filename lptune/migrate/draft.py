@@ -71,7 +71,7 @@ class Draft:
         """Key or section `theirs` has no equivalent, because of `why`, one of `REASONS`."""
         self.dropped.append(Dropped(theirs, why, text, len(leaves(self.get(theirs), theirs)) or 1))
 
-    def fill(self, ours: str, text: str) -> None:
+    def ask(self, ours: str, text: str) -> None:
         """The user must set `ours`."""
         if (ours, text) not in self.to_fill:
             self.to_fill.append((ours, text))
@@ -221,7 +221,7 @@ def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "")
             draft.set(ours, found[0], key, note=found[1])
         else:
             draft.drop(key, NOT_OFFERED, f"{value}")
-            draft.fill(ours, f"{key}: {value} {missing or 'is not offered'}")
+            draft.ask(ours, f"{key}: {value} {missing or 'is not offered'}")
 
     return rule
 
@@ -235,7 +235,7 @@ def drop(why: str, text: str = "") -> Rule:
     return rule
 
 
-def unless_on(why: str, text: str = "") -> Rule:
+def if_on(why: str, text: str = "") -> Rule:
     """No equivalent; where it is switched off, it is listed as such."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:

@@ -83,7 +83,7 @@ def _set_checkpointing(draft: Draft) -> None:
     section = draft.section("activation_checkpoint")
     if "param_groups" in draft.section("optimizer") and "mode" not in section:
         if "memory_budget" in section:
-            draft.fill("activation_checkpointing", "none, selective or full in place of a memory budget")
+            draft.ask("activation_checkpointing", "none, selective or full in place of a memory budget")
         is_selective = "force_recompute_mm_shapes_by_fqns" in section
         mode = "selective" if is_selective else "full" if section else "none"
         draft.set("activation_checkpointing", mode)
@@ -97,7 +97,7 @@ def _set_model(draft: Draft, name: str) -> None:
         draft.drop(key, NOT_NEEDED, "the tokenizer is read from model.path")
     elif key == "model.tokenizer_path" or "tests/assets" in str(draft.get(key, "tests/assets")):
         draft.set("model.path", "FILL-IN", *draft.given(key), note=_FROM_SCRATCH)
-        draft.fill(
+        draft.ask(
             "model.path",
             "a folder with config.json, safetensors and tokenizer.json: the file names a tokenizer only",
         )
@@ -109,9 +109,9 @@ def _set_model(draft: Draft, name: str) -> None:
             NOT_OFFERED,
             "its .metadata is a pickle; only safetensors are read",
         )
-        draft.fill("model.path", "a Hugging Face folder of the weights in checkpoint.initial_load_path")
+        draft.ask("model.path", "a Hugging Face folder of the weights in checkpoint.initial_load_path")
     if name and name not in _FAMILIES:
-        draft.fill("model.path", f"model.name {name} is of no family that lptune trains (docs/models.md)")
+        draft.ask("model.path", f"model.name {name} is of no family that lptune trains (docs/models.md)")
 
 
 def _set_data(draft: Draft) -> None:
@@ -130,16 +130,16 @@ def _set_data(draft: Draft) -> None:
             "data.source", source, *keys, note=f"{note}. It is read whole before the first step, not streamed"
         )
         draft.set("data.split", split, *keys)
-        draft.fill(
+        draft.ask(
             "data.max_rows", f"{source} has hundreds of millions of rows: limit what is read, or name files"
         )
     elif draft.get("dataloader") is not None:
         draft.drop("dataloader", NOT_OFFERED, "its data are named by a Python class")
         draft.set("data.source", "FILL-IN.jsonl")
-        draft.fill("data.source", "dataloader names the data by a class; give a file or a hub id")
+        draft.ask("data.source", "dataloader names the data by a class; give a file or a hub id")
     else:
         draft.set("data.source", "FILL-IN.jsonl", *keys, note=note)
-        draft.fill(
+        draft.ask(
             "data.source", f"training.dataset {name} is a name inside torchtitan; give a file or a hub id"
         )
     draft.set("data.format", "text", *keys)
@@ -162,7 +162,7 @@ def _set_sharing(draft: Draft) -> int:
             draft.set("parallel.tensor", degree, *draft.given(key))
         elif degree > 1:
             draft.drop(key, NOT_OFFERED, f"{name} {degree}")
-            draft.fill("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
+            draft.ask("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
         elif draft.get(key) is not None:
             draft.drop(key, OFF)
     return shared
@@ -198,7 +198,7 @@ def _set_schedule(draft: Draft) -> None:
     shape = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
     kind = str(draft.get("lr_scheduler.decay_type", draft.get("lr_scheduler.lr_decay_type", "linear")))
     if kind not in shape:
-        draft.fill("schedule.kind", f"lr_scheduler.decay_type {kind} is not offered")
+        draft.ask("schedule.kind", f"lr_scheduler.decay_type {kind} is not offered")
         kind = "linear"
     keys = [f"lr_scheduler.{name}" for name in ("decay_ratio", "decay_type", "lr_decay_type")
             if draft.get(f"lr_scheduler.{name}") is not None]  # fmt: skip
@@ -247,7 +247,7 @@ def _set_mx(draft: Draft, prefix: str) -> None:
     name, key = str(draft.get(f"{prefix}.recipe_name", "mxfp8")), f"{prefix}.recipe_name"
     draft.set("precision.kind", "mxfp8", "model.converters", *draft.given(key))
     if not name.startswith("mxfp8"):
-        draft.fill("precision.kind", f"{key}: {name} is not offered, mxfp8 is")
+        draft.ask("precision.kind", f"{key}: {name} is not offered, mxfp8 is")
     _set_skip(draft, f"{prefix}.filter_fqns")
 
 
@@ -302,7 +302,7 @@ def _set_validation(draft: Draft) -> None:
     if split and not path:
         draft.set("data.eval_split", split, *keys)
     if draft.value_of("data.eval_source") == "FILL-IN.jsonl":
-        draft.fill("data.eval_source", f"validation.dataset {name} is a name inside torchtitan")
+        draft.ask("data.eval_source", f"validation.dataset {name} is a name inside torchtitan")
     if section.get("steps") is not None:
         draft.drop("validation.steps", BY_DESIGN, "all held-out rows are evaluated; name a file with fewer")
     for key in sorted(set(section) - {"enable", "freq", "dataset", "dataset_path", "steps"}):

@@ -14,11 +14,11 @@ from lptune.migrate.draft import (
     choice,
     drop,
     each,
+    if_on,
     integer_to,
     later,
     number_to,
     to,
-    unless_on,
 )
 
 
@@ -83,7 +83,7 @@ def _param_groups(draft: Draft, key: str, value: Any) -> None:
     group = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) else {}
     if group.get("pattern") != ".*" or group.get("optimizer_name") != "AdamW":
         draft.drop(key, NOT_OFFERED, "one AdamW for all parameters; no other groups or optimizers")
-        draft.fill("optimizer.lr", f"and the other keys of optimizer: {key} is not one AdamW")
+        draft.ask("optimizer.lr", f"and the other keys of optimizer: {key} is not one AdamW")
         return
     draft.set("optimizer.kind", "adamw", f"{key}[0].optimizer_name")
     draft.drop(f"{key}[0].pattern", NOT_NEEDED, "it matches all parameters")
@@ -107,7 +107,7 @@ def _is_number(value: Any) -> bool:
 
 def _validator(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, NOT_OFFERED, "its data are named by a Python class")
-    draft.fill("data.eval_source", f"held-out data, and eval_every_steps: {key} names its data by a class")
+    draft.ask("data.eval_source", f"held-out data, and eval_every_steps: {key} names its data by a class")
 
 
 _WRITES = drop(NOT_NEEDED, "what a run writes is in output_dir")
@@ -129,8 +129,8 @@ _PARALLEL = {
     "enable_sequence_parallel": to("parallel.sequence"),
     **each("enable_fsdp_symm_mem spmd_backend", drop(NOT_NEEDED, "FSDP2's own collectives")),
     "fsdp_reshard_after_forward": _reshard,
-    "enable_async_tensor_parallel": unless_on(NOT_OFFERED, "sequence parallelism gathers in 8 bits instead"),
-    "disable_loss_parallel": unless_on(NOT_OFFERED, "the loss is computed on the shards of the vocabulary"),
+    "enable_async_tensor_parallel": if_on(NOT_OFFERED, "sequence parallelism gathers in 8 bits instead"),
+    "disable_loss_parallel": if_on(NOT_OFFERED, "the loss is computed on the shards of the vocabulary"),
     **each("{expert,expert_tensor}_parallel_degree", _MOE),
     **each("context_parallel_{rotate_method,load_balancer,ptrr_mask_key}", _CONTEXT),
 }
@@ -163,7 +163,7 @@ RULES: Rules = {
     "optimizer.eps": number_to("optimizer.eps"),
     "optimizer.weight_decay": number_to("optimizer.weight_decay", DECAY),
     **each("optimizer.{implementation,fused}", drop(NOT_NEEDED, "fused where the device has it")),
-    "optimizer.early_step_in_backward": unless_on(
+    "optimizer.early_step_in_backward": if_on(
         NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"
     ),
     **each("lr_scheduler.{warmup_steps,decay_ratio,decay_type,lr_decay_type}", later),

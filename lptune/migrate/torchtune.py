@@ -113,7 +113,7 @@ def _set_float8(draft: Draft) -> None:
              "rowwise_with_gw_hp": "float8_rowwise_with_gw_hp"}  # fmt: skip
     if name not in kinds:
         draft.drop("fp8_recipe_name", NOT_OFFERED, str(name))
-        draft.fill("precision.kind", f"fp8_recipe_name: {name} is not offered")
+        draft.ask("precision.kind", f"fp8_recipe_name: {name} is not offered")
         return
     draft.set("precision.kind", kinds[name], *keys)
     draft.set("precision.all_gather", "low" if name is None else "high", *keys)
@@ -132,10 +132,10 @@ def _set_activations(draft: Draft) -> None:
 
 def _fill_in(draft: Draft) -> None:
     if draft.get("tokenizer.max_seq_len") is None:
-        draft.fill("data.seq_len", NO_LIMIT)
+        draft.ask("data.seq_len", NO_LIMIT)
     if draft.value_of("model.path") is None:
         draft.set("model.path", "FILL-IN")
-        draft.fill("model.path", "the folder of a Hugging Face checkpoint")
+        draft.ask("model.path", "the folder of a Hugging Face checkpoint")
 
 
 def _dtype(draft: Draft, key: str, value: Any) -> None:

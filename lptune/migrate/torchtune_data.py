@@ -67,7 +67,7 @@ def fill(draft: Draft) -> None:
     entries = [each for each in found if each is not None]
     if not entries or len(entries) < len(found):
         draft.set("data.source", "FILL-IN.jsonl")
-        draft.fill("data.source", "a file, a folder, a glob or a hub data set")
+        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
     elif dataset is listed:
         _set_sources(draft, entries)
     else:
@@ -96,7 +96,7 @@ def _set_sources(draft: Draft, entries: "list[Entry]") -> None:
         if len(values) > 1:
             text = "is one for all sources, and these data sets differ"
             draft.set(f"data.{ours}", False, *keys, note=f"data.{ours} {text}")
-            draft.fill(f"data.{ours}", f"true or false: it {text}")
+            draft.ask(f"data.{ours}", f"true or false: it {text}")
         elif keys:
             draft.set(f"data.{ours}", values.pop(), *keys)
 
@@ -107,7 +107,7 @@ def _evaluation(draft: Draft) -> None:
         return
     found = _entry(draft, "dataset_val", value)
     if found is None:
-        draft.fill("data.eval_source", "held-out data")
+        draft.ask("data.eval_source", "held-out data")
         return
     for ours, (value, keys, note) in found.items():
         if ours in ("source", "split"):
@@ -166,7 +166,7 @@ def _source(
     if files is not None:
         draft.drop(f"{key}.data_files", NOT_OFFERED, "files of a hub data set; download them and name them")
     if source is None:
-        draft.fill("data.source", f"{key} names no source")
+        draft.ask("data.source", f"{key} names no source")
         source = "FILL-IN.jsonl"
     for name in ("name", "subset"):
         if (config := rest.pop(name, None)) is not None:

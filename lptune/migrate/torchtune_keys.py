@@ -14,11 +14,11 @@ from lptune.migrate.draft import (
     choice,
     drop,
     each,
+    if_on,
     integer_to,
     later,
     number_to,
     to,
-    unless_on,
 )
 
 NO_LIMIT = "no limit there; 2048 here, and `lptune data` counts what is cut off"
@@ -42,7 +42,7 @@ def _model(draft: Draft, key: str, value: Any) -> None:
     name = str(draft.get("model._component_", ""))
     draft.drop("model._component_", NOT_NEEDED, "the model is described by config.json in model.path")
     if any(part in name for part in _OTHER_MODELS):
-        draft.fill("model.path", f"{name} is of no family that lptune trains (docs/models.md)")
+        draft.ask("model.path", f"{name} is of no family that lptune trains (docs/models.md)")
     for other in sorted(set(draft.section(key)) - {"_component_"}):
         draft.drop(f"model.{other}", NOT_OFFERED, "arguments of a model builder")
 
@@ -53,13 +53,13 @@ def _component(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, NOT_NEEDED, "safetensors of Hugging Face are read and written")
     else:
         draft.drop(key, NOT_OFFERED, "only Hugging Face folders are read")
-        draft.fill("model.path", f"a Hugging Face folder of the same model: {value} reads another format")
+        draft.ask("model.path", f"a Hugging Face folder of the same model: {value} reads another format")
 
 
 def _checkpoint_files(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, NOT_NEEDED, "read from the checkpoint's index")
     if ".bin" in str(value) or ".pt" in str(value):
-        draft.fill("model.path", "the files are pickles; lptune reads safetensors only: download these")
+        draft.ask("model.path", "the files are pickles; lptune reads safetensors only: download these")
 
 
 def _checkpointer_output(draft: Draft, key: str, value: Any) -> None:
@@ -161,7 +161,7 @@ def _scheduler(draft: Draft, key: str, value: Any) -> None:
         draft.set("schedule.kind", "cosine", f"{key}._component_", note=note)
     else:
         draft.drop(f"{key}._component_", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
-        draft.fill("schedule.kind", f"{name} is not offered")
+        draft.ask("schedule.kind", f"{name} is not offered")
     if value.get("num_warmup_steps") is not None:
         steps = f"{key}.num_warmup_steps"
         draft.set("schedule.warmup_steps", draft.integer(steps, 0, 0), steps, note=WARMUP)
@@ -207,7 +207,7 @@ RULES: Rules = {
     "optimizer.betas": _betas,
     "optimizer.weight_decay": number_to("optimizer.weight_decay", DECAY),
     **each("optimizer.{fused,foreach}", drop(NOT_NEEDED, "fused where the device has it")),
-    "optimizer_in_bwd": unless_on(NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"),
+    "optimizer_in_bwd": if_on(NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"),
     "lr_scheduler": _scheduler,
     "loss._component_": _loss,
     "loss.num_output_chunks": drop(NOT_NEEDED, "the size of a chunk is chosen by itself"),
@@ -215,9 +215,7 @@ RULES: Rules = {
     "compile": _compile,
     "device": to("device"),
     "dtype": choice("compute_dtype", {"bf16": ("bfloat16", MASTER), "fp32": ("float32", "")}),
-    "enable_activation_offloading": unless_on(
-        NOT_OFFERED, "activation_checkpointing=full takes least memory"
-    ),
+    "enable_activation_offloading": if_on(NOT_OFFERED, "activation_checkpointing=full takes least memory"),
     **each(
         "custom_sharded_layers memory_efficient_fsdp_wrap",
         drop(NOT_NEEDED, "embedding and head are sharded on their own"),
@@ -231,11 +229,11 @@ RULES: Rules = {
     "context_parallel_dim": to("parallel.context"),
     "context_parallel_rotate_method": drop(NOT_OFFERED, "there is no context parallelism"),
     "cudnn_deterministic_mode": drop(BY_DESIGN, "deterministic: true makes a run on CUDA repeatable"),
-    "resize_token_embeddings": unless_on(NOT_OFFERED, "the vocabulary stays that of the checkpoint"),
+    "resize_token_embeddings": if_on(NOT_OFFERED, "the vocabulary stays that of the checkpoint"),
     "metric_logger": _logger,
     "log_every_n_steps": drop(NOT_NEEDED, "every step is in metrics.jsonl"),
     "log_peak_memory_stats": drop(NOT_NEEDED, "peak_memory_gib is in every row of metrics.jsonl"),
     "log_level": drop(NOT_NEEDED, "a run prints what it does"),
-    "profile_memory": unless_on(NOT_OFFERED, "use torch's memory snapshot in a copy of the recipe"),
+    "profile_memory": if_on(NOT_OFFERED, "use torch's memory snapshot in a copy of the recipe"),
     "profiler": _profiler,
 }

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from lptune.report.rows import Column
 
 NUM_COLUMNS = 400
-"""Pixel columns of a chart. Up to twice as many points stay."""
+"""Pixel columns of a chart. Up to twice as many points stay, and both ends."""
 NUM_MEANS = 120
-"""Most points of a mean through noisy values; fewer where each would be of less than 8 values."""
+"""Most points of a mean through noisy values; fewer where there are not 8 values for each."""
 
 
 def is_thinned(num_points: int) -> bool:
@@ -30,10 +30,10 @@ def thin(column: Column, num_columns: int = NUM_COLUMNS) -> Column:
     steps_N, values_N = column.finite
     if len(steps_N) <= 2 * num_columns:
         return Column(steps_N, values_N)
-    column_N = _columns(steps_N, num_columns)
+    bin_N = _bins(steps_N, num_columns)
     # By column, and by value within it: the first of each column is its smallest, the last its largest.
-    order_N = np.lexsort((values_N, column_N))
-    is_first_N = np.append(True, np.diff(column_N[order_N]) > 0)
+    order_N = np.lexsort((values_N, bin_N))
+    is_first_N = np.append(True, np.diff(bin_N[order_N]) > 0)
     is_last_N = np.append(is_first_N[1:], True)
     chosen = np.unique(np.concatenate([order_N[is_first_N], order_N[is_last_N], [0, len(steps_N) - 1]]))
     return Column(steps_N[chosen], values_N[chosen])
@@ -47,15 +47,15 @@ def means(column: Column) -> Column:
     num_columns = min(NUM_MEANS, len(steps_N) // 8)
     if num_columns < 2:
         return Column(steps_N, values_N)
-    column_N = _columns(steps_N, num_columns)
-    starts = np.flatnonzero(np.append(True, np.diff(column_N) > 0))
+    bin_N = _bins(steps_N, num_columns)
+    starts = np.flatnonzero(np.append(True, np.diff(bin_N) > 0))
     counts = np.diff(np.append(starts, len(steps_N)))
     steps = np.add.reduceat(steps_N.astype(float), starts) / counts
     return Column(np.rint(steps).astype(np.int64), np.add.reduceat(values_N, starts) / counts)
 
 
-def _columns(steps_N: npt.NDArray[np.int64], num_columns: int) -> npt.NDArray[np.int64]:
-    """The column of each step, 0 to num_columns - 1."""
+def _bins(steps_N: npt.NDArray[np.int64], num_columns: int) -> npt.NDArray[np.int64]:
+    """The pixel column of each step, 0 to num_columns - 1."""
     first, last = int(steps_N[0]), int(steps_N[-1])
     place_N = (steps_N - first) / max(1, last - first) * num_columns
     return np.minimum(place_N.astype(np.int64), num_columns - 1)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lptune.config import RunConfig, named, open_regular
 from lptune.data import Batch, Loader
 from lptune.distributed import World, keep_compute_weights, reshard
+from lptune.kernels import GEMMS
 from lptune.linear import LowPrecision, Plan, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 
@@ -96,11 +97,12 @@ class ShadowCheck:
     def _run_passes(self, step: int, loss_of: LossOf) -> tuple[float, float, dict[str, LayerErrors]]:
         """(loss, loss in high precision, errors of each layer), the same on all ranks."""
         world, batches = self._world, self._loader.micro_batches(step)
-        batch, number = batches[0], world.data_rank * len(batches)
-        factor = world.data_size / max(1, self._loader.num_targets(step))  # of the recipe's loss
+        batch, number_of_all_ranks = batches[0], world.data_rank * len(batches)
+        # As the recipes multiply the loss: float8 rounds a gradient of another size in another way.
+        factor = world.data_size / max(1, self._loader.num_targets(step))
         reshard(self._model)
         errors = ShadowPass(self._model, self._low.plan)
-        with keep_compute_weights(self._model), self._low.outside_of_steps(step, number):
+        with keep_compute_weights(self._model), self._low.outside_of_steps(step, number_of_all_ranks):
             with errors.comparing():
                 loss = loss_of(batch, factor)
                 errors.backward(loss * factor)
@@ -124,7 +126,7 @@ class ShadowCheck:
         return {name: LayerErrors(*row) for name, row in zip(found, rows, strict=True)}
 
     def _message(self, step: int, bad: list[str], worst: LayerErrors) -> str:
-        gemms = dict(zip(("output", "grad_input", "grad_weight"), worst, strict=False))
+        gemms = dict(zip(GEMMS, worst[: len(GEMMS)], strict=True))  # its first fields are their SQNRs
         gemm = min(gemms, key=lambda name: gemms[name])
         shown = ", ".join(bad[1:4]) + (f" and {len(bad) - 4} more" if bad[4:] else "")
         others = f"; also below it: {shown}" if bad[1:] else ""

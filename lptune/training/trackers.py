@@ -40,8 +40,7 @@ def open_trackers(folder: Path, cfg: LoggingConfig, first_step: int) -> list[Any
     if cfg.tensorboard:
         trackers.append(_TensorBoard(folder, first_step))
     if cfg.wandb_project:
-        run_id = _run_id(folder)
-        trackers.append(_Wandb(cfg.wandb_project, folder, run_id))
+        trackers.append(_Wandb(cfg.wandb_project, folder, _run_id(folder)))
     if cfg.trackio_project:
         trackers.append(_Trackio(cfg.trackio_project, folder, _run_id(folder)))
     return trackers

@@ -25,7 +25,7 @@ NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
     "config/recipes.py",  # the two ways to store a teacher
-    "advice/predicted.py",  # the rates of a GPU that is not here, by kind
+    "advice/from_counts.py",  # the rates of a GPU that is not here, by kind
     "advice/quality.py",  # what each kind was measured to cost
     "advice/traffic.py",  # the kinds whose bytes the model of a GPU knows
     "doctor/kinds.py",  # the kinds that are recommended

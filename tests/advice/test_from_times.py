@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from lptune.advice.from_times import SAME, WORTH, Advice, Candidate, advise, parts_of, predict
 from lptune.advice.layers import Group, Shape
 from lptune.advice.measure import Measured, Pair, Times
-from lptune.advice.prediction import SAME, WORTH, Advice, Candidate, advise, parts_of, predict
 
 MLP = Group(
     (Shape("gate_proj", 64, 256, False), Shape("up_proj", 64, 256, False)),
