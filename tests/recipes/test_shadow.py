@@ -113,7 +113,7 @@ def test_the_check_changes_no_bit(
         assert check["loss"] == pytest.approx(row["loss"], rel=0.1)
         numbers = [each[key] for each in layers.values() for key in each if key.endswith("_db")]
         found = [number for number in numbers if number is not None]
-        # None is an SQNR of infinity: low precision did not run in that GEMM. A frozen layer has no grad_weight.
+        # None is an SQNR of infinity: low precision did not run there. A frozen layer has no grad_weight.
         is_frozen = "freeze=[model.layers.0]" in overrides
         assert len(numbers) - len(found) == (7 if is_frozen else 0)
         assert row["shadow_worst_sqnr_db"] == min(found) > 10
