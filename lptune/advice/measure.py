@@ -16,6 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,10 +153,15 @@ def measure(
 
 def precision_of(given: PrecisionConfig, kind: str) -> PrecisionConfig:
     """`given` with another kind. Options that this kind does not have are left at their defaults."""
-    try:
-        return dataclasses.replace(given, kind=kind, skip_small=False, emulate=False)
-    except UserError:
-        return PrecisionConfig(kind=kind, skip=given.skip)
+    chosen = {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
+    chosen |= {"kind": kind, "skip_small": False, "emulate": False}
+    with suppress(UserError):
+        return PrecisionConfig(**chosen)
+    kept = PrecisionConfig(kind=kind)
+    for name, value in chosen.items():  # all but those that the kind refuses
+        with suppress(UserError):
+            kept = dataclasses.replace(kept, **{name: value})
+    return kept
 
 
 def _groups_in(groups: Sequence[Group], blocks: Sequence[int]) -> tuple[Group, ...]:

@@ -6,6 +6,7 @@ the answer is a prediction, and says so.
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,7 +176,11 @@ def _written(
     new["skip"] = (*new["skip"], *advice.chosen.skip)
     changes = {f"precision.{name}": value for name, value in new.items() if value != given[name]}
     name = recipe_path.stem if recipe_path == catalog.recipes().get(recipe_path.stem) else str(recipe_path)
-    lines = [*textwrap.wrap(comment, 100), "", f"  lptune run {name} --config {write}"]
+    lines = [
+        *textwrap.wrap(comment, 100),
+        "",
+        f"  lptune run {name} --config {shlex.quote(str(write))}",
+    ]
     heading = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{heading}\n{changed_yaml(type(cfg), path, overrides, changes)}"
 

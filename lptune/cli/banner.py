@@ -4,12 +4,15 @@ The import takes one to two seconds on an idle machine, and half a minute where 
 slow network disk.
 """
 
+import hashlib
+import json
 import os
 import textwrap
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 
 from lptune import progress
-from lptune.config import RunConfig
+from lptune.config import MEBI, RunConfig, read_text
 
 _PRINTED = "LPTUNE_BANNER_PRINTED"  # in the environment of the ranks of a launcher that has printed it
 _WIDTH = 80
@@ -29,6 +32,24 @@ def show_in_launcher(cfg: object, recipe: str, config: str) -> None:
     """As `show`, in the launcher of a run on one machine; its ranks then print none."""
     show(cfg, recipe, config)
     os.environ[_PRINTED] = "1"
+
+
+def note_other_recipe(cfg: object, file: Path) -> None:
+    """Prints a note on rank 0 if output_dir has a run of another recipe than `file`, or of another version of
+    it. The run may go on with it, or be finished already, so the user has to know.
+    """
+    if not isinstance(cfg, RunConfig) or not _is_main():
+        return
+    about: object = None
+    folder = Path(cfg.output_dir).expanduser()
+    with suppress(OSError, ValueError, RecursionError):
+        about = json.loads(read_text(folder / "run.json", MEBI))
+    if not isinstance(about, dict) or not isinstance(before := about.get("recipe_sha256"), str):
+        return
+    if before != hashlib.sha256(file.read_bytes()).hexdigest():
+        name = str(about.get("recipe"))
+        what = "another recipe" if name != file.stem else "another version of this recipe"
+        progress.print_line(f"note: {folder} was begun with {what} ({name}, sha256 {before:.8})")
 
 
 def phase(cfg: object, what: str) -> AbstractContextManager[object]:

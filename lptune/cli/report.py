@@ -135,6 +135,7 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
     itself again.
     """
     from lptune.report import is_running, write_page
+    from lptune.report.summary import steps_text
 
     going = any(is_running(folder) for folder in folders)
     said = f"written every {REFRESH_S} s; Ctrl-C ends this, not the run" if going else "no run goes on"
@@ -146,7 +147,11 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
                 runs = _read(folders)
                 write_page(path, runs, reference, REFRESH_S)
         finally:
-            write_page(path, _read(folders), reference)
+            runs = _read(folders)
+            write_page(path, runs, reference)
+    if going:
+        for run in runs:
+            click.echo(f"live: {run.folder}: {steps_text(run)}; the page is final", err=True)
 
 
 def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:

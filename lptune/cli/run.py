@@ -87,6 +87,7 @@ def run(
 def _run_here(cfg: Any, path: Path, recipe_name: str, config_name: str) -> None:
     """Runs the recipe at `path` in this process, between the lines that need no torch."""
     banner.show(cfg, recipe_name, config_name)
+    banner.note_other_recipe(cfg, path)
     os.environ[progress.RECIPE] = str(path)
     with banner.phase(cfg, "loading torch"):
         main = recipe.load_main(path)

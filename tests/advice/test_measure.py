@@ -93,5 +93,9 @@ def test_options_that_a_kind_does_not_have_are_left_out() -> None:
     assert measure.precision_of(given, "int8_rowcol").grad_weight == "folded"
     other = measure.precision_of(given, "int8_tensorwise")
     assert other == PrecisionConfig(kind="int8_tensorwise", skip=("lm_head", "o_proj"))
+    more = dataclasses.replace(given, shadow_every=20, verify=False, all_gather="high")
+    other = measure.precision_of(more, "int8_tensorwise")  # refuses `folded` alone
+    assert (other.shadow_every, other.verify, other.all_gather) == (20, False, "high")
+    assert other.grad_weight == "low"
     small = dataclasses.replace(given, skip_small=True)
     assert not measure.precision_of(small, "int8_rowcol").skip_small

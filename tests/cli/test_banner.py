@@ -1,5 +1,7 @@
 """The first lines of a run: before torch is imported, and once for a launch."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,33 @@ def test_a_run_that_does_not_train_shows_the_import_of_torch_on_a_terminal_alone
     with banner.phase(object(), "loading torch"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "digest", "note"),
+    [
+        ("toy", None, ""),  # the same file
+        ("toy", "0" * 64, "another version of this recipe (toy, sha256 00000000)"),
+        ("other", "0" * 64, "another recipe (other, sha256 00000000)"),
+        ("toy", 7, ""),  # not of lptune
+    ],
+)
+def test_a_folder_of_another_recipe_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, digest: object, note: str
+) -> None:
+    file = tmp_path / "toy.py"
+    file.write_text(TOY)
+    (tmp_path / "run").mkdir()
+    config = catalog.find_config("llama3_2/1b")
+    overrides = ["data.source=a.jsonl", f"output_dir={tmp_path / 'run'}"]
+    cfg = load_config(FinetuneConfig, config, overrides)
+    banner.note_other_recipe(cfg, file)
+    digest = digest or hashlib.sha256(file.read_bytes()).hexdigest()
+    about = json.dumps({"recipe": recipe, "recipe_sha256": digest})
+    (tmp_path / "run" / "run.json").write_text(about)
+    banner.note_other_recipe(cfg, file)
+    said = capsys.readouterr().out
+    assert said == (f"note: {tmp_path / 'run'} was begun with {note}\n" if note else "")
+    (tmp_path / "run" / "run.json").write_text("[" * 100_000)
+    banner.note_other_recipe(cfg, file)
+    assert capsys.readouterr().out == ""

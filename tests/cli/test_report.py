@@ -216,6 +216,7 @@ def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.startswith("report: ")
+    assert err.endswith("a: finished, step 6 of 5; the page is final\n")
     assert "finished, step 6 of 5" in page.read_text()
     assert 'http-equiv="refresh"' not in page.read_text()
 
