@@ -1,4 +1,4 @@
-"""lptune's own C++ for CPUs: quantizers (quantize.cpp, stochastic.cpp), and the INT8 GEMM for AMX (gemm.cpp).
+"""lptune's own C++ for CPUs: quantizers (quantize.cpp, stochastic.cpp) and the INT8 GEMM (gemm.cpp).
 
 INT8 has all of them. Float8 is emulated on CPUs; it has those with one scale, or with scales that are known.
 The functions here call the library (library.py) through ctypes, with raw pointers. Call them if `available`;
@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lptune.kernels.native.library import load
+from lptune.kernels.native.library import INSTRUCTION_SETS, load
 from lptune.numerics import FORMATS
 
 _ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
@@ -217,10 +217,14 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
     return q
 
 
-def has_int8_mm() -> bool:
-    """Whether `int8_mm` runs here: it needs AMX, since 2023 in Intel's server processors, and Linux."""
+def instruction_set() -> str:
+    """The instruction set of `int8_mm` here, one of INSTRUCTION_SETS; an empty string if it has none."""
     library = load()
-    return library is not None and bool(library.lptune_has_int8_mm())
+    if library is None:
+        return ""
+    library.lptune_instruction_set.restype = ctypes.c_char_p
+    found: bytes = library.lptune_instruction_set()
+    return found.decode()
 
 
 def int8_mm(
@@ -233,7 +237,7 @@ def int8_mm(
     """`((a @ b).float() * scale_a * scale_b).to(out_dtype)`, (M, N), for up to 133,144 products in a sum.
 
     a_MK, b_KN: int8; fast if one of their dimensions is contiguous. Scales: float32, (M, 1) and (1, N), or
-    (1, 1), or None for 1. Call it if `has_int8_mm`. Raises MemoryError.
+    (1, 1), or None for 1. Call it if there is an `instruction_set`. Raises MemoryError.
     """
     library = load()
     assert library is not None

@@ -27,20 +27,33 @@ _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
+# Instruction sets with an INT8 GEMM of lptune's, the fastest first, and the flags that take from the processor what
+# is faster.
+INSTRUCTION_SETS = {
+    "amx": (),
+    "avx512_vnni": ("-mno-amx-int8",),
+    "avx_vnni": ("-mno-amx-int8", "-mno-avx512f"),
+    "avx2": ("-mno-amx-int8", "-mno-avx512f", "-mno-avxvnni"),
+}
 _NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library; None, with one warning in the log, if it cannot be compiled or loaded."""
+    """The library; None, with one warning in the log, if it cannot be compiled or loaded.
+
+    With `LPTUNE_KERNELS=avx2` (or another of INSTRUCTION_SETS) it is what a processor has that ends there.
+    """
     try:
         compiler = _compiler()
         if compiler is None:
             logger.warning(
-                "no C++ compiler found: INT8 on CPU runs on torch's own operations, several times slower"
+                "no C++ compiler found (install g++): INT8 on this CPU runs by float32 GEMMs and torch's own "
+                "operations, several times slower"
             )
             return None
-        return _loaded(_image(compiler))
+        without = INSTRUCTION_SETS.get(os.environ.get("LPTUNE_KERNELS", ""), ())
+        return _loaded(_image(compiler, (*_FLAGS, *without)))
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or error
         logger.warning("lptune's CPU kernels could not be built, torch's own are used instead: %s", detail)
@@ -53,13 +66,13 @@ def _compiler() -> list[str] | None:
     return shlex.split(os.environ.get("CXX", "")) or ([found] if found else None)
 
 
-def _image(compiler: list[str]) -> bytes:
+def _image(compiler: list[str], flags: tuple[str, ...] = _FLAGS) -> bytes:
     """The library built from this source, by this compiler, for this processor.
 
     On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
     identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
-    identity.update(repr((compiler, _FLAGS, _processor())).encode())
+    identity.update(repr((compiler, flags, _processor())).encode())
     path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
     try:
         kept = cache.read(path)
@@ -73,7 +86,7 @@ def _image(compiler: list[str]) -> bytes:
         logger.warning("%s is damaged and made anew", path)
     with tempfile.TemporaryDirectory(prefix="lptune-") as folder:
         built = Path(folder, "native.so")
-        command = [*compiler, *_FLAGS, *_LINK, *map(str, _SOURCES), "-o", str(built)]
+        command = [*compiler, *flags, *_LINK, *map(str, _SOURCES), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         image = built.read_bytes()
     try:
