@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lptune.config import size_text
 from lptune.doctor.line import NOTE, OK, PROBLEM, Line
+from lptune.hardware.cpu import cpu_flags, cpuinfo
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs")
@@ -19,17 +20,16 @@ _FEATURES = {
     "avx512_vnni": "AVX-512 VNNI",
     "avx_vnni": "AVX VNNI",
     "avx512_bf16": "AVX-512 bf16",
+    "avx2": "AVX2",
 }
 _DISK = "memory and disk"
 
 
 def cpu() -> Iterator[Line]:
     """The processor and what speeds up 8-bit and bfloat16 GEMMs on it."""
-    about = _cpuinfo()
-    flags = (about.get("flags") or about.get("Features") or "").split()
-    found = [name for flag, name in _FEATURES.items() if flag in flags]
-    name = about.get("model name", "unknown model")
-    yield Line("processor", "cpu", OK, f"{name}, {num_cores()} cores; {', '.join(found) or 'no AMX or VNNI'}")
+    found = [name for flag, name in _FEATURES.items() if flag in cpu_flags()]
+    name = cpuinfo().get("model name", "unknown model")
+    yield Line("processor", "cpu", OK, f"{name}, {num_cores()} cores; {', '.join(found) or 'no AVX2'}")
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > num_cores():
         text = f"OMP_NUM_THREADS={threads}, and this process may use {num_cores()} cores"
@@ -162,18 +162,6 @@ def _disk_class(folder: Path) -> str:
             turns = (queue / "rotational").read_text().strip() == "1"
             return " (a hard disk, or a virtual disk)" if turns else " (solid state)"
     return ""
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The lines of the first processor of /proc/cpuinfo."""
-    found: dict[str, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, separator, value = line.partition(":")
-            if not separator and found:
-                break
-            found.setdefault(name.strip(), value.strip())
-    return found
 
 
 def size_of(folder: Path, most_files: int = 20_000) -> tuple[int, bool]:

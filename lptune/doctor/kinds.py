@@ -13,10 +13,11 @@ from lptune.config import PRECISION_KINDS
 from lptune.doctor.line import NOTE, OK, Line
 
 FASTER = 1.3
-"""An 8-bit GEMM must be this many times as fast as bfloat16. Quantizers take about 15 % of the time of the
-8-bit layers that they feed (docs/gpu.md, predicted for 3B), and a part of a step has no 8-bit GEMM at all."""
+"""An 8-bit GEMM must be this many times as fast as the fastest one in high precision. Quantizers take
+about 15 % of the time of the 8-bit layers that they feed (docs/gpu.md, predicted for 3B), and a part of a
+step has no 8-bit GEMM at all."""
 _FORMATS = {"int8": "int8", "e4m3": "float8"}
-_BACKENDS = {"native": "lptune's C++", "triton": "lptune's Triton kernels", "float32": "exact float32 GEMMs"}
+_BACKENDS = {"triton": "lptune's Triton kernels", "float32": "exact float32 GEMMs"}
 
 
 class Speed(NamedTuple):
@@ -29,7 +30,8 @@ class Speed(NamedTuple):
 
     def __str__(self) -> str:
         tera = self.flops / 1e12
-        return f"{tera:,.{1 if tera < 10 else 0}f} TFLOP/s {'measured' if self.is_measured else 'published'}"
+        num_digits = 2 if tera < 1 else 1 if tera < 10 else 0
+        return f"{tera:,.{num_digits}f} TFLOP/s {'measured' if self.is_measured else 'published'}"
 
 
 class Support(NamedTuple):
@@ -46,7 +48,7 @@ class Support(NamedTuple):
 
 def support(kind: str, device_type: str) -> Support:
     """How `kind` runs on the device of this process. Raises UserError for variables that are wrong."""
-    from lptune.kernels import choose_backend
+    from lptune.kernels import backend_text, choose_backend
     from lptune.linear.kind import KINDS
 
     entry = KINDS[kind]
@@ -54,7 +56,7 @@ def support(kind: str, device_type: str) -> Support:
         return Support(kind, "compute", entry.fmt, "")
     backend = choose_backend(entry.operations[0], device_type)
     if backend != "reference":
-        return Support(kind, "native", entry.fmt, backend)
+        return Support(kind, "native", entry.fmt, backend_text(entry.operations[0], device_type))
     return Support(kind, "emulated" if entry.emulated_where_missing else "absent", entry.fmt, backend)
 
 
@@ -62,8 +64,13 @@ def kind_lines(supports: Mapping[str, Support], speeds: Mapping[str, Speed]) -> 
     """A line for each kind, and one for all that do not run here. speeds: of GEMMs in `bf16`, `int8` and
     `e4m3`, as far as known.
     """
-    high = speeds.get("bf16")
-    yield Line("kinds", "none", OK, f"bf16 everywhere; GEMMs {high}" if high else "bf16 everywhere")
+    high, wide = speeds.get("bf16"), speeds.get("float32")
+    text = f"bf16 everywhere; GEMMs {high}" if high else "bf16 everywhere"
+    if high and wide and wide.flops >= FASTER * high.flops:
+        text += f", float32's {wide}, {wide.flops / high.flops:.1f}x bf16"
+        yield Line("kinds", "none", NOTE, text, "set compute_dtype=float32 on this CPU")
+    else:
+        yield Line("kinds", "none", OK, text)
     absent = []
     for kind, found in supports.items():
         if found.how == "compute":
@@ -72,8 +79,9 @@ def kind_lines(supports: Mapping[str, Support], speeds: Mapping[str, Speed]) -> 
         elif found.how == "native":
             speed = speeds.get(found.fmt)
             ratio = f", {speed.flops / high.flops:.1f}x bf16" if speed and high else ""
+            ratio += f", {speed.flops / wide.flops:.1f}x float32" if speed and wide else ""
             rate = f"; {_FORMATS[found.fmt]} GEMMs {speed}{ratio}" if speed else ""
-            yield Line("kinds", kind, OK, f"native, by {_BACKENDS.get(found.backend, found.backend)}{rate}")
+            yield Line("kinds", kind, OK, f"native, by {_backend(found.backend)}{rate}")
         elif found.how == "emulated":
             yield Line("kinds", kind, OK, "emulated in wider arithmetic: the same numbers, slower than bf16")
         else:
@@ -83,27 +91,34 @@ def kind_lines(supports: Mapping[str, Support], speeds: Mapping[str, Speed]) -> 
         yield Line("kinds", "others", NOTE, f"no 8-bit GEMM here for {', '.join(absent)}", todo)
 
 
+def _backend(name: str) -> str:
+    return _BACKENDS.get(name, name.replace("native", "lptune's C++"))
+
+
 def recommended(supports: Mapping[str, Support], speeds: Mapping[str, Speed], device: str) -> tuple[str, str]:
     """(kind, reason): the kind to begin with on this device.
 
-    Of the formats with a GEMM that is FASTER times as fast as bfloat16, the fastest; INT8 where float8 is not
-    5 % faster, since its scales of rows and columns are the finest at full rate. supports: of all kinds.
+    Of the formats with a GEMM that is FASTER times as fast as bfloat16 (on a CPU: or float32, whichever is
+    faster), the fastest; INT8 where float8 is not 5 % faster, since its scales of rows and columns are the
+    finest at full rate. supports: of all kinds.
     """
-    high, found = speeds.get("bf16"), {}
+    highs = {fmt: speeds[fmt] for fmt in ("bf16", "float32") if fmt in speeds}
+    fastest = max(highs, key=lambda fmt: highs[fmt].flops, default="bf16")
+    high, found = highs.get(fastest), {}
     for kind, fmt in (("int8_rowcol", "int8"), ("float8_tensorwise", "e4m3")):
         if kind in supports and supports[kind].how == "native":
             speed = speeds.get(fmt)
             known = speed is not None and high is not None and not math.isnan(speed.flops / high.flops)
             found[kind] = speed.flops / high.flops if known and speed and high else None
     if not found:
-        return "none", f"{device} has no 8-bit GEMM that lptune uses, so bf16 is fastest"
+        return "none", f"{device} has no 8-bit GEMM that lptune uses, so {fastest} is fastest"
     ratios = {kind: ratio for kind, ratio in found.items() if ratio is not None}
     if not ratios:
         return next(iter(found)), f"its GEMM is native on {device}; how fast it is, is not known"
     best = max(ratios, key=lambda kind: ratios[kind] * (1.05 if kind == "int8_rowcol" else 1))
     fmt = "int8" if best == "int8_rowcol" else "e4m3"
     how = "measured" if speeds[fmt].is_measured else "published"
-    rate = f"{_FORMATS[fmt]} GEMMs are {ratios[best]:.1f}x as fast as bf16 on {device} ({how})"
+    rate = f"{_FORMATS[fmt]} GEMMs are {ratios[best]:.1f}x as fast as {fastest} on {device} ({how})"
     if ratios[best] < FASTER:
         return "none", f"{rate}, too little to pay for quantizing"
     return best, rate

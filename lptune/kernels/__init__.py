@@ -4,7 +4,7 @@ A custom op is opaque to torch.compile: code inside it runs if and only if the o
 executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 """
 
-from lptune.kernels.backend import choose_backend, k_major, requested_backend, type_of
+from lptune.kernels.backend import backend_text, choose_backend, k_major, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
 from lptune.kernels.by_amax import block_amaxes, quantize_by_amax
 from lptune.kernels.delayed import (
@@ -76,6 +76,7 @@ __all__ = [
     "AmaxSource",
     "Executed",
     "LayerAmaxes",
+    "backend_text",
     "block_amaxes",
     "block_scaled_mm",
     "cast",

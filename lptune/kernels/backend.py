@@ -12,7 +12,8 @@ from lptune.config import UserError, how_to_install
 from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import tries
-from lptune.kernels import cublaslt, native
+from lptune.kernels import cpu_gemms, cublaslt, native
+from lptune.kernels.native.library import INSTRUCTION_SETS
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     # cuBLASLt applies no scales for int8: that takes a second pass over an accumulator of four bytes each.
     "int8_gemm": {
-        "cpu": ("native", "torch", "float32", "reference"),
+        "cpu": ("native", "torch", "float32", "reference"),  # the fastest: cpu_gemms.py
         "cuda": ("triton", "torch", "reference"),
     },
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
@@ -36,7 +37,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
 _FLOAT8_GEMMS = ("float8_gemm", "float8_rowwise_gemm", "float8_odd_gemm", "block_gemm", "other_block_gemm")
 _TRITON_CAPABILITY = (8, 0)  # Ampere
 _TRIALS = {"float8_rowwise_gemm": "cublaslt_rowwise", "block_gemm": "cublaslt_blocks"}
-NAMES = ("torch", "triton", "native", "float32", "reference")
+NAMES = ("torch", "triton", "native", *INSTRUCTION_SETS, "float32", "reference")
 
 
 def requested_backend() -> str | None:
@@ -53,11 +54,13 @@ def choose_backend(operation: str, device_type: str) -> str:
 
     triton     lptune's kernels (kernels/triton); float8 GEMMs since Ada, the rest since Ampere
     torch      torch's own 8-bit GEMMs: oneDNN's VNNI or AMX kernels on CPU, cuBLASLt and CUTLASS on CUDA
-    native     lptune's C++, compiled on first use (kernels/native); its GEMM needs AMX
-    float32    float32 GEMMs over slices that are short enough to be exact, where oneDNN's int8 GEMM is not
+    native     lptune's C++, compiled on first use (kernels/native)
+    float32    float32 GEMMs over slices that are short enough to be exact
     reference  plain torch: float64 for INT8 (exact), float32 for float8
 
-    `LPTUNE_KERNELS` overrides the choice if the operation has a backend of that name (for debugging).
+    `LPTUNE_KERNELS` overrides the choice if the operation has a backend of that name (for debugging). The
+    name of an instruction set, such as avx2, means `native` of a CPU that has no better one; UserError if it
+    is not to be had.
     `LPTUNE_TRY` (lptune/hardware/trials.py) takes cuBLASLt instead of Triton; UserError if the device cannot.
     """
     candidates = BACKENDS[operation].get(device_type, ("reference",))
@@ -65,10 +68,22 @@ def choose_backend(operation: str, device_type: str) -> str:
     if name is None and trial is not None and tries(trial) and "torch" in candidates:
         cublaslt.check_vector_scales(trial)
         name = "torch"
+    if name in INSTRUCTION_SETS and device_type == "cpu":
+        _check_instruction_set(name)
+        name = "native"
     if name is None or name not in candidates:
-        name = next(each for each in candidates if _works(each, operation, device_type))
+        if (operation, device_type) == ("int8_gemm", "cpu"):
+            name = cpu_gemms.fastest_int8_gemm()
+        else:
+            name = next(each for each in candidates if _works(each, operation, device_type))
     logger.info("%s on %s runs on backend %r", operation, device_type, name)
     return name
+
+
+def backend_text(operation: str, device_type: str) -> str:
+    """The backend of `operation` for people: with its instruction set, if it has one."""
+    name = choose_backend(operation, device_type)
+    return f"native ({native.instruction_set()})" if (operation, name) == ("int8_gemm", "native") else name
 
 
 def triton_kernels() -> ModuleType:
@@ -100,9 +115,7 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     if backend == "reference":
         return True
     if backend == "native":
-        return native.has_int8_mm() if operation == "int8_gemm" else native.available()
-    if device_type == "cpu":
-        return backend != "torch" or _int_mm_is_exact()
+        return native.available()
     capability = compute_capability()
     if backend == "torch" and operation == "block_gemm":
         return cublaslt.has_vector_scales()
@@ -110,6 +123,13 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     if backend == "triton" and capability >= least:
         _check_triton()
     return capability >= least or (backend == "torch" and operation not in _FLOAT8_GEMMS)
+
+
+def _check_instruction_set(name: str) -> None:
+    found = native.instruction_set()
+    if name != found:
+        why = f"the best here is {found}" if found else "no C++ compiler, or no INT8 GEMM for this processor"
+        raise UserError(f"LPTUNE_KERNELS={name!r} is not to be had here ({why}); unset LPTUNE_KERNELS")
 
 
 def _check_triton() -> None:
@@ -120,15 +140,3 @@ def _check_triton() -> None:
             "device: the kernels for CUDA need Triton, and this Python has none; "
             f"{how_to_install('triton')}, or set LPTUNE_KERNELS=reference for slow kernels without it"
         )
-
-
-@functools.cache
-def _int_mm_is_exact() -> bool:
-    """Whether the int8 GEMM of this CPU is exact.
-
-    Without VNNI, oneDNN sums pairs of products in int16. 2 * 127 * 127 overflows there: the sum saturates
-    silently, an error of up to a fifth of a layer's output. Any operands at full scale show it.
-    """
-    a = torch.full((64, 256), 127, dtype=torch.int8)
-    a[::2] = -127
-    return torch.equal(torch._int_mm(a, a.t()).long(), (a.double() @ a.t().double()).long())

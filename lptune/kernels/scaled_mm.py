@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lptune.kernels import cublaslt, native
 from lptune.kernels.backend import choose_backend, triton_kernels
+from lptune.kernels.cpu_gemms import int_mm_float32
 from lptune.kernels.op import op
 from lptune.kernels.record import GRAD_WEIGHT, OUTPUT, note
 from lptune.numerics.formats import INT32_SAFE_CONTRACTION
@@ -130,7 +131,7 @@ def _int8_mm(
             return scaled(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype)
         mm = functools.partial(scaled, scale_a_M1=None, scale_b_1N=None, out_dtype=torch.float32)
     else:
-        mm = {"torch": _int_mm, "float32": _int_mm_float32, "reference": _int_mm_reference}[backend]
+        mm = {"torch": _int_mm, "float32": int_mm_float32, "reference": _int_mm_reference}[backend]
     if k <= _LONGEST_CONTRACTION:
         acc_MN = mm(a_MK, b_KN)
     else:
@@ -173,15 +174,6 @@ def _float8_mm(
 def _int_mm_reference(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     # float64 holds every integer up to 2**53: exact far beyond the int32 limit.
     return (a_MK.double() @ b_KN.double()).to(torch.int32)
-
-
-def _int_mm_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    # 127 * 127 * 1024 < 2**24: float32 holds every partial sum of 1,024 products exactly.
-    acc_MN = torch.zeros(a_MK.shape[0], b_KN.shape[1], dtype=torch.int32, device=a_MK.device)
-    for start in range(0, a_MK.shape[1], 1024):
-        part = slice(start, start + 1024)
-        acc_MN += (a_MK[:, part].float() @ b_KN[part].float()).to(torch.int32)
-    return acc_MN
 
 
 def _int_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lptune.kernels import GEMMS, choose_backend
+from lptune.kernels import GEMMS, backend_text
 from lptune.layer_names import group_name, without_number
 from lptune.linear.kind import LinearSpec, kind_of
 
@@ -80,7 +80,7 @@ class Plan:
             return "emulation"
         # A kind may have several 8-bit GEMMs, as float8_rowwise, and each has a backend.
         return " and ".join(
-            sorted({choose_backend(each, device_type) for each in kind_of(specs[0]).operations})
+            sorted({backend_text(each, device_type) for each in kind_of(specs[0]).operations})
         )
 
     @property

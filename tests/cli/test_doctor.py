@@ -112,7 +112,7 @@ def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
     # Its kernels are tuned in a run and not here: a ratio of untuned ones would mislead.
     asked = []
 
-    def measured(formats: Sequence[str] = ("bf16", "int8", "e4m3")) -> dict[str, Speed]:
+    def measured(formats: Sequence[str] = ("bf16", "float32", "int8", "e4m3")) -> dict[str, Speed]:
         asked.append(formats)
         return {fmt: Speed(300e12, is_measured=True) for fmt in formats}
 
@@ -126,7 +126,7 @@ def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
     found = lines(measure=True)
     assert "300 TFLOP/s measured, 1.0x bf16" in found["float8_tensorwise"].text
     assert found["none"].section == "recommendation"
-    assert asked == [("bf16",), ("bf16", "int8", "e4m3")]
+    assert asked == [("bf16",), ("bf16", "float32", "int8", "e4m3")]
 
 
 def test_ampere_has_int8_alone_and_says_how_to_run_float8(gpus: FakeGpus) -> None:
@@ -176,14 +176,20 @@ def test_this_cpu_is_measured_and_gloo_works() -> None:
     found = lines(measure=True, without=("compilation",))
     assert found["gloo"].status == OK
     assert found["gpu"].text.startswith("none")
-    assert re.search(r"GEMMs [\d.,]+ TFLOP/s measured$", found["none"].text)
-    assert re.search(r"int8 GEMMs [\d.,]+ TFLOP/s measured, [\d.]+x bf16$", found["int8_tensorwise"].text)
+    assert re.search(r"GEMMs [\d.,]+ TFLOP/s measured", found["none"].text)
+    number = r"[\d.,]+"
+    assert re.search(
+        rf"int8 GEMMs {number} TFLOP/s measured, {number}x bf16, {number}x float32$",
+        found["int8_tensorwise"].text,
+    )
     assert found["mxfp8"].text.startswith("emulated")
     assert not torch.distributed.is_initialized()
 
 
-def speeds(bf16: float, int8: float | None, float8: float | None) -> dict[str, Speed]:
-    given = {"bf16": bf16, "int8": int8, "e4m3": float8}
+def speeds(
+    bf16: float, int8: float | None, float8: float | None, float32: float | None = None
+) -> dict[str, Speed]:
+    given = {"bf16": bf16, "float32": float32, "int8": int8, "e4m3": float8}
     return {fmt: Speed(tera * 1e12, is_measured=True) for fmt, tera in given.items() if tera is not None}
 
 
@@ -196,6 +202,8 @@ def speeds(bf16: float, int8: float | None, float8: float | None) -> dict[str, S
         ("native", "absent", speeds(100, 200, None), "int8_rowcol"),
         ("native", "absent", speeds(100, 129, None), "none"),  # too little
         ("native", "absent", speeds(100, 130, None), "int8_rowcol"),
+        ("native", "absent", speeds(10, 129, None, 100), "none"),  # bfloat16 is emulated: float32 counts
+        ("native", "absent", speeds(10, 130, None, 100), "int8_rowcol"),
         ("native", "absent", {}, "int8_rowcol"),
         ("native", "native", speeds(float("nan"), 2, 2), "int8_rowcol"),
         ("absent", "absent", speeds(100, None, None), "none"),

@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lptune.kernels.native.library import INSTRUCTION_SETS, load
+from lptune.kernels.native.library import load
 from lptune.numerics import FORMATS
 
 _ROUNDED_TO_BFLOAT16 = 2  # after 0 for float32 and 1 for bfloat16
@@ -218,7 +218,7 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
 
 
 def instruction_set() -> str:
-    """The instruction set of `int8_mm` here, one of INSTRUCTION_SETS; an empty string if it has none."""
+    """The instruction set of `int8_mm`, one of library.INSTRUCTION_SETS; empty if there is none."""
     library = load()
     if library is None:
         return ""

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lptune.hardware.cpu import cpu_flags
 from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,7 @@ _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _LINK = ("-std=c++17", "-shared", "-fPIC")
-# Instruction sets with an INT8 GEMM of lptune's, the fastest first, and the flags that take from the processor what
-# is faster.
+# Instruction sets with an INT8 GEMM of lptune's, the fastest first, and the flags that leave out faster ones.
 INSTRUCTION_SETS = {
     "amx": (),
     "avx512_vnni": ("-mno-amx-int8",),
@@ -67,12 +67,12 @@ def _compiler() -> list[str] | None:
 
 
 def _image(compiler: list[str], flags: tuple[str, ...] = _FLAGS) -> bytes:
-    """The library built from this source, by this compiler, for this processor.
+    """The library built from this source, by this compiler, for this processor (machines may share a home).
 
     On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
     identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
-    identity.update(repr((compiler, flags, _processor())).encode())
+    identity.update(repr((compiler, flags, sorted(cpu_flags()))).encode())
     path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
     try:
         kept = cache.read(path)
@@ -109,12 +109,3 @@ def _loaded(image: bytes) -> ctypes.CDLL:
         file.write(image)
         file.flush()
         return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
-
-
-def _processor() -> str:
-    """The processor, which -march=native depends on: different machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "unknown")
