@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [--variant NAME...] [--rounds 10] [--json FILE] [--profile NAME]...
                               [--no-torchtune] [--layers 2] [--hidden 2048] ... [--threads 2]
+                              [--compute-dtype float32]
 
 All variants start from the same random weights and train on the same packed rows: same tokens, documents,
 masks, positions. Each does forward, backward, clipping and AdamW with a constant learning rate, and
@@ -68,20 +69,22 @@ def main() -> int:
     rows = Packed.random(args.batch, args.seq_len, args.vocab, SEED)
     names = args.variant or [n for n in all_names() if not (args.no_torchtune and n.startswith("torchtune"))]
     parallel = ParallelConfig()
-    shared = {name: getattr(args, name) for name in ("batch", "seq_len", "rounds", "threads")}
+    shared = {
+        name: getattr(args, name) for name in ("batch", "seq_len", "rounds", "threads", "compute_dtype")
+    }
     with (
         tempfile.TemporaryDirectory() as temporary,
         distributed.session("auto", parallel) as world,
         Results(args.json, config=config, **shared, load=[], not_here={}) as results,
     ):
         write_inputs(folder := Path(temporary), config, rows, SEED)
-        execution = distributed.Execution(parallel=parallel)
+        execution = distributed.Execution(parallel=parallel, compute_dtype=args.compute_dtype)
         setting = Setting(folder, rows, world, execution, args.torchtune_venv)
         num_documents = len(rows.bounds.offsets) - 1
         print(
             f"{args.layers} layers of {args.hidden}, MLP {args.mlp}, {args.heads} / {args.kv_heads} heads, "
             f"vocabulary {args.vocab}; {args.batch} rows of {args.seq_len} tokens, {num_documents} "
-            f"documents; torch {torch.__version__}, {device_name()}",
+            f"documents; {args.compute_dtype}, torch {torch.__version__}, {device_name()}",
             flush=True,
         )
         results.content["load"].append(os.getloadavg())
@@ -112,6 +115,7 @@ def parse() -> Any:
     arguments.add_argument("--no-torchtune", action="store_true", help="install and run none")
     arguments.add_argument("--torchtune-venv", type=Path, default=Path(".venv-torchtune"))
     arguments.add_argument("--threads", type=int, default=2)
+    arguments.add_argument("--compute-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     sizes = {"layers": 2, "hidden": 2048, "heads": 16, "kv-heads": 8, "mlp": 5632, "vocab": 2020}
     for name, size in {**sizes, "batch": 4, "seq-len": 512}.items():
         arguments.add_argument(f"--{name}", type=int, default=size)
@@ -284,7 +288,7 @@ def amdahl(
     hidden, mlp, kv = args.hidden, args.mlp, args.kv_heads * config["head_dim"]
     shapes = Counter([(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(mlp, hidden)] * 2 + [(hidden, mlp)])
     shapes = Counter({shape: args.layers * count for shape, count in shapes.items()})
-    found = step_profile.speeds(shapes, args.batch * args.seq_len)
+    found = step_profile.speeds(shapes, args.batch * args.seq_len, dtype=getattr(torch, args.compute_dtype))
     gemms_ms = step_profile.by_purpose(costs)[step_profile.GEMMS]
     share = gemms_ms / sum(cost.ms for cost in costs)
     reached = ratio(seconds["none"], seconds["int8_rowcol"])
@@ -294,7 +298,7 @@ def amdahl(
     )
     content = {"gemms_ms": gemms_ms, "share": share, **found._asdict()}
     ways = {"INT8 GEMMs alone": found.gemm_ratios, "whole INT8 linear layers": found.linear_ratios}
-    print(f"  these GEMMs in bf16, alone: {found.bf16_ms:.1f} ms")
+    print(f"  these GEMMs in {args.compute_dtype}, alone: {found.high_ms:.1f} ms")
     for (way, ratios), ms in zip(ways.items(), (found.scaled_mm_ms, found.linear_ms), strict=True):
         r = statistics.median(ratios)
         bound = step_profile.bound(share, r)

@@ -5,7 +5,7 @@ that of the first name that matches, from the operator upwards through the range
 the head are told from those of blocks by the vocabulary among their shapes; the compiled graph that contains
 such a GEMM belongs to the head with all its kernels.
 
-Amdahl: if the linear layers' GEMMs take the share f of a step in bf16, and 8-bit GEMMs are r times as fast,
+Amdahl: if the linear layers' GEMMs take the share f of a step of `none`, and 8-bit GEMMs are r times as fast,
 no step can be more than 1 / (1 - f + f / r) times as fast.
 """
 
@@ -143,21 +143,28 @@ def lines(name: str, costs: list[Cost], most: int = 16) -> Iterator[str]:
 class Speeds(NamedTuple):
     """Milliseconds of all linear layers of a step, forward and backward, in three ways; medians."""
 
-    bf16_ms: float
-    """The GEMMs in bf16."""
+    high_ms: float
+    """The GEMMs in the compute dtype."""
     scaled_mm_ms: float
     """The GEMMs in INT8, with operands that are quantized already."""
     linear_ms: float
     """The whole low-precision layers: quantizers, GEMMs, autograd."""
     gemm_ratios: list[float]
-    """bf16_ms / scaled_mm_ms of each round."""
+    """high_ms / scaled_mm_ms of each round."""
     linear_ratios: list[float]
-    """bf16_ms / linear_ms of each round."""
+    """high_ms / linear_ms of each round."""
 
 
-def speeds(shapes: dict[tuple[int, int], int], num_tokens: int, rounds: int = ROUNDS) -> Speeds:
-    """Times int8_rowcol's layers in turns with bf16's. shapes: (out, in) -> the number of such layers."""
-    ways = [_ways(num_tokens, n, k) for n, k in shapes]
+def speeds(
+    shapes: dict[tuple[int, int], int],
+    num_tokens: int,
+    rounds: int = ROUNDS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Speeds:
+    """Times int8_rowcol's layers in turns with those of `dtype`, the compute dtype. shapes: (out, in) -> the
+    number of such layers.
+    """
+    ways = [_ways(num_tokens, n, k, dtype) for n, k in shapes]
     sums = list[list[float]]()
     for turn in range(rounds + 1):
         times = [0.0, 0.0, 0.0]
@@ -171,15 +178,15 @@ def speeds(shapes: dict[tuple[int, int], int], num_tokens: int, rounds: int = RO
         if turn:  # the first one warms up
             sums.append(times)
     medians = [statistics.median(column) for column in zip(*sums, strict=True)]
-    return Speeds(*medians, [bf16 / mm for bf16, mm, _ in sums], [bf16 / whole for bf16, _, whole in sums])
+    return Speeds(*medians, [high / mm for high, mm, _ in sums], [high / whole for high, _, whole in sums])
 
 
-def _ways(t: int, n: int, k: int) -> list[Callable[[], object]]:
-    """A layer (n, k) on t tokens: its three GEMMs in bf16, those in INT8, the whole INT8 layer compiled."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device_type()}
+def _ways(t: int, n: int, k: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """A layer (n, k) on t tokens: its three GEMMs in `dtype`, in INT8, and the whole INT8 layer, compiled."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device_type()}
     x_TK, w_NK, g_TN = (torch.randn(*shape, **options) for shape in ((t, k), (n, k), (t, n)))
 
-    def bf16() -> None:
+    def high() -> None:
         F.linear(x_TK, w_NK)
         g_TN @ w_NK
         g_TN.t() @ x_TK
@@ -191,10 +198,10 @@ def _ways(t: int, n: int, k: int) -> list[Callable[[], object]]:
     handle = layer_handle(-1)
 
     def int8() -> None:
-        scaled_mm(x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), torch.bfloat16, handle, OUTPUT)
-        scaled_mm(g.q_MK, w_in.q_MK, g.scale_M1, None, torch.bfloat16, handle, GRAD_INPUT)
+        scaled_mm(x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), dtype, handle, OUTPUT)
+        scaled_mm(g.q_MK, w_in.q_MK, g.scale_M1, None, dtype, handle, GRAD_INPUT)
         columns = g_columns.scale_1K.t(), x_columns.scale_1K
-        scaled_mm(g_columns.q_MK.t(), x_columns.q_MK, *columns, torch.bfloat16, handle, GRAD_WEIGHT)
+        scaled_mm(g_columns.q_MK.t(), x_columns.q_MK, *columns, dtype, handle, GRAD_WEIGHT)
 
     layer = nn.Sequential(nn.Linear(k, n, bias=False, **options))
     linear.convert(layer, PrecisionConfig(kind="int8_rowcol", skip=(), verify=False))
@@ -205,7 +212,7 @@ def _ways(t: int, n: int, k: int) -> list[Callable[[], object]]:
         layer.zero_grad(set_to_none=True)
         run(leaf_TK).backward(g_TN)
 
-    return [bf16, int8, whole]
+    return [high, int8, whole]
 
 
 def bound(share: float, ratio: float) -> float:

@@ -6,7 +6,7 @@ a name that cannot run here raises `NotHere` with the reason.
     none, int8_rowcol, ...     lptune's verbs as in recipes/full_finetune.py, one rank, blocks compiled
     KIND-fsdp                  the same under FSDP2 on the one rank; runs if it is named
     torchao-KIND               the same loop with torchao's conversion in place of lptune's
-    transformers[-compiled]    LlamaForCausalLM, float32 weights under torch.autocast(bfloat16), fused AdamW
+    transformers[-compiled]    LlamaForCausalLM, float32 weights under torch.autocast, fused AdamW
     torchtune[-compiled]       step_torchtune.py in a venv of its own: weights and moments in bfloat16
 
 Shapes: B rows, S tokens of a row.
@@ -151,6 +151,8 @@ def make(name: str, setting: Setting) -> Callable[[], Step]:
         setting = setting._replace(execution=replace(setting.execution, parallel=parallel))
         name, rest = whose, ""
     if whose == "torchtune":
+        if setting.execution.compute_dtype != "bfloat16":
+            raise NotHere("its recipe is measured in bfloat16")
         return TorchtuneProcess(setting, rest or "eager")
     if whose == "transformers":
         return _timed(_transformers(setting, compiled=rest == "compiled"))
@@ -245,11 +247,12 @@ def _transformers(setting: Setting, compiled: bool) -> Callable[[], tuple[float,
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     index_BS, num_targets = rows.bounds.index_BS, rows.num_targets
     seq_len = index_BS.shape[1]
+    in_bfloat16 = setting.execution.compute_dtype == "bfloat16"
 
     def once() -> tuple[float, float]:
         causal_SS = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()
         mask_B1SS = ((index_BS[:, :, None] == index_BS[:, None, :]) & causal_SS)[:, None]
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16):
             loss = run(
                 input_ids=rows.tokens_BS,
                 attention_mask=mask_B1SS,
