@@ -48,8 +48,8 @@ def load() -> ctypes.CDLL | None:
         compiler = _compiler()
         if compiler is None:
             logger.warning(
-                "no C++ compiler found (install g++): INT8 on this CPU runs by float32 GEMMs and torch's own "
-                "operations, several times slower"
+                "no C++ compiler found (install g++): INT8 on this CPU runs on torch's own operations, "
+                "several times slower"
             )
             return None
         without = INSTRUCTION_SETS.get(os.environ.get("LPTUNE_KERNELS", ""), ())
