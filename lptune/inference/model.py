@@ -19,6 +19,7 @@ from lptune.checkpoint import Trained, read_trained
 from lptune.config import PrecisionConfig, UserError
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
+from lptune.kernels import emulated_bfloat16
 from lptune.models import Decoder, DecoderConfig, activate_attention
 
 
@@ -54,6 +55,8 @@ class OpenedModel:
     ) -> LoadedModel:
         """Reads the weights. The arguments are those of `load_model`."""
         dtype: torch.dtype = getattr(torch, compute_dtype)
+        if (emulated := emulated_bfloat16(compute_dtype, world.device)) is not None:
+            world.print(f"note: {emulated}")
         model = self.trained.base.build_on_meta().to(dtype)
         plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
         activate_attention(world.device)

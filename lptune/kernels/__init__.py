@@ -7,6 +7,7 @@ executed GEMMs (`record_gemms`) is kept inside the ops and nowhere else.
 from lptune.kernels.backend import backend_text, choose_backend, k_major, requested_backend, type_of
 from lptune.kernels.block_mm import block_scaled_mm
 from lptune.kernels.by_amax import block_amaxes, quantize_by_amax
+from lptune.kernels.cpu_gemms import emulated_bfloat16
 from lptune.kernels.delayed import (
     OPERANDS,
     WEIGHT,
@@ -84,6 +85,7 @@ __all__ = [
     "expect_gather",
     "gathered_bytes",
     "k_major",
+    "emulated_bfloat16",
     "handle_of_part",
     "layer_handle",
     "not_recorded",

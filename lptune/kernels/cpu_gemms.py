@@ -30,9 +30,11 @@ logger = logging.getLogger(__name__)
 
 _SIZE = 512
 _ROUNDS = 4
+_CLEARLY_SLOWER = 1.3
+"""Below it a timing may err, and bfloat16 halves the memory traffic."""
 _ONEDNN_NEEDS = {"avx512_vnni", "avx_vnni", "amx_int8"}
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one is ARM's
-_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Variables that take instruction sets from torch's GEMMs."""
 
 
@@ -51,7 +53,7 @@ def fastest_int8_gemm() -> str:
     """The backend of INT8 GEMMs that is fastest on this CPU: native, torch or float32."""
     if native.instruction_set() == "amx":
         return "native"  # oneDNN's is no faster, and its scales need a second pass over memory
-    seconds = {name: each for name, each in _seconds().items() if name in ("native", "torch", "float32")}
+    seconds = {name: each for name, each in gemm_seconds().items() if name in ("native", "torch", "float32")}
     if "native" in seconds:
         seconds["native"] *= 0.9  # what is timed fits the caches, where a second pass for the scales is cheap
     return min(seconds, key=seconds.__getitem__)
@@ -62,10 +64,21 @@ def bfloat16_slowdown() -> float | None:
     """The time of a bfloat16 GEMM in that of a float32 GEMM, on a CPU that has no instructions for bfloat16;
     None on others.
     """
-    if cpu_flags() & _BFLOAT16 and not any(map(os.environ.get, _LIMITS)):
+    if cpu_flags() & _BFLOAT16 and not any(map(os.environ.get, LIMITS)):
         return None
-    seconds = _seconds()
+    seconds = gemm_seconds()
     return seconds["bfloat16 matmul"] / seconds["float32 matmul"]
+
+
+def emulated_bfloat16(compute_dtype: str, device: torch.device) -> str | None:
+    """A note for people whose CPU emulates the compute dtype and has a faster one; None for all others."""
+    slowdown = bfloat16_slowdown() if (compute_dtype, device.type) == ("bfloat16", "cpu") else None
+    if slowdown is None or slowdown < _CLEARLY_SLOWER:
+        return None
+    return (
+        f"this CPU emulates bfloat16, and its float32 GEMMs are {slowdown:.1f}x as fast; "
+        "compute_dtype=float32 uses them"
+    )
 
 
 @functools.cache
@@ -108,11 +121,11 @@ def _gemms() -> dict[str, Callable[[], object]]:
 
 
 @functools.cache
-def _seconds() -> dict[str, float]:
+def gemm_seconds() -> dict[str, float]:
     """Name of each GEMM of `_gemms` -> seconds of its fastest call, kept from process to process."""
     processor = cpuinfo().get("model name", platform.machine())
     parts = (processor, sorted(cpu_flags()), torch.__version__, native.instruction_set(), _SIZE)
-    identity = repr((parts, [os.environ.get(name) for name in _LIMITS]))
+    identity = repr((parts, [os.environ.get(name) for name in LIMITS]))
     path = cache.folder() / f"gemms-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, AttributeError, TypeError):  # missing, damaged or of another form
         kept = json.loads(cache.read(path) or b"{}").get("seconds", {})
@@ -120,14 +133,14 @@ def _seconds() -> dict[str, float]:
             return {str(name): float(each) for name, each in kept.items()}
     # In a thread of its own the caller's modes do not count: fake tensors, a default device, inference.
     with ThreadPoolExecutor(1) as pool:
-        seconds = pool.submit(_measured, torch.get_num_threads()).result()
+        seconds = pool.submit(time_gemms, torch.get_num_threads()).result()
     with suppress(OSError):
         cache.write(path, json.dumps({"processor": processor, "seconds": seconds}, indent=1).encode())
     logger.info("GEMMs of %s timed: %s", processor, seconds)
     return seconds
 
 
-def _measured(num_threads: int) -> dict[str, float]:
+def time_gemms(num_threads: int) -> dict[str, float]:
     """The GEMMs take turns, so that other load meets all of them, and the fastest call of each counts. One
     thread: several that share a core with another program wait for each other longer than any GEMM takes.
     """

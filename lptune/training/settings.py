@@ -8,14 +8,12 @@ import torch
 from lptune.config import PRECISION_KINDS, RunConfig, check_batches
 from lptune.data import Loader
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
-from lptune.kernels import cpu_gemms
+from lptune.kernels import emulated_bfloat16
 from lptune.linear import LowPrecision, Plan
 from lptune.models import Decoder
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
-_CLEARLY_SLOWER = 1.3
-"""Below it, a timing of some ms may err, and half of the memory traffic is worth more."""
 
 if TYPE_CHECKING:
     from lptune.training.shadow import LossOf, RunFiles
@@ -101,13 +99,6 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 
-def _bfloat16_slowdown(cfg: RunConfig, world: World) -> float:
-    """How many times as fast as bfloat16 GEMMs float32 GEMMs are on a CPU that emulates bfloat16; else 1."""
-    if world.device.type != "cpu" or cfg.compute_dtype != "bfloat16":
-        return 1.0
-    return cpu_gemms.bfloat16_slowdown() or 1.0
-
-
 def _notes(model: Decoder, cfg: RunConfig, world: World, num_steps: int) -> list[str]:
     """Notes on what is legal and rarely meant. A day of training may depend on each."""
     notes, most = [], model.config.max_position_embeddings
@@ -122,11 +113,8 @@ def _notes(model: Decoder, cfg: RunConfig, world: World, num_steps: int) -> list
             f"this run has {steps} in all: num_epochs={cfg.num_epochs} in batches of {cfg.global_batch_size} "
             "rows; lower global_batch_size or raise num_epochs for more"
         )
-    if (slowdown := _bfloat16_slowdown(cfg, world)) >= _CLEARLY_SLOWER:
-        notes.append(
-            f"this CPU has no bfloat16 instructions, and float32 GEMMs are {slowdown:.1f}x as fast; "
-            "compute_dtype=float32 uses them"
-        )
+    if (emulated := emulated_bfloat16(cfg.compute_dtype, world.device)) is not None:
+        notes.append(emulated)
     if cfg.precision.is_none:
         notes.append(
             f"precision.kind=none trains in {cfg.compute_dtype}; `lptune advise` tells what 8 bits would gain"
