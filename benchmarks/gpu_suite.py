@@ -1,34 +1,44 @@
-"""Runs all measurements that need a GPU, in three calls of at most nine minutes, or one part at a time.
+"""Runs all measurements that need a GPU, in calls of at most nine minutes, or one part at a time.
 
-    python benchmarks/gpu_suite.py --call 1|2|3 [--out FOLDER] [--work FOLDER] [--small] …
+    python benchmarks/gpu_suite.py --call 1|2|3|4 [--out FOLDER] [--work FOLDER] [--small] …
     python benchmarks/gpu_suite.py --part NAME …
 
-    call 1   tests      the tests marked gpu
-             kernels    GEMMs and quantizers against their rooflines, ours and torch's     kernels.py
-             linear     a linear layer in every kind, beside torchao's                     linear.py
-    call 2   3b         training steps of Llama 3.2 3B, beside torchao's; two profiles     steps.py
-             1b         the same of 1B
-    call 3   quality    300 steps in bf16, INT8 and float8: held-out losses                training.py
-             8b         8B on one GPU, memory beside its plan                              steps.py
-             variants   3B with trial settings (LPTUNE_TRY, keys)                          steps.py
-             block      a decoder block in every kind, beside torchao's                    linear.py
-             crossover  layer sizes from which a kind is faster than bf16                  crossover.py
-    apart    fsdp       one rank with and without FSDP2                                    fsdp.py
+    call 1   first      three ops against the reference, GEMMs with clocks, quantizers    first.py
+             first_3b   six steps of Llama 3.2 3B in bf16 and INT8, each with a profile   steps.py
+             tests      the tests marked gpu
+    call 2   3b         training steps of 3B, ours and then torchao's                     steps.py
+    call 3   kernels    GEMMs and quantizers against their rooflines, ours and torch's    kernels.py
+             8b         8B on one GPU, memory beside its plan                             steps.py
+             quality    300 steps in bf16, INT8 and float8: held-out losses               training.py
+             variants   3B with trial settings (LPTUNE_TRY, keys)                         steps.py
+    call 4   linear     a linear layer in three kinds, then torchao's                     linear.py
+             1b         training steps of 1B                                              steps.py
+             block      a decoder block in every kind, then torchao's                     linear.py
+             crossover  layer sizes from which a kind is faster than bf16                 crossover.py
+             fsdp       one rank with and without FSDP2                                   fsdp.py
 
-The most important parts come first in each call. OUT/call-N.json gets the results of every part as they come,
-OUT/call-N.txt the output with its tables, so an interrupted call keeps what was measured. No network,
-checkpoint or data is needed; --checkpoint and --data give `quality` real ones. --wheels FOLDER installs the
-wheels of that folder first, for this run only. --small (the default without a GPU) runs the same commands
-with sizes that a CPU can finish.
+The most important parts come first. It begins with what is missing on this machine. A part that cannot run
+for that, and a label whose planned peak the card's memory cannot hold, are named and not run (exit code 2
+for the first).
+
+OUT/call-N.jsonl gets each row as soon as it is measured, OUT/call-N.json the results of every part within
+half a second, OUT/call-N.txt the output with its tables. So whatever kills a call, at any moment, what was
+measured is there. No network, checkpoint or data is needed; --checkpoint and --data give `quality` real ones.
+--wheels FOLDER installs the wheels of that folder first, for this run only. --small (the default without a
+GPU) runs the same commands with sizes that a CPU can finish.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -36,43 +46,48 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planned import RESERVE_GIB, fits, peak_gib, settings  # benchmarks/planned.py
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CALLS = {
-    1: ("tests", "kernels", "linear"),
-    2: ("3b", "1b"),
-    3: ("quality", "8b", "variants", "block", "crossover"),
+    1: ("first", "first_3b", "tests"),
+    2: ("3b",),
+    3: ("kernels", "8b", "quality", "variants"),
+    4: ("linear", "1b", "block", "crossover", "fsdp"),
 }
 LIMITS_S = {
+    "first": 120,
+    "first_3b": 180,
     "tests": 240,
-    "kernels": 200,
-    "linear": 200,
-    "3b": 400,
-    "1b": 400,
+    "3b": 540,
+    "kernels": 130,
+    "8b": 190,
     "quality": 110,
-    "8b": 210,
     "variants": 300,
-    "block": 150,
-    "crossover": 540,
-    "fsdp": 300,
+    "linear": 150,
+    "1b": 180,
+    "block": 80,
+    "crossover": 120,
+    "fsdp": 120,
 }
 """Each is also cut at what the call has left."""
-LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
-VARIANTS = (
-    "int8_rowcol",
-    "int8_rowcol + large_loss_chunks",
-    # cuDNN attention needs rows of one document, so its baseline is not packed either.
-    "int8_rowcol + data.packing=false",
-    "int8_rowcol + data.packing=false + cudnn_attention",
-    "float8_rowwise",
-    "float8_rowwise + cublaslt_rowwise",
-    "int8_rowcol + grouped_varlen",
-    "int8_rowcol + deterministic=true",
-    "int8_rowcol + parallel.reshard_after_forward=true",
-    "float8_blockwise",
-    "float8_blockwise + cublaslt_blocks",
-)
+STEPS = ("first_3b", "3b", "8b", "variants", "1b")
+"""Parts that steps.py runs, whose labels need memory that is planned."""
 SMALL_STEPS = ["--preset", "llama3_2/tiny", "--override", "data.seq_len=64", "--override", "compile=none"]
+KINDS = ("int8_rowcol", "float8_rowwise", "float8_tensorwise")
+NEEDS: dict[str, tuple[str, str, str | None]] = {
+    **{name: (name, "", None) for name in ("torch", "numpy", "omegaconf", "safetensors", "tokenizers")},
+    **{name: (name, "", None) for name in ("huggingface_hub", "jinja2", "click", "tqdm")},
+    "yaml": ("PyYAML", "", None),
+    **{name: (name, "tests", None) for name in ("pytest", "pluggy", "iniconfig", "pygments", "packaging")},
+    "hypothesis": ("hypothesis", "tests", "leaves out the files that import it"),
+    "sortedcontainers": ("sortedcontainers", "tests", "leaves out the files that import hypothesis"),
+    "xdist": ("pytest-xdist", "tests", "runs one test at a time, and may not finish"),
+    "execnet": ("execnet", "tests", "runs one test at a time, and may not finish"),
+    "torchao": ("torchao", "3b 1b linear block", "has no rows of torchao"),
+}
+"""Module -> (wheel, parts that need it, what they do without it). No part: all; None: they do not run."""
 
 
 class Part(NamedTuple):
@@ -92,19 +107,22 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
 
     if name == "tests":
         return _tests(args, json_file)
+    if name == "first":
+        return script("first.py", *(["--shape", "256", "128", "192"] if small else []))
     if name == "kernels":
-        return script("kernels.py", *(["--shape", "256", "256", "256"] if small else []))
+        return script("kernels.py", *(["--shape", "256", "256", "256"] if small else []), *until)
     if name == "linear":
-        sizes = ["--shape", "64", "64", "64", "--kind", "int8_rowcol"] if small else ["--rounds", "5"]
-        return script("linear.py", "--mode", "compiled", *sizes)
+        sizes = ["--shape", "64", "64", "64"] if small else ["--rounds", "5"]
+        kinds = KINDS[:1] if small else KINDS
+        return script("linear.py", "--mode", "compiled", *sizes, *_each("--kind", kinds), *until)
     if name == "block":
         tiny = ["llama3_2/tiny", "--tokens", "64", "--kind", "int8_rowcol", "--rounds", "2"]
-        return script("linear.py", "--mode", "compiled", "--block", *(tiny if small else ["llama3_2/3b"]))
+        sizes = tiny if small else ["llama3_2/3b"]
+        return script("linear.py", "--mode", "compiled", "--block", *sizes, *until)
     if name == "crossover":
         if small:
             return script("crossover.py", "--sizes", "64", "--kind", "int8_rowcol", "--dry-run", *until)
-        kinds = ["--kind", "int8_rowcol", "--kind", "float8_rowwise"]
-        return script("crossover.py", *kinds, "--rounds", "3", "--dry-run", *until)
+        return script("crossover.py", *_each("--kind", KINDS[:2]), "--rounds", "3", "--dry-run", *until)
     if name == "fsdp":
         tiny = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
         return script("fsdp.py", "--profile", *(tiny if small else []))
@@ -112,39 +130,79 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
         # Autotuning would take longer than these small steps.
         made = script("training.py", *_quality(args), "--out", str(work / "quality"), *until)
         return made._replace(environment={"LPTUNE_AUTOTUNE": "0"})
-    labels: Sequence[str] = {"8b": LABELS_8B, "variants": VARIANTS}.get(name, ())
+    setting, labels = settings(name, args.card_gib)
     options = ["--work", str(work / "steps"), *until]
     if small:
-        labels = labels[:2] or ("none", "int8_rowcol", "torchao int8_rowcol")
-        options += [*SMALL_STEPS, "--profile", "int8_rowcol"]
+        labels = [*labels[:2], *(["torchao int8_rowcol"] if name == "3b" and not missing("3b") else [])]
+        options += SMALL_STEPS
     else:
-        options += ["--preset", {"8b": "llama3_1/8b", "1b": "llama3_2/1b"}.get(name, "llama3_2/3b")]
-        if name == "3b":
-            options += ["--profile", "none", "--profile", "int8_rowcol"]
-        if name == "8b":  # only the labels that fit into memory
-            options += ["--override", "activation_checkpointing=full"]
-            options += ["--override", "parallel.reshard_after_forward=true"]
-    return script("steps.py", *options, *(word for label in labels for word in ("--label", label)))
+        labels = [label for label in labels if fits(setting, label, args.card_gib)]
+        options += ["--preset", setting.preset, *_each("--override", setting.overrides)]
+    if name == "first_3b":
+        options += ["--timed", "2", *_each("--profile", labels)]
+    return script("steps.py", *options, *_each("--label", labels))
+
+
+def _each(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
+
+
+def missing(part: str | None = None) -> list[str]:
+    """The modules of NEEDS that are not installed here, all or those that `part` needs."""
+
+    def needed(module: str) -> bool:
+        parts = NEEDS[module][1]
+        return part is None or not parts or part in parts.split()
+
+    return [each for each in NEEDS if needed(each) and importlib.util.find_spec(each) is None]
+
+
+def lacks() -> Iterator[str]:
+    """A line for each package that this machine lacks, and for what it needs to compile."""
+    for module in missing():
+        wheel, parts, without = NEEDS[module]
+        effect = f"{parts or 'every part'} {without or 'cannot run'}"
+        yield f"missing: {wheel}; {effect} until its wheel is in --wheels"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        yield "missing: a C compiler, without which Triton starts no kernel; install gcc"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        yield f"missing: {header}, without which Triton starts no kernel; install the headers of this Python"
+
+
+def why_not(name: str, args: argparse.Namespace) -> str | None:
+    """Why a part cannot run on this machine; None if it can."""
+    stopped_by = [NEEDS[module][0] for module in missing(name) if NEEDS[module][2] is None]
+    if stopped_by:
+        return f"missing: {', '.join(stopped_by)}"
+    if not args.small and name in STEPS:
+        setting, labels = settings(name, args.card_gib)
+        if not any(fits(setting, label, args.card_gib) for label in labels):
+            return "no label fits the card's memory"
+    return None
+
+
+def unfit(name: str, card_gib: float) -> Iterator[str]:
+    """A line for each label of a part whose planned peak the card cannot hold."""
+    setting, labels = settings(name, card_gib)
+    for label in labels:
+        if not fits(setting, label, card_gib):
+            planned = f"planned are {peak_gib(setting, label)} GiB and {RESERVE_GIB} in reserve"
+            yield f"{name}, {label}: not run, {planned}, and the card has {card_gib:.1f}"
 
 
 def _tests(args: argparse.Namespace, json_file: Path) -> Part:
     # Only files with GPU tests, because each worker collects all files that it gets.
-    files = [
-        str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()
-    ]
-    options = [
-        "-q",
-        "-m",
-        "gpu",
-        "-W",
-        "default",
-        "--continue-on-collection-errors",
-        "-p",
-        "no:cacheprovider",
-    ]
-    options += ["-p", "pytest_results", "-p", "no:benchmark"]
-    environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0"}
-    if importlib.util.find_spec("xdist") is not None:
+    texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = [str(path) for path, text in texts.items() if "mark.gpu" in text]
+    lacking, imports = missing("tests"), re.compile("^(from|import) hypothesis", re.MULTILINE)
+    if {"hypothesis", "sortedcontainers"} & set(lacking):
+        files = [file for file in files if not imports.search(texts[Path(file)])]
+    options = ["-q", "-m", "gpu", "-W", "default", "--continue-on-collection-errors"]
+    options += ["-p", "no:cacheprovider", "-p", "pytest_results", "-p", "no:benchmark"]
+    # One thread each: the workers of xdist are threads enough, and the server that tests fork needs it.
+    environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0", "OMP_NUM_THREADS": "1"}
+    if not {"xdist", "execnet"} & set(lacking):
         options += ["-n", "2" if args.small else "8"]
     if args.small:  # only the tests of the recipe also run on a CPU
         files = [str(ROOT / "tests" / "recipes" / "test_on_gpu.py")]
@@ -171,8 +229,8 @@ class Call:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         """Renames files of an earlier call with the same name."""
-        self.json_file, self.log = args.out / f"{name}.json", args.out / f"{name}.txt"
-        _keep_earlier(self.json_file, self.log)
+        self.json_file, self.rows, self.log = (args.out / f"{name}.{end}" for end in ("json", "jsonl", "txt"))
+        _keep_earlier(self.json_file, self.rows, self.log)
         self.content: dict[str, Any] = {"complete": False, "parts": {}}
         self._args, self._lock = args, threading.Lock()
         self._log_file = self.log.open("w", encoding="utf-8")
@@ -191,6 +249,7 @@ class Call:
         json_file.unlink(missing_ok=True)
         # A part normally ends by itself and says what is missing. The limit is for a part that hangs.
         command, more = part(name, self._args, json_file, max(limit_s - 15, 5) / 60)
+        more = more | {"BENCHMARK_ROWS": str(self.rows), "BENCHMARK_PART": name}
         self.say(f"\n=== {name}, at most {limit_s:.0f} s: {' '.join(command[1:])}")
         started = time.monotonic()
         entry = self.content["parts"][name] = {"exit": None, "limit_s": limit_s, "results": None}
@@ -229,14 +288,28 @@ class Call:
         self.say(f"=== {name}: exit {entry['exit']} after {seconds:.0f} s")
         return int(entry["exit"])
 
+    def skip(self, name: str, why: str) -> None:
+        """Says and writes why a part is not run."""
+        self.say(f"\n=== {name}: not run, {why}")
+        self.content["parts"][name] = {
+            "exit": None,
+            "limit_s": 0,
+            "seconds": 0,
+            "results": None,
+            "not_run": why,
+        }
+        self._write()
+
     def finish(self) -> None:
         """Writes the end of the call, after all parts were run."""
         self.content["complete"] = True
         self._write()
         for name, entry in self.content["parts"].items():
-            self.say(
-                f"{name:<10} exit {entry['exit']}, {entry['seconds']:.0f} s of at most {entry['limit_s']:.0f}"
-            )
+            if "not_run" in entry:
+                self.say(f"{name:<10} not run: {entry['not_run']}")
+                continue
+            seconds, limit_s = entry["seconds"], entry["limit_s"]
+            self.say(f"{name:<10} exit {entry['exit']}, {seconds:.0f} s of at most {limit_s:.0f}")
         self.say(f"results: {self.json_file}, output: {self.log}")
         self._log_file.close()
 
@@ -315,7 +388,8 @@ def _group_lives(group: int) -> bool:
 
 def _environment(args: argparse.Namespace, more: dict[str, str]) -> dict[str, str]:
     paths = [str(ROOT), str(HERE), str(args.work / "site"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"} | more
+    of_all = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    return os.environ | of_all | more
 
 
 def _install(args: argparse.Namespace) -> None:
@@ -352,25 +426,48 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     if args.wheels:
         _install(args)
-    args.small = args.small or not _has_gpu()
+    sys.path.insert(0, str(args.work / "site"))
+    importlib.invalidate_caches()
     names = CALLS[args.call] if args.call else (args.part,)
     call = Call(f"call-{args.call}" if args.call else args.part, args)
+    for line in lacks():
+        call.say(line)
+    args.card_gib = card_gib()
+    if args.card_gib:
+        call.say(f"the card has {args.card_gib:.1f} GiB")
+    else:
+        args.small = True
+        call.say("no GPU: the small form, whose times say nothing")
     codes = []
     for name in names:
+        if name in STEPS and not args.small:
+            for line in unfit(name, args.card_gib):
+                call.say(line)
+        why = why_not(name, args)
+        if why is not None:
+            call.skip(name, why)
+            codes.append(2 * ("missing" in why))
+            continue
         left_s = 60 * args.minutes - (time.monotonic() - started) - 10  # to end, and to write
         if left_s < 20:
-            call.say(f"=== {name}: not run, the call's time is over")
-            call.content["parts"][name] = {"exit": None, "limit_s": 0, "seconds": 0, "results": None}
+            call.skip(name, "the call's time is over")
             continue
         codes.append(call.run(name, min(left_s, LIMITS_S[name])))
     call.finish()
     return next((code for code in codes if code), 0)
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+def card_gib() -> float:
+    """The memory of the GPU in GiB, 0 without one. A process of its own asks, since whoever asks keeps half a
+    GiB of it for the CUDA context.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return 0.0
+    code = (
+        "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1].replace("False", "0")) / 2**30
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Shared code of the benchmarks: results that survive a kill, device times, compilation without fall-back.
 
 A benchmark on a borrowed GPU is often interrupted. `Results` rewrites its whole JSON file after every row, so
-that no measured row is lost. The key "complete" says whether the benchmark finished.
+that no measured row is lost. The key "complete" says whether the benchmark finished. gpu_suite.py names one
+more file for all its parts, BENCHMARK_ROWS, to which each row is appended.
 """
 
 import argparse
@@ -83,6 +84,11 @@ class Results:
             if isinstance(value, float) and not math.isfinite(value):
                 row[key] = None
         self.rows.append(row)
+        rows_file = os.environ.get("BENCHMARK_ROWS")
+        if rows_file:
+            line = json.dumps({"part": os.environ.get("BENCHMARK_PART"), **row}) + "\n"
+            with open(rows_file, "ab", buffering=0) as file:  # one write: a kill leaves no half of a line
+                file.write(line.encode())
         self._write()
         return row
 
@@ -130,8 +136,9 @@ def strict_compilation(recompilations: int = 8) -> None:
     config.suppress_errors = False
 
 
-def median_ms(calls: Sequence[Callable[[], object]]) -> float:
-    """The device's median milliseconds for one of `calls`, which do the same with different inputs.
+def median_ms(calls: Sequence[Callable[[], object]], batch_ms: float = 10) -> float:
+    """The device's median milliseconds for one of `calls`, which do the same with different inputs: of five
+    batches that take about `batch_ms` each.
 
     The calls take turns, so that the cache does not contain the next call's input. On CUDA they are recorded
     as a graph, because launching a short kernel takes longer than running it.
@@ -162,7 +169,7 @@ def median_ms(calls: Sequence[Callable[[], object]]) -> float:
         return start.elapsed_time(end) / num_replays
 
     replays_ms(1)
-    num_replays = max(2, int(10 / max(replays_ms(2), 1e-3)))  # about 10 ms
+    num_replays = max(2, int(batch_ms / max(replays_ms(2), 1e-3)))
     return statistics.median(replays_ms(num_replays) for _ in range(5)) / len(calls)
 
 

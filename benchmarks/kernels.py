@@ -4,7 +4,8 @@
 
 Each GEMM gets operands from our quantizers, in the layouts that layers use: `output` (x, W.T), `grad_input`
 (g, W), `grad_weight` (g.T, x). torch's calls (cuBLASLt, CUTLASS) are timed beside lptune's kernel, to decide
-between them (LPTUNE_TRY, docs/gpu.md). There are two rooflines: the peak of the data sheet, and twice the
+between them (LPTUNE_TRY, docs/gpu.md); its INT8 GEMM, which returns int32 without scales, bare and with one
+compiled pass over the result. There are two rooflines: the peak of the data sheet, and twice the
 speed of a bfloat16 GEMM of the same shape on this device. On CUDA, a table of all configurations of our
 kernel follows.
 
@@ -12,13 +13,15 @@ The bandwidth of a quantizer counts every byte once: the input that it reads and
 is compared with a copy of as many bytes. Inputs take turns, so that the cache helps no more than in training.
 """
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from harness import Results, device_name, device_type, median_ms, parser
+from harness import Results, device_name, device_type, median_ms, parser, strict_compilation
 
 from lptune import kernels
 from lptune.config import UserError
@@ -90,7 +93,25 @@ def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]
 
 
 def _mm(a: Any, b: Any, scale_a: Any, scale_b: Any, gemm: int, operation: str) -> tuple[Call, str]:
-    return lambda: kernels.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, _LAYER, gemm), operation
+    call = functools.partial(kernels.scaled_mm, a, b, scale_a, scale_b, torch.bfloat16, _LAYER, gemm)
+    return call, operation
+
+
+def int_mm_calls(a: Any, b: Any, scale_a: Any, scale_b: Any) -> dict[str, Call]:
+    """torch's INT8 GEMM: its int32 result, and that with its scales applied in one compiled pass."""
+    scales = [each for each in (scale_a, scale_b) if each is not None]
+    return {
+        "_int_mm": lambda: torch._int_mm(a, b),
+        "_int_mm + scales": lambda: _apply_scales(torch._int_mm(a, b), scales),
+    }
+
+
+@torch.compile(dynamic=False, fullgraph=True)
+def _apply_scales(acc_MN: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
+    scaled = acc_MN.to(torch.float32)
+    for scale in scales:
+        scaled = scaled * scale
+    return scaled.to(torch.bfloat16)
 
 
 def _block_gemms(x: Any, w: Any, g: Any, transposed: bool) -> dict[str, tuple[Call, str]]:
@@ -126,22 +147,28 @@ def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
         peak = device.peak(kind.split()[0]) if device else None
         sets = [gemms(kind, shape) for _ in range(INPUT_SETS)]
         for gemm, (_, operation) in sets[0].items():
-            for name in (None, "torch"):
-                with backend(name):
-                    try:
-                        runs_by = choose_backend(operation, device_type())
-                    except UserError:
-                        continue
-                    if name is not None and (runs_by != name or runs_by == results.rows[-1].get("backend")):
-                        continue  # it has no such backend, or that is lptune's choice already
-                    ms = median_ms([each[gemm][0] for each in sets])
+            ours = choose_backend(operation, device_type())
+            ways = {ours: [each[gemm][0] for each in sets]}
+            if kind == "int8":
+                for name in ("_int_mm", "_int_mm + scales"):
+                    ways[name] = [int_mm_calls(*each[gemm][0].args[:4])[name] for each in sets]  # type: ignore[attr-defined]
+            elif _torch_has(operation):
+                ways["torch"] = ways[ours]
+            for name, calls in ways.items():
+                try:
+                    with backend("torch" if name == "torch" else None):
+                        ms = median_ms(calls)
+                except Exception as error:
+                    results.add(shape=shape, format=kind, gemm=gemm, backend=name, failed=str(error)[:300])
+                    print(f"  {kind:<12} {gemm:<12}{name:<18}failed: {str(error)[:80]}", flush=True)
+                    continue
                 rate = flops / (1e-3 * ms)
                 results.add(
                     shape=shape,
                     format=kind,
                     gemm=gemm,
-                    backend=runs_by,
-                    chosen=name is None,
+                    backend=name,
+                    chosen=name == ours,
                     ms=ms,
                     flops_per_s=rate,
                     of_peak=rate / peak if peak else None,
@@ -149,10 +176,18 @@ def time_gemms(shape: tuple[int, int, int], results: Results) -> None:
                 )
                 of_peak = f"  {rate / peak:6.1%} of peak" if peak else ""
                 print(
-                    f"  {kind:<12} {gemm:<12}{runs_by:<10}{rate / 1e12:9.1f} TFLOP/s"
+                    f"  {kind:<12} {gemm:<12}{name:<18}{rate / 1e12:9.1f} TFLOP/s"
                     f"  {rate / bf16:5.2f}x of bf16  {rate / (2 * bf16):6.1%} of twice that{of_peak}",
                     flush=True,
                 )
+
+
+def _torch_has(operation: str) -> bool:
+    try:
+        with backend("torch"):
+            return choose_backend(operation, device_type()) == "torch"
+    except UserError:
+        return False
 
 
 def time_configs(shape: tuple[int, int, int], results: Results) -> None:
@@ -218,13 +253,15 @@ def quantizers(fmt: str, x: torch.Tensor) -> dict[str, tuple[Call, int]]:
     return made
 
 
-def time_quantizers(shape: tuple[int, int], results: Results) -> None:
+def time_quantizers(
+    shape: tuple[int, int], results: Results, formats: Sequence[str] = ("int8", "e4m3")
+) -> None:
     """Times every quantizer of matrices of this shape."""
     m, k = shape
     inputs = [random(m, k) for _ in range(INPUT_SETS)]
     print(f"\n{m} x {k}: quantizers")
     copies: dict[int, float] = {}
-    for fmt in ("int8", "e4m3"):
+    for fmt in formats:
         sets = [quantizers(fmt, x) for x in inputs]
         for what, (_, num_bytes) in sets[0].items():
             if num_bytes not in copies:
@@ -254,13 +291,19 @@ def main() -> None:
     arguments.add_argument(
         "--skip-configs", action="store_true", help="leave the table of configurations out"
     )
+    arguments.add_argument("--minutes", type=float, default=60.0, help="begin no further shape after them")
     args = arguments.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
     on_gpu = device_type() == "cuda"
     shapes = [tuple(s) for s in args.shape] if args.shape else GPU_SHAPES if on_gpu else CPU_SHAPES
+    strict_compilation(3 * len(shapes))  # `_apply_scales` of each shape and GEMM
     with Results(args.json) as results:
         print(f"torch {torch.__version__}, {device_name()}")
         # The first shape is the most important one, so all its tables come before the other shapes.
         for i, shape in enumerate(shapes):
+            if time.monotonic() > deadline:
+                print(f"not run, the time was over: {' x '.join(map(str, shape))}")
+                continue
             time_gemms(shape, results)
             time_quantizers(shape[:2], results)
             if i == 0 and on_gpu and not args.skip_configs:

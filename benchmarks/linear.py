@@ -3,18 +3,21 @@
     python benchmarks/linear.py [--threads N] [--shape T K N]... [--kind KIND]... [--mode eager|compiled]...
     python benchmarks/linear.py --block llama3_2/3b [--tokens T] [--kind KIND]... [--mode eager|compiled]...
 
-Prints milliseconds and the ratio to bf16 in the same rounds. bf16, lptune's layer and torchao's layer take
-turns in several rounds, and the fastest round counts, because other load can only add time. torchao's layer
-is included if torchao is installed and has the kind. Runs on a GPU if there is one, else on the CPU. A kind
-without an 8-bit GEMM on this device is emulated and marked; its time says nothing about the kind. A kind that
-fails is named, and the other kinds are still measured.
+Prints milliseconds and the ratio to bf16 in the same rounds: bf16 and a layer take turns in several rounds,
+and the fastest round counts, because other load can only add time. First lptune's layers, of all shapes; then
+torchao's, if torchao is installed and has the kind; its INT8 last, because it measures its 27 configurations
+one after the other for each shape. Runs on a GPU if there is one, else on the CPU. A kind without an 8-bit
+GEMM on this device is emulated and marked; its time says nothing about the kind. A kind that fails is named,
+and the other kinds are still measured.
 
 bf16 and lptune's layer are compiled as one graph, or fail. torchao's graph may break; breaks are counted.
 """
 
+import importlib.util
 import platform
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,13 @@ from lptune.models.attention import make_visibilities
 CPU_SHAPES = [(2048, 2048, 2048), (2048, 2048, 5632)]
 GPU_SHAPES = [(8192, 4096, 14336), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 1024)]
 ROUNDS = 9
+TORCHAO_KINDS = {
+    "int8_rowcol": "",
+    "float8_tensorwise": "tensorwise",
+    "float8_rowwise": "rowwise",
+    "float8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
+}
+"""The kinds that torchao has, and its names of the float8 recipes."""
 
 Shape = tuple[int, int, int]
 Once = Callable[[], None]
@@ -59,11 +69,7 @@ def convert_to_torchao(kind: str, module: nn.Module) -> str | None:
             # Since torchao 0.15, without module_swap this call changes nothing.
             quantize_(module, Int8MixedPrecisionTrainingConfig(module_swap=True))
             return "torchao int8_rowcol"
-        recipe = {
-            "float8_tensorwise": "tensorwise",
-            "float8_rowwise": "rowwise",
-            "float8_rowwise_with_gw_hp": "rowwise_with_gw_hp",
-        }.get(kind)
+        recipe = TORCHAO_KINDS.get(kind)
         if recipe is None or not _has_float8():
             return None
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -162,32 +168,42 @@ def torchao_step(build: Build, kind: str) -> tuple[str, Once] | None:
     return None if label is None else (label, step(module, fullgraph=False))
 
 
-def compare(build: Build, what: str, mode: str, kinds: list[str], rounds: int, results: Results) -> None:
-    """Times each kind beside bf16, one kind at a time, so that an interruption loses only later kinds."""
+def compare(
+    build: Build,
+    what: str,
+    mode: str,
+    whose: str,
+    kinds: Sequence[str],
+    rounds: int,
+    deadline: float,
+    results: Results,
+) -> None:
+    """Times each kind of lptune's or of torchao's layers beside bf16; begins with none after `deadline`."""
     torch._dynamo.reset()
     bf16 = bf16_step(build)
-    print(f"\n{what}, {mode}: ms per forward + backward", flush=True)
+    make = {"lptune": our_step, "torchao": torchao_step}[whose]
+    print(f"\n{what}, {mode}: ms per forward + backward, {whose}", flush=True)
     for kind in kinds:
-        timed, row = {"none": bf16}, {"what": what, "mode": mode, "kind": kind}
-        breaks = torch._dynamo.utils.counters["graph_break"]
-        for whose, make in (("lptune", our_step), ("torchao", torchao_step)):
-            breaks.clear()
-            try:
-                made = make(build, kind)
-            except Exception as error:
-                message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                results.add(**row, label=f"{whose} {kind}", failed=message[:500])
-                print(f"  {f'{whose} {kind}':<38}failed: {message[:120]}", flush=True)
-                continue
-            if made is not None:
-                label, once = made
-                timed[f"{label}, {breaks.total()} graph breaks" if breaks.total() else label] = once
-        times = fastest_ms(timed, rounds)
-        for label, ms in times.items():
-            ratio = times["none"] / ms
-            results.add(**row, label=label, ms=ms, ratio=ratio)
-            if label != "none":
-                print(f"  {label:<38}{ms:10.2f}  {ratio:6.2f}x of bf16 ({times['none']:.2f})", flush=True)
+        row, breaks = {"what": what, "mode": mode, "kind": kind}, torch._dynamo.utils.counters["graph_break"]
+        breaks.clear()
+        if time.monotonic() > deadline:
+            print(f"  {f'{whose} {kind}':<38}not run, the time was over", flush=True)
+            continue
+        try:
+            made = make(build, kind)
+        except Exception as error:
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            results.add(**row, label=f"{whose} {kind}", failed=message[:500])
+            print(f"  {f'{whose} {kind}':<38}failed: {message[:120]}", flush=True)
+            continue
+        if made is None:
+            continue
+        label, once = made
+        times = fastest_ms({"none": bf16, label: once}, rounds)
+        label += f", {breaks.total()} graph breaks" if breaks.total() else ""
+        ms, of_bf16 = times[made[0]], times["none"]
+        results.add(**row, label=label, ms=ms, bf16_ms=of_bf16, ratio=of_bf16 / ms)
+        print(f"  {label:<38}{ms:10.2f}  {of_bf16 / ms:6.2f}x of bf16 ({of_bf16:.2f})", flush=True)
 
 
 def main() -> int:
@@ -199,7 +215,9 @@ def main() -> int:
     arguments.add_argument("--kind", action="append", choices=[*PRECISION_KINDS][1:])
     arguments.add_argument("--mode", action="append", choices=["eager", "compiled"])
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments.add_argument("--minutes", type=float, default=60.0, help="begin no further kind after them")
     args = arguments.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
     torch.set_num_threads(args.threads)
     if device_type() == "cpu":
         keep_freed_memory()  # as training does; otherwise the kernel's zeroing of pages is timed
@@ -208,19 +226,21 @@ def main() -> int:
     shapes = [tuple(s) for s in args.shape] if args.shape else None
     shapes = shapes or (GPU_SHAPES if device_type() == "cuda" else CPU_SHAPES)
     kinds = args.kind or [kind for kind in PRECISION_KINDS if kind != "none"]
+    passes = [("lptune", kinds)]
+    if importlib.util.find_spec("torchao") is not None:
+        of_torchao = [kind for kind in kinds if kind in TORCHAO_KINDS]
+        passes += [("torchao", [kind]) for kind in sorted(of_torchao, key="int8_rowcol".__eq__)]
     with Results(args.json) as results:
         print(f"torch {torch.__version__}, Python {platform.python_version()}, {device_name()}")
-        for what in [args.block] if args.block else shapes:
-            for mode in args.mode or ["eager", "compiled"]:
-                compiled = mode == "compiled"
-                if args.block:
-                    name, made = (
-                        f"a block of {what}, {args.tokens} tokens",
-                        one_block(what, args.tokens, compiled),
-                    )
-                else:
-                    name, made = " x ".join(map(str, what)), one_layer(what, compiled)
-                compare(made, name, mode, kinds, args.rounds, results)
+        for whose, of_them in passes:
+            for what in [args.block] if args.block else shapes:
+                for mode in args.mode or ["eager", "compiled"]:
+                    if args.block:
+                        name = f"a block of {what}, {args.tokens} tokens"
+                        build = one_block(what, args.tokens, mode == "compiled")
+                    else:
+                        name, build = " x ".join(map(str, what)), one_layer(what, mode == "compiled")
+                    compare(build, name, mode, whose, of_them, args.rounds, deadline, results)
     return int(any("failed" in row and row["label"].startswith("lptune") for row in results.rows))
 
 

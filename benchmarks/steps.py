@@ -10,8 +10,9 @@ Weights are random and the text is synthetic, which does not change the time of 
 written: the checkpoint's file is a header and a hole, and runs neither save nor export.
 
 Figures are medians of the steps after the fourth. --profile adds the share of each kernel in later steps.
-`planned` is the peak that `lptune plan` predicts (for eager blocks; compiled blocks should need less). Labels
-that did not run in the given time are listed.
+`planned` is the peak that `lptune plan` predicts (for eager blocks; compiled blocks should need less), from
+the table of planned.py. Labels that did not run in the given time are listed; none is started that has less
+time left than the fastest of the others took.
 """
 
 import json
@@ -33,28 +34,30 @@ from typing import Any
 import torch
 from harness import Results, device_name, parser, strict_compilation
 from linear import convert_to_torchao  # benchmarks/linear.py
+from planned import Setting, peak_gib  # benchmarks/planned.py
 
 from lptune import checkpoint, distributed, linear, models, training
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
 from lptune.hardware.trials import TRIALS
 
-# Labels that are compared with each other are neighbours, so an interruption leaves complete comparisons.
+# The most important ones first, because a run may be interrupted. torchao's INT8 last: it measures its 27
+# configurations one after the other for each shape of a GEMM, which takes two minutes.
 LABELS = [
     "none",
     "int8_rowcol",
-    "torchao int8_rowcol",
     "float8_rowwise",
-    "torchao float8_rowwise",
     "float8_tensorwise",
-    "torchao float8_tensorwise",
     "int8_tensorwise",
     "float8_rowwise_with_gw_hp",
-    "torchao float8_rowwise_with_gw_hp",
     "float8_blockwise",
     "float8_delayed",
     "mxfp8",
     "int8_weight_only",
+    "torchao float8_rowwise",
+    "torchao float8_tensorwise",
+    "torchao float8_rowwise_with_gw_hp",
+    "torchao int8_rowcol",
 ]
 WARM_UP, TIMED, PROFILED = 4, 8, 1
 KEYS = ("tokens_per_s", "step_time_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
@@ -112,14 +115,24 @@ def _write_hollow(model: torch.nn.Module, path: Path) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def overrides_of(label: str) -> tuple[list[str], str]:
-    """(overrides, value of LPTUNE_TRY) of a label."""
+def common_overrides(folder: Path, text: Path) -> list[str]:
+    """What every run overrides: 4 rows of 4096 tokens, nothing saved. Later values have priority."""
+    overrides = [f"model.path={folder}", f"data.source={text}"]
+    overrides += ["global_batch_size=4", "micro_batch_size=4", "data.seq_len=4096", "eval_every_steps=0"]
+    overrides += ["checkpoint.at_end=false", "export.enabled=false", "resume=none"]
+    # On one rank a copy of the weights stays in memory, for all labels.
+    return [*overrides, "parallel.reshard_after_forward=false"]
+
+
+def overrides_of(label: str, *, emulated: bool | None = None) -> tuple[list[str], str]:
+    """(overrides, value of LPTUNE_TRY) of a label. emulated: None: if this device cannot run the kind."""
     kind, *tried = label.split(" + ")
     overrides = [each for each in tried if "=" in each]
     names = [each for each in tried if "=" not in each]
     assert set(names) <= TRIALS.keys(), names
     if not kind.startswith("torchao "):
-        overrides += [f"precision.kind={kind}", f"precision.emulate={str(_emulated(kind)).lower()}"]
+        emulate = _emulated(kind) if emulated is None else emulated
+        overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulate).lower()}"]
     return overrides, ",".join(names)
 
 
@@ -134,8 +147,11 @@ def _emulated(kind: str) -> bool:
     return False
 
 
-def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> None:
-    """Runs the recipe, in a child process; its output goes to FOLDER.txt, a profile to FOLDER.json."""
+def child(label: str, overrides: list[str], folder: Path, profiled_after: int | None) -> None:
+    """Runs the recipe, in a child process; its output goes to FOLDER.txt.
+
+    profiled_after: the step after which steps are profiled, to FOLDER.json; None: no step is.
+    """
     log = os.open(folder.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -151,8 +167,8 @@ def child(label: str, overrides: list[str], folder: Path, profiled: bool) -> Non
     try:
         cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), [*overrides, *more])
         main_of_recipe = recipe.load_main(catalog.find_recipe("full_finetune"))
-        if profiled:
-            _profile(lambda: main_of_recipe(cfg), folder.with_suffix(".json"))
+        if profiled_after is not None:
+            _profile(lambda: main_of_recipe(cfg), folder.with_suffix(".json"), profiled_after)
         else:
             main_of_recipe(cfg)
     except BaseException:
@@ -184,13 +200,16 @@ def _torchao_convert(kind: str) -> Any:
     return convert
 
 
-def _profile(run: Any, path: Path) -> None:
-    """Runs the recipe; writes the time of each kernel in the steps after the timed ones."""
+def _profile(run: Any, path: Path, after: int) -> None:
+    """Runs the recipe; writes the time of each kernel in the steps after step `after`.
+
+    The profiler already records in step `after`, the last one that is timed: the median hides that one.
+    """
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    schedule = torch.profiler.schedule(wait=WARM_UP + TIMED - 1, warmup=1, active=PROFILED, repeat=1)
+    schedule = torch.profiler.schedule(wait=after - 1, warmup=1, active=PROFILED, repeat=1)
     update = training.Update.__call__
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
 
@@ -226,36 +245,23 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in KERNELS.items() if re.search(pattern, name, re.I)), "other")
 
 
-def plan_of(overrides: list[str], folder: Path, device: str) -> None:
-    """Writes the planned peak in GiB to FOLDER.plan, in a child process."""
-    from lptune.training.dry_run import dry_run
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), [*overrides, f"device={device}"])
-    found = dry_run(cfg, models.read_config(Path(cfg.model.path)), 1)
-    folder.with_suffix(".plan").write_text(str(found.peak_bytes / 2**30), encoding="utf-8")
-
-
-def one(label: str, common: list[str], work: Path, timeout_s: float, profiled: bool) -> dict[str, Any]:
-    """The figures of one run, or the reason why there are none."""
+def one(
+    label: str, common: list[str], work: Path, timeout_s: float, profiled: bool, timed: int = TIMED
+) -> dict[str, Any]:
+    """The figures of one run, or the reason why there are none. timed: the number of steps that count."""
     model = next(each for each in common if each.startswith("model.path="))
     folder = work / re.sub(r"\W+", "-", f"run-{Path(model).name}-{label}")
     shutil.rmtree(folder, ignore_errors=True)  # its figures must not be confused with those of this run
-    for suffix in (".txt", ".json", ".plan"):
+    for suffix in (".txt", ".json"):
         folder.with_suffix(suffix).unlink(missing_ok=True)
-    overrides = [*common, f"output_dir={folder}"]
-    if profiled:  # a later value of the same key has priority
-        overrides.append(f"num_steps={WARM_UP + TIMED + PROFILED}")
-    context = multiprocessing.get_context("forkserver")
-    planned = context.Process(
-        target=plan_of,
-        args=([*overrides, *overrides_of(label)[0]], folder, "cuda" if torch.cuda.is_available() else "cpu"),
+    last = WARM_UP + timed
+    # A later value of the same key has priority.
+    overrides = [*common, f"output_dir={folder}", f"num_steps={last + PROFILED * profiled}"]
+    process = multiprocessing.get_context("forkserver").Process(
+        target=child, args=(label, overrides, folder, last if profiled else None)
     )
-    process = context.Process(target=child, args=(label, overrides, folder, profiled))
     started = time.perf_counter()
     process.start()
-    if not label.startswith("torchao "):
-        planned.start()
     process.join(timeout_s)
     finished = process.exitcode is not None
     if not finished:
@@ -263,13 +269,8 @@ def one(label: str, common: list[str], work: Path, timeout_s: float, profiled: b
         process.join()
     log, metrics = folder.with_suffix(".txt"), folder / "metrics.jsonl"
     row: dict[str, Any] = {"label": label, "wall_s": time.perf_counter() - started}
-    if planned.pid is not None:
-        planned.join(max(1.0, timeout_s - row["wall_s"]))
-        planned.kill()
-        if folder.with_suffix(".plan").exists():
-            row["planned_gib"] = float(folder.with_suffix(".plan").read_text(encoding="utf-8"))
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    steps = [step for step in map(json.loads, lines) if WARM_UP < step["step"] <= WARM_UP + TIMED]
+    steps = [step for step in map(json.loads, lines) if WARM_UP < step["step"] <= last]
     for key in KEYS:
         values = [step[key] for step in steps if step.get(key) is not None]
         row[key] = statistics.median(values) if values else None
@@ -331,14 +332,14 @@ def main() -> int:
     arguments.add_argument("--work", type=Path, default=Path("runs/steps"))
     arguments.add_argument("--override", action="append", default=[], metavar="KEY=VALUE")
     arguments.add_argument("--profile", action="append", default=[], metavar="LABEL")
+    arguments.add_argument("--timed", type=int, default=TIMED, help="steps that count, after the fourth")
     args = arguments.parse_args()
+    # For the children, which inherit it. A run that nearly fills the card needs it.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     deadline = time.monotonic() + 60 * args.minutes
     folder, text = prepare(args.work.absolute(), args.preset)
-    common = [f"model.path={folder}", f"data.source={text}", f"num_steps={WARM_UP + TIMED}"]
-    common += ["global_batch_size=4", "micro_batch_size=4", "data.seq_len=4096", "eval_every_steps=0"]
-    common += ["checkpoint.at_end=false", "export.enabled=false", "resume=none"]
-    # On one rank a copy of the weights stays in memory, for all labels.
-    common += ["parallel.reshard_after_forward=false", *args.override]
+    common = [*common_overrides(folder, text), *args.override]
+    setting = Setting(args.preset, tuple(args.override))
     has_torchao = (
         subprocess.run([sys.executable, "-c", "import torchao"], capture_output=True).returncode == 0
     )
@@ -355,10 +356,13 @@ def main() -> int:
         )
         for label in labels:
             left_s = deadline - time.monotonic()
-            if left_s < 5:
+            if left_s < min((row["wall_s"] for row in results.rows if "failed" not in row), default=5):
                 results.content["not_run"].append(label)
                 continue
-            row = results.add(**one(label, common, args.work.absolute(), left_s, label in args.profile))
+            peak = None if label.startswith("torchao ") else peak_gib(setting, label)
+            profiled = label in args.profile
+            row = one(label, common, args.work.absolute(), left_s, profiled, args.timed)
+            row = results.add(**row, planned_gib=peak)
             print(line(row, results.rows[0]), flush=True)
             if "profile" in row:
                 print("\n".join(profile_lines(row)), flush=True)

@@ -14,6 +14,8 @@ The rules for blocks come from torch's ScaledBlas.cpp and the documentation of c
 block scaling"); tests/kernels/test_cublaslt.py checks that the calls follow them. Not run on hardware yet.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,11 +70,12 @@ def scaled_mm(
 ) -> Tensor:
     """As `kernels.scaled_mm`, for sizes that `takes` allows. fast: use fast accumulation."""
     rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
-    one = torch.ones(1, 1, dtype=torch.float32, device=a_MK.device)
-    scale_a, scale_b = (one if s is None else s for s in (scale_a_M1, scale_b_1N))
-    if rowwise:  # needs a vector of scales on both sides
-        scale_a = scale_a.expand(a_MK.shape[0], 1).contiguous()
-        scale_b = scale_b.expand(1, b_KN.shape[1]).contiguous()
+    # Row scales need a vector on both sides.
+    m, n = (a_MK.shape[0], b_KN.shape[1]) if rowwise else (1, 1)
+    scale_a, scale_b = (
+        _ones(size, a_MK.device) if scale is None else scale.expand(size).contiguous()
+        for scale, size in ((scale_a_M1, (m, 1)), (scale_b_1N, (1, n)))
+    )
     dtype = torch.bfloat16 if rowwise and not has_vector_scales() else out_dtype
     out_MN = torch._scaled_mm(
         _row_major(a_MK), _row_major(b_KN.t()).t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
@@ -99,6 +102,19 @@ def block_scaled_mm(
         recipe_b,
         output_dtype=out_dtype,
     )
+
+
+def _ones(size: tuple[int, int], device: torch.device) -> Tensor:
+    # Kept, because filling it takes a launch in each GEMM of a step. Under capture the fill would become part
+    # of the graph, and others would read the tensor before it is filled.
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.ones(size, dtype=torch.float32, device=device)
+    return _kept_ones(size, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_ones(size: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.ones(size, dtype=torch.float32, device=device)
 
 
 def _row_major(x: Tensor) -> Tensor:

@@ -2,8 +2,12 @@
 
 import argparse
 import importlib
+import importlib.util
+import itertools
 import json
 import os
+import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import cold
+from tests.helpers import cold, fork_server
+from tests.helpers.tiny_recipe import make_checkpoint
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -72,6 +77,154 @@ def test_falling_back_to_eager_is_an_error(load: Any) -> None:
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             doubled(torch.zeros(4))
     torch._dynamo.reset()
+
+
+def _adds_rows_until_killed(folder: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    from harness import Results
+
+    told = os.open(folder / "told", os.O_CREAT | os.O_WRONLY)
+    with Results(folder / "r.json") as results:
+        for number in itertools.count():
+            results.add(number=number, text="x" * 5_000)
+            os.write(told, b"1")
+
+
+def test_a_kill_at_any_second_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARK_PART", "kernels")
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.setenv("BENCHMARK_ROWS", str(folder / "rows.jsonl"))
+        process = fork_server.process(_adds_rows_until_killed, folder)
+        while not (folder / "told").exists() and process.is_alive():
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.5))
+        process.kill()
+        process.join()
+        num_told = len((folder / "told").read_bytes())
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text("utf-8").splitlines()]
+        for found in (rows, json.loads((folder / "r.json").read_text("utf-8"))["rows"]):
+            assert [row["number"] for row in found] == list(range(len(found)))
+            assert len(found) >= num_told
+        assert all(row["part"] == "kernels" for row in rows)
+
+
+@pytest.mark.parametrize("card_gib", [79.0, 79.6, 139.8])
+def test_no_label_is_run_that_is_not_planned_to_fit(load: Any, tmp_path: Path, card_gib: float) -> None:
+    suite, planned = load("gpu_suite"), load("planned")
+    args = argparse.Namespace(small=False, work=tmp_path, card_gib=card_gib)
+    for name in suite.STEPS:
+        if suite.why_not(name, args) is not None:
+            assert (name, card_gib < 100) == ("8b", True)
+            assert len(list(suite.unfit(name, card_gib))) == len(planned.LABELS_8B)
+            continue
+        command = suite.part(name, args, tmp_path / "r.json", 5.0).command
+        options = list(itertools.pairwise(command))
+        overrides = tuple(value for option, value in options if option == "--override")
+        setting = planned.Setting(dict(options)["--preset"], overrides)
+        assert ("micro_batch_size=3" in overrides) == (card_gib < 100 and "3b" in setting.preset)
+        labels = [value for option, value in options if option == "--label"]
+        assert labels
+        for label in labels:  # of each the plan is known
+            assert planned.peak_gib(setting, label) <= card_gib - planned.RESERVE_GIB, label
+
+
+def test_the_table_of_planned_peaks_is_the_planners(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = load("planned")
+    monkeypatch.setenv("LPTUNE_TRY", "")
+    make_checkpoint(tmp_path / "tokenizer")  # in a fork; else a program of its own starts for it
+    setting = planned.Setting("llama3_2/1b")
+    assert round(planned.plan(setting, "int8_rowcol", tmp_path), 1) == planned.peak_gib(
+        setting, "int8_rowcol"
+    )
+
+
+def test_a_missing_package_is_named_and_stops_only_what_needs_it(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite, find_spec = load("gpu_suite"), importlib.util.find_spec
+    args = argparse.Namespace(small=False, work=tmp_path, card_gib=140.0)
+
+    def without(*modules: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in modules else find_spec(n))
+
+    without("hypothesis", "pytest")
+    assert ["hypothesis" in line or "pytest" in line for line in suite.lacks()] == [True, True]
+    assert "pytest" in suite.why_not("tests", args)
+    assert suite.why_not("kernels", args) is None
+    without("omegaconf")
+    assert all("omegaconf" in suite.why_not(name, args) for name in suite.LIMITS_S)
+    files = []
+    for missing in ((), ("hypothesis",)):
+        without(*missing)
+        command = suite.part("tests", args, tmp_path / "r.json", 5.0).command
+        files.append({Path(word).name for word in command if word.endswith(".py")})
+    assert files[0] - files[1] == {"test_save.py"}
+
+
+def test_tests_are_collected_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoHypothesis:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hypothesis":
+                raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [NoHypothesis, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "hypothesis", raising=False)
+    runpy.run_path(str(BENCHMARKS.parent / "tests" / "conftest.py"))
+
+
+def test_clocks_are_read_while_something_runs(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, tool = load("first"), tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for said, expected in (("1500, 690.5, 61", [1500, 690.5, 61]), ("[N/A], 1, 1", [])):
+        tool.write_text(f"#!/bin/sh\necho '{said}'; touch {tmp_path}/read\n", encoding="utf-8")
+        tool.chmod(0o755)
+        with first.clocks() as medians:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "read").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert list(medians.values()) == expected
+        (tmp_path / "read").unlink()
+
+
+def test_an_op_with_one_wrong_value_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, harness = load("first"), load("harness")
+    from lptune import kernels
+
+    right = kernels.quantize_rows
+
+    def wrong(*args: Any, **keys: Any) -> Any:
+        rows = right(*args, **keys)
+        if os.environ.get("LPTUNE_KERNELS") != "reference" and rows.q_MK.dtype.is_floating_point is False:
+            rows.q_MK[3, 5] += 1
+        return rows
+
+    monkeypatch.setattr(kernels, "quantize_rows", wrong)
+    monkeypatch.setattr(first, "CHECKED", (64, 64, 64))
+    results = harness.Results(None)
+    first.check(results)
+    said = {row["check"] for row in results.rows if not row["agrees"]}
+    assert {"int8 quantize_rows", "int8 scaled_mm, output", "int8 scaled_mm, grad_input"} == said
+
+
+def test_torchaos_layers_come_after_ours_and_its_int8_last(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, order = load("linear"), []
+    monkeypatch.setattr(
+        linear, "compare", lambda _, what, mode, whose, kinds, *rest: order.append((whose, *kinds))
+    )
+    monkeypatch.setattr(linear, "strict_compilation", lambda recompilations: None)
+    kinds = ["--kind", "int8_rowcol", "--kind", "float8_rowwise", "--kind", "float8_blockwise"]
+    monkeypatch.setattr(sys, "argv", ["linear.py", "--shape", "64", "64", "64", "--mode", "eager", *kinds])
+    linear.main()
+    assert order == [("lptune", *kinds[1::2]), ("torchao", "float8_rowwise"), ("torchao", "int8_rowcol")]
 
 
 PART = """
@@ -170,7 +323,7 @@ def test_sigterm_while_a_part_starts_ends_it_too(tmp_path: Path) -> None:
         "def part(name, args, path, minutes):\n"
         "    sys.argv[2] = str(path)\n"
         "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
-        "suite.part, suite.CALLS, suite._has_gpu = part, {1: ('tests',)}, lambda: True\n"
+        "suite.part, suite.CALLS, suite.card_gib = part, {1: ('tests',)}, lambda: 80.0\n"
         "suite.subprocess.Popen = Popen\n"
         "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
         "sys.exit(suite.main())\n"
@@ -194,7 +347,7 @@ def test_sigterm_ends_the_part_that_is_on_the_device(tmp_path: Path) -> None:
         f"PART = {PART!r}\n"
         "def part(name, args, path, minutes):\n"
         "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
-        "suite.part, suite.CALLS, suite._has_gpu = part, {1: ('tests',)}, lambda: True\n"
+        "suite.part, suite.CALLS, suite.card_gib = part, {1: ('tests',)}, lambda: 80.0\n"
         "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
         "sys.exit(suite.main())\n"
     )
@@ -301,8 +454,8 @@ def test_a_label_says_what_is_tried(load: Any, label: str, overrides: list[str],
 
 
 def test_every_variant_names_a_trial_or_a_key(load: Any) -> None:
-    steps, suite = load("steps"), load("gpu_suite")
-    tried = {name for label in suite.VARIANTS for name in steps.overrides_of(label)[1].split(",") if name}
+    steps, planned = load("steps"), load("planned")
+    tried = {name for label in planned.VARIANTS for name in steps.overrides_of(label)[1].split(",") if name}
     from lptune.hardware.trials import TRIALS
 
     assert tried == TRIALS.keys() - {"fa3_attention"}  # whose package is seldom there
@@ -338,7 +491,7 @@ def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
     command = ["bash", str(script), "--small", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         content = json.loads((tmp_path / f"call-{number}.json").read_text(encoding="utf-8"))
         assert content["complete"]
         for name, part in content["parts"].items():
@@ -346,15 +499,3 @@ def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
             assert part["results"]["complete"], name
             assert part["results"]["rows"], name
             assert not [row for row in part["results"]["rows"] if "failed" in row], name
-
-
-@pytest.mark.slow
-def test_the_part_that_is_in_no_call_runs_too(tmp_path: Path) -> None:
-    command = cold.command(str(BENCHMARKS / "gpu_suite.py"), "--part", "fsdp", "--small")
-    command += ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "fsdp.json").read_text(encoding="utf-8"))["parts"]["fsdp"]["results"][
-        "rows"
-    ]

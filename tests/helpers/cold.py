@@ -24,14 +24,16 @@ _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "G
 def environment() -> dict[str, str]:
     """The environment without what a launcher or a developer may have left in it.
 
-    One thread per process, so that sums are taken in one order.
+    PYTHONPATH stays, behind this tree: a machine that lacks a package may have it in a folder of its own
+    (docs/gpu.md). One thread per process, so that sums are taken in one order.
     """
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _DROPPED and not name.startswith(("LPTUNE_", "TORCHELASTIC_", "PET_", "HF_"))
     }
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str) -> list[str]:

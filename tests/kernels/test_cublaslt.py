@@ -111,6 +111,26 @@ def _layer(
 
 
 @pytest.mark.usefixtures("on_torch")
+def test_a_scale_of_one_is_filled_once_and_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A size that no other test has kept.
+    generator, filled, ones = torch.Generator().manual_seed(0), [], torch.ones
+    a, b = (torch.randn(208, 208, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    scale_a, scale = torch.rand(208, 1, generator=generator), torch.tensor([[0.5]])
+
+    def counted(*size: Any, **keys: Any) -> Tensor:
+        made = ones(*size, **keys)
+        filled.append(tuple(made.shape))
+        return made
+
+    monkeypatch.setattr(torch, "ones", counted)
+    for _ in range(2):
+        out = cublaslt.scaled_mm(a, b.t(), scale_a, None, torch.bfloat16, fast=False)
+        assert torch.equal(out, ((a.double() * scale_a) @ b.double().t()).to(torch.bfloat16))
+        cublaslt.scaled_mm(a, b.t(), scale, scale, torch.bfloat16, fast=False)
+    assert filled == [(1, 208)]
+
+
+@pytest.mark.usefixtures("on_torch")
 @pytest.mark.parametrize("kind", ["float8_tensorwise", "float8_rowwise", "float8_blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(128, 256, 384), (16 * 8 + 128, 640, 128)])

@@ -184,6 +184,28 @@ def test_configurations_are_compiled_together_before_any_is_measured(
     assert clock.num_measured == 2
 
 
+def test_an_error_of_the_machine_comes_at_once_and_not_after_every_configuration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    tried = []
+
+    def run(config: Config) -> None:
+        tried.append(config)
+        if config == BROKEN:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        raise RuntimeError("Failed to find C compiler")
+
+    device = torch.device("cuda", 0)
+    tuner = Tuner(tmp_path / "c.json", Clock(), functools.partial(launch.compile_together, device))
+    with pytest.raises(RuntimeError, match="C compiler"):
+        tuner.choose("k", (SLOW, FAST), run)
+    assert tried == [SLOW]
+    launch.compile_together(device, [functools.partial(run, BROKEN), functools.partial(run, FAST)])
+    assert tried == [SLOW, BROKEN, FAST]
+
+
 def test_a_time_is_of_the_device_ten_launches_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a GPU: launching takes the host 30 us, running the device 20."""
     host, device, waits = [0.0], [0.0], []

@@ -126,10 +126,12 @@ def _tuner(device: torch.device) -> Tuner:
 
 def compile_together(device: torch.device, runs: Sequence[Callable[[], object]]) -> None:
     """Calls all of `runs` at once, each in a thread, to compile them: Triton and ptxas take most of a second
-    for a configuration, on one core. The first one runs alone, since Triton sets some things up once.
+    for a configuration, on one core. The first one runs alone, since Triton sets some things up once. It is
+    the default, so an error that is not a lack of the device's resources would come from every one of them
+    (a machine without a C compiler or Python.h, for example), and is raised here.
 
-    Errors are ignored: they come again when the configuration is measured. Threads launch on the default
-    stream, so the device is synchronized before and after, for callers on other streams.
+    Other errors are ignored: they come again when the configuration is measured. Threads launch on the
+    default stream, so the device is synchronized before and after, for callers on other streams.
     """
 
     def call(run: Callable[[], object]) -> None:
@@ -139,7 +141,9 @@ def compile_together(device: torch.device, runs: Sequence[Callable[[], object]])
 
     torch.cuda.synchronize(device)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    call(runs[0])
+    torch.cuda.set_device(device)
+    with contextlib.suppress(OutOfResources):
+        runs[0]()
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks_here)) as pool:
         list(pool.map(call, runs[1:]))
     torch.cuda.synchronize(device)
@@ -155,7 +159,7 @@ def median_ms(run: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(BATCHES):
-        torch.cuda._sleep(2_000_000)  # cycles: about 1 ms, in which ten launches are queued
+        torch.cuda._sleep(4_000_000)  # cycles: about 2 ms, in which twenty launches are queued on a busy host
         start.record()
         for _ in range(LAUNCHES):
             run()
