@@ -11,6 +11,7 @@ from lptune.advice.from_times import Advice
 from lptune.advice.report import Planned, Setting
 from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig, UserError
 from lptune.hardware.devices import Device
+from lptune.kernels import emulated_bfloat16
 from lptune.training.dry_run import dry_run
 
 SECONDS = {"cpu": 60.0, "cuda": 180.0}
@@ -56,7 +57,10 @@ def timed(
     advice = from_times.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
-    return advice, report.timed_report(advice, measured, setting, emulated)
+    lines = report.timed_report(advice, measured, setting, emulated)
+    if (faster := emulated_bfloat16(cfg.compute_dtype, world.device)) is not None:
+        lines.append(f"note: {faster}")
+    return advice, lines
 
 
 def predicted_for(
