@@ -22,7 +22,7 @@ help:
 	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
 	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
 	@echo "make docs         build the documentation as a site, build/site, with the API; a broken link is an error"
-	@echo "make lock         renew requirements/ci.txt from pyproject.toml, and requirements/docs.txt from docs.in"
+	@echo "make lock         renew requirements/ci.txt from pyproject.toml, and requirements/docs.txt from docs.in, for all Pythons"
 
 # requirements/ decides what is installed: exact versions, and each file is compared with its SHA-256. The source is used in place.
 .venv/.installed: .venv/.torch pyproject.toml requirements/ci.txt
@@ -39,7 +39,7 @@ help:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
 	  echo "error: lptune needs Python 3.11 to 3.14, $(PYTHON) is $$($(PYTHON) --version 2>&1); install one, and name it: make PYTHON=python3.13" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "error: $(PYTHON) has no venv; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 2; }
+	  echo "error: $(PYTHON) cannot make a virtual environment; install venv (Debian, Ubuntu: apt install $(notdir $(PYTHON))-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/torch $(TORCH)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links .venv/torch -r requirements/torch.txt
