@@ -22,7 +22,7 @@ help:
 	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
 	@echo "make gpu-first    the first half hour on a GPU (docs/gpu.md); on a CPU its small form"
 	@echo "make docs         build the documentation as a site, build/site, with the API; a broken link is an error"
-	@echo "make lock         renew requirements/ci.txt from pyproject.toml, and requirements/docs.txt from docs.in"
+	@echo "make lock         renew requirements/ci.txt from pyproject.toml, and requirements/docs.txt from docs.in, for all Pythons"
 
 # requirements/ decides what is installed: exact versions, and each file is compared with its SHA-256. The source is used in place.
 .venv/.installed: .venv/.torch pyproject.toml requirements/ci.txt
@@ -36,8 +36,10 @@ help:
 # first, since pip prefers files whose digests it knows. A build of this version that torch.txt does not list: install it into .venv, then
 # `touch .venv/.torch`.
 .venv/.torch: requirements/torch.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || { \
-	  echo "error: requirements/ are for Python 3.11 and 3.12, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
+	  echo "error: lptune needs Python 3.11 to 3.14, $(PYTHON) is $$($(PYTHON) --version 2>&1); install one, and name it: make PYTHON=python3.13" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment; install venv (Debian, Ubuntu: apt install $(notdir $(PYTHON))-venv)" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/torch $(TORCH)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links .venv/torch -r requirements/torch.txt
@@ -157,18 +159,15 @@ docs: .venv-docs/.installed
 	.venv-docs/bin/python docs/site/build.py build/site
 	@echo "build/site/index.html"
 
-# pip-tools resolves and lists the digests. torch comes last and is cut: requirements/torch.txt lists its builds. Its CPU build
-# must be in reach (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu), since the others bring NVIDIA's libraries along.
-lock: LOCK := .venv-lock/bin
+# uv resolves for all Pythons at once: a package that only some of them need gets a marker. RENEW=--upgrade takes the newest versions.
+# Left out: torch, since torch.txt lists its builds, and what only its CUDA builds need, in the versions that their wheels pin.
+UV_COMPILE := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+  --no-annotate --custom-compile-command "make lock"
+OF_CUDA := cuda-bindings cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvshmem-cu13
 lock:
 	$(PYTHON) -m venv .venv-lock
-	$(LOCK)/python -m pip install --quiet pip-tools==7.6.2
-	$(LOCK)/pip-compile --quiet $(RENEW) --generate-hashes --extra test --extra dev \
-	  --allow-unsafe --unsafe-package torch --strip-extras --no-annotate --no-emit-index-url --no-emit-find-links \
-	  --no-header -o requirements/ci.txt pyproject.toml
-	sed -i -e '/^# The following packages are considered/,$$d' requirements/ci.txt
+	.venv-lock/bin/python -m pip install --quiet uv==0.13.9
+	printf '%s\n' $(OF_CUDA) | $(UV_COMPILE) $(RENEW) --extra test --extra dev --constraints requirements/torch.txt --excludes - \
+	  --no-emit-package torch -o requirements/ci.txt pyproject.toml > .venv-lock/out
 	! grep ^nvidia- requirements/ci.txt
-	sed -i -e '1i # Made by make lock from pyproject.toml: the exact versions that CI installs, each with the SHA-256 of its files.' requirements/ci.txt
-	cd requirements && ../$(LOCK)/pip-compile --quiet $(RENEW) --generate-hashes --allow-unsafe --strip-extras --no-annotate \
-	  --no-emit-index-url --no-emit-find-links --no-header -o docs.txt docs.in
-	sed -i -e '1i # Made by make lock from docs.in: what `make docs` installs, each with the SHA-256 of its files.' requirements/docs.txt
+	$(UV_COMPILE) $(RENEW) -o requirements/docs.txt requirements/docs.in > .venv-lock/out

@@ -3,13 +3,11 @@
 from lptune.checkpoint.export import EMA, export_hf
 from lptune.checkpoint.hf import (
     Base,
-    HFIndex,
     load_hf,
     match_tensors,
     num_elements_here,
     read_base,
     read_config,
-    read_index,
     weights_digest,
 )
 from lptune.checkpoint.load import load_state, load_weights
@@ -27,6 +25,7 @@ from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import About, RunState, read_state
 from lptune.checkpoint.trained import Trained, read_trained
+from lptune.models import HFIndex, read_index
 
 __all__ = [
     "EMA",

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lptune.checkpoint.export import plan_files
-from lptune.checkpoint.hf import read_index
 from lptune.config import RunConfig, UserError, size_text
+from lptune.models import read_index
 
 _ITEM_BYTES = {"original": 2, "bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -37,20 +37,14 @@ from lptune.checkpoint.files import (
     write_json,
     write_text,
 )
-from lptune.checkpoint.hf import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    TIED,
-    HFIndex,
-    match_tensors,
-    read_config,
-)
+from lptune.checkpoint.hf import TIED, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
 from lptune.distributed import SideGroup, World, side_group, whole_piece
+from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -168,7 +162,7 @@ def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
     for parameter, names in match_tensors(model, base).items():
         stored = [base.tensors[name] for name in names]
         # A tied weight gets the widest dtype of its names. Rounded to two dtypes, it would not be tied.
-        widest = reduce(torch.promote_types, (tensor.dtype for tensor in stored))
+        widest = reduce(torch.promote_types, (getattr(torch, tensor.dtype) for tensor in stored))
         dtype = widest if cfg.dtype == "original" else getattr(torch, cfg.dtype)
         targets |= {name: Target(parameter, stored[0].shape, dtype) for name in names}
     targets = {name: targets[name] for name in base.tensors if name in targets}

@@ -16,90 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lptune import models
-from lptune.checkpoint.files import read_json
-from lptune.checkpoint.headers import DERIVED, StoredTensor, open_tensors, read_header
-from lptune.config import UserError, check_model_files, check_model_folder, closest
+from lptune.config import UserError, closest
 from lptune.distributed import Piece, World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+from lptune.models.headers import DERIVED, INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index
 
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 """The two names of the weight that embeddings and head share under `tie_word_embeddings`."""
 _COMPARED_AT_ONCE = 1 << 24  # elements
-
-
-@dataclass(frozen=True)
-class HFIndex:
-    """The tensors of a folder, in the order of its index."""
-
-    folder: Path
-    tensors: dict[str, StoredTensor]
-    has_index_file: bool
-    """Whether the tensors were listed by model.safetensors.index.json."""
-
-    @property
-    def files(self) -> list[str]:
-        """The weight files, in order of first use."""
-        return list(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
-
-
-def read_index(folder: Path) -> HFIndex:
-    """Reads the safetensors headers of a folder. Raises UserError if the folder cannot be loaded: no
-    safetensors, an adapter, a run's folder, a file that is missing or damaged, a dtype that is not a float.
-    """
-    check_model_folder(folder)
-    check_model_files(folder)
-    if (folder / "manifest.json").is_file() and (folder / "state.json").is_file():
-        raise UserError(
-            f"model.path: {folder} is a training checkpoint; `lptune export` makes a model folder of it"
-        )
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-        raise UserError(
-            f"model.path: {folder} is a run's folder; the model it trained is {folder / 'export'}"
-        )
-    index_path = folder / INDEX_NAME
-    # If both exist, transformers reads the single file. Some folders also contain the same weights in another
-    # layout, in other files.
-    if (folder / SINGLE_NAME).is_file():
-        return HFIndex(folder, read_header(folder / SINGLE_NAME), False)
-    if index_path.exists():
-        weight_map = _weight_map(index_path)
-        tensors: dict[str, StoredTensor] = {}
-        for file in dict.fromkeys(weight_map.values()):
-            if not (folder / file).is_file():
-                raise UserError(
-                    f"{index_path}: names {file}, which is not in the folder; download the checkpoint again"
-                )
-            stored = read_header(folder / file)
-            for name in (name for name, its_file in weight_map.items() if its_file == file):
-                if name not in stored:
-                    raise UserError(
-                        f"{index_path}: says that {file} holds {name!r}, which it does not; download the "
-                        "checkpoint again"
-                    )
-                tensors[name] = stored[name]
-        return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-    if (folder / "adapter_config.json").exists():
-        raise UserError(
-            f"{folder}: holds an adapter, not a model; merge it into its base model first (peft: "
-            "merge_and_unload, save_pretrained)"
-        )
-    if len(files) == 1:
-        return HFIndex(folder, read_header(files[0]), False)
-    if files:
-        raise UserError(
-            f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download it again"
-        )
-    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
-    if pickled:
-        raise UserError(
-            f"{folder}: holds only pickled weights ({pickled[0]}), which are never loaded; convert them to "
-            "safetensors (transformers: save_pretrained)"
-        )
-    raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
 
 
 @dataclass(frozen=True)
@@ -128,11 +52,8 @@ def read_base(path: str, say: Callable[[str], None], *, key: str = "model.path")
     """Reads the headers and config.json of the folder `path`, which may begin with ~. say: as in
     `read_config`. key: of the config, for messages. Raises UserError as `read_index` and `read_config` do.
     """
-    try:
-        index = read_index(Path(path).expanduser())
-        return Base(index, read_config(index, say))
-    except UserError as error:
-        raise UserError(str(error).replace("model.path", key)) from None
+    index = read_index(Path(path).expanduser(), key)
+    return Base(index, read_config(index, say))
 
 
 def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:
@@ -308,19 +229,6 @@ def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
             for name, stored in index.tensors.items():
                 if stored.file == file:
                     yield name, tensors.get_tensor(name)
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    value = read_json(path)
-    weight_map = value.get("weight_map") if isinstance(value, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{path}: has no weight_map; download the checkpoint again")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise UserError(
-                f"{path}: {name!r} is mapped to {file!r}; a plain *.safetensors file name is needed"
-            )
-    return weight_map
 
 
 def _and_more(names: list[str]) -> str:

@@ -27,10 +27,10 @@ import torch
 
 import lptune
 from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
-from lptune.checkpoint.headers import read_shapes
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup
+from lptune.models.headers import read_shapes
 
 NAME = "manifest.json"
 _RECTANGLES, _BOXES = 3, 4

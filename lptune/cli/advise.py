@@ -84,10 +84,10 @@ def advise(
     if write is not None:
         _check_write(write, recipe_path, path, overrides)
 
+    model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
     with progress.in_place("loading torch ..."):
         from lptune.advice import answer
         from lptune.advice.report import Setting, source_text
-    model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
     here = _gpu_here() if cfg.device != "cpu" else None
     setting = Setting(
         config=config_name,

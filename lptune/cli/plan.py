@@ -72,15 +72,15 @@ def plan(
 
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
+    model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
+    teacher = _teacher(cfg, teacher_preset)
     with progress.in_place("loading torch ..."):
         from lptune.checkpoint.disk import disk_report
         from lptune.training.dry_run import dry_run
         from lptune.training.dry_run_report import wrapped
         from lptune.training.fit import fits, remedies, verdict
-    model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
 
     device = None if cfg.device == "cpu" else _device(device_name)
-    teacher = _teacher(cfg, teacher_preset)
     with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
         found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher, on_phase=say)
     _echo(f"plan of {config_name} for {model_name}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lptune import progress
 from lptune.cli import catalog, recipe
 from lptune.config import RunConfig, UserError, closest
 
@@ -70,9 +71,11 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderC
     folder = Path(cfg.model.path).expanduser()
     if preset is None and folder.is_dir():
         if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
-            from lptune import checkpoint
-
-            config = checkpoint.read_config(checkpoint.read_index(folder), click.echo)
+            index = models.read_index(folder)
+            models.read_config(folder)  # what it refuses, it refuses before torch is imported
+            with progress.in_place("loading torch ..."):
+                from lptune import checkpoint
+            config = checkpoint.read_config(index, click.echo)
         else:
             config = models.read_config(folder)
         return config, f"{folder / 'config.json'}", folder

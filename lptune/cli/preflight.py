@@ -11,11 +11,12 @@ from pathlib import Path
 
 from lptune.config import (
     DistillConfig,
+    EvaluateConfig,
+    GenerateConfig,
     PrecomputeConfig,
     RunConfig,
     check_batches,
     check_inputs_stay,
-    check_model_folder,
     check_sources,
     mesh_axes,
     no_8_bit_gemm_error,
@@ -44,13 +45,29 @@ def check(
     if here:
         _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # the library reports what cannot be read
-        check_model_folder(Path(cfg.model.path).expanduser())
-        if isinstance(cfg, DistillConfig) and cfg.runs_teacher:
-            assert cfg.teacher.path is not None
-            check_model_folder(Path(cfg.teacher.path).expanduser(), "teacher.path")
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
         check_sources("data.eval_source", cfg.data.eval_sources)
+        check_models(cfg)
+
+
+def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_absent: bool = False) -> None:
+    """Raises UserError for a model that the recipe would refuse by its config.json or by the headers of its
+    weights. may_be_absent: a folder that does not exist is not checked.
+    """
+    from lptune import models  # slow to import
+
+    folders = {"model.path": cfg.model.path}
+    if isinstance(cfg, DistillConfig) and cfg.runs_teacher:
+        assert cfg.teacher.path is not None
+        folders["teacher.path"] = cfg.teacher.path
+    for key, path in folders.items():
+        folder = Path(path).expanduser()
+        if may_be_absent and not folder.exists():
+            continue
+        # A model that is not trained may also be a run's: its checkpoint is verified when the recipe starts.
+        if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
+            models.read_config(models.read_index(folder, key).folder)
 
 
 def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:

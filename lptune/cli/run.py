@@ -68,8 +68,11 @@ def run(
     cfg = recipe.load(recipe_path, config_path, overrides)
     if isinstance(cfg, RunConfig):
         check_given_files_stay(cfg, (config_path, recipe_path))
-    if isinstance(cfg, RunConfig) and recipe_path in catalog.recipes().values():
-        preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
+    if recipe_path in catalog.recipes().values():
+        if isinstance(cfg, RunConfig):
+            preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
+        else:
+            preflight.check_models(cfg)
     if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
         if not torchrun_flags and flags.known_ranks(nnodes, nproc_per_node)[0] == 1:

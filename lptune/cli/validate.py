@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog, preflight, recipe
 from lptune.config import UserError, data_files, entries
 
 
@@ -28,6 +28,8 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
 
     A command of `lptune run` can be checked as it stands, without torchrun's flags:
     lptune validate RECIPE --config CONFIG key=value …
+
+    A model that is there already is checked, too: its family, its settings and the headers of its weights.
     """
     names = [argument for argument in arguments[:1] if "=" not in argument]
     overrides = arguments[len(names) :]
@@ -41,6 +43,8 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
     recipe_name = names[0] if names else recipe_name or catalog.recipe_of(path)
     recipe_path = catalog.find_recipe(recipe_name)
     cfg = recipe.load(recipe_path, path, overrides)
+    if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere
+        preflight.check_models(cfg, may_be_absent=True)
     from lptune.config import key_paths  # slow to import
 
     cls = type(cfg)

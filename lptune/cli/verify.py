@@ -80,7 +80,7 @@ def _verify_hf(folder: Path) -> str:
     from lptune.checkpoint import hf
     from lptune.checkpoint.sums import verify_sums
 
-    index = hf.read_index(folder)
+    index = models.read_index(folder)
     model = models.build_on_meta(hf.read_config(index, click.echo))
     hf.match_tensors(model, index)
     num_exported, num_hashed = verify_sums(folder), hub.verify_digests(folder)
@@ -91,7 +91,7 @@ def _verify_hf(folder: Path) -> str:
             raise UserError(
                 f"{file}: tensor {name!r} has {num_bad} values that are not finite; get the checkpoint again"
             )
-    dtypes = Counter(str(stored.dtype).removeprefix("torch.") for stored in index.tensors.values())
+    dtypes = Counter(stored.dtype for stored in index.tensors.values())
     summary = ", ".join(f"{count} in {dtype}" for dtype, count in dtypes.items())
     size = models.num_parameters(model) / 1e6
     as_sent = f", {num_hashed} file(s) with the hub's sha256" if num_hashed else ""

@@ -24,6 +24,7 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -69,15 +70,23 @@ def compile_chunk_loss(module: nn.Module) -> None:
 
 
 def check_compiler(mode: str) -> None:
-    """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and there is none."""
+    """Raises UserError if `mode` (the config's `compile`) needs a C++ compiler and Python's headers, and one
+    of them is not there.
+    """
     if mode == "none":
         return
     # The same choice as torch._inductor.config.cpp.cxx.
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if not shutil.which(name):
         raise UserError(
-            f"compile: needs a C++ compiler, and {name} is not on the PATH; install it, set CXX to "
-            "another, or set compile=none"
+            f"compile: needs a C++ compiler, and {name} is not on the PATH; install it (Debian, Ubuntu: apt "
+            "install g++; Fedora: dnf install gcc-c++), set CXX to another, or set compile=none"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        raise UserError(
+            f"compile: needs Python's headers, and {header} is not there; install them (Debian, Ubuntu: apt "
+            "install python3-dev; Fedora: dnf install python3-devel), or set compile=none"
         )
 
 

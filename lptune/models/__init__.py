@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lptune.models.config import DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.families import FAMILIES, config_from_dict, read_config
+from lptune.models.headers import HFIndex, is_of_run, read_index
 from lptune.models.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "DecoderConfig",
     "Divergence",
     "DocumentBounds",
+    "HFIndex",
     "KVCache",
     "LayerConfig",
     "Objective",
@@ -56,10 +58,12 @@ __all__ = [
     "build_on_meta",
     "config_from_dict",
     "freeze",
+    "is_of_run",
     "is_outgrown",
     "log_probabilities",
     "num_parameters",
     "read_config",
+    "read_index",
     "summed_cross_entropy",
 ]
 

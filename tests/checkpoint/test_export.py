@@ -162,7 +162,9 @@ def test_files_names_index_and_dtypes_are_the_imported_ones(
     assert list(ours.tensors) == list(theirs.tensors)
     assert sorted(ours.files) == sorted(path.name for path in folder.glob("*.safetensors"))
     for name, weight in _weights(base).items():
-        assert torch.equal(_tensors(folder)[name], weight.to(theirs.tensors[name].dtype)), name
+        assert torch.equal(_tensors(folder)[name], weight.to(getattr(torch, theirs.tensors[name].dtype))), (
+            name
+        )
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in _tensors(folder).values())
     assert sha256(folder / "config.json") == sha256(base / "config.json")

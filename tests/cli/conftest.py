@@ -1,17 +1,29 @@
 """The command line, cold and in this process. Most tests fork it: tests/helpers/warm.py."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lptune.cli.main import main
+from lptune.models import PRESETS
 from tests.helpers import cold
 from tests.helpers.cold import Finished
 
 Command = Callable[..., tuple[int, str, str]]
 Lptune = Callable[..., Finished]
+
+
+def write_model(folder: Path) -> Path:
+    """A folder in which only torch finds a fault: llama3_2/tiny with a single weight."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PRESETS["llama3_2"]["tiny"]))
+    save_file({"model.norm.weight": np.ones(64, np.float32)}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture

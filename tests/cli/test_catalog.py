@@ -13,7 +13,7 @@ import pytest
 
 from lptune.cli import catalog, recipe
 from lptune.config import UserError
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, write_model
 from tests.helpers import cold
 
 GOOD = "model: {path: a}\ndata: {source: builtin}\n"
@@ -231,7 +231,7 @@ def test_a_recipe_or_config_that_may_not_be_looked_at_is_one_line(
 
 def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:
     Path("c.yaml").write_text(GOOD)
-    Path("here").mkdir()
+    write_model(Path("here"))
     assert command("validate", "c.yaml") == (
         0,
         "ok: c.yaml fits full_finetune (FinetuneConfig)\nnote: model.path: a does not exist here yet\n",

@@ -9,10 +9,13 @@ from torch import nn
 from lptune import distributed, linear
 from lptune.cli import preflight
 from lptune.config import FinetuneConfig, UserError, load_config
+from tests.cli.conftest import write_model
 
 
 def _config(folder: Path, *overrides: str) -> FinetuneConfig:
-    (folder / "c.yaml").write_text(f"model: {{path: {folder}}}\ndata: {{source: builtin}}\n")
+    (folder / "c.yaml").write_text(f"model: {{path: {folder}/m}}\ndata: {{source: builtin}}\n")
+    if not (folder / "m").exists():
+        write_model(folder / "m")
     return load_config(FinetuneConfig, folder / "c.yaml", overrides)
 
 

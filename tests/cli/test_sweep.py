@@ -17,7 +17,7 @@ import yaml
 from lptune.config import UserError
 from lptune.sweep import Grid, Shape, result, script, table
 from lptune.sweep.grid import point_name, short_names, split_values
-from tests.cli.conftest import Command, Lptune
+from tests.cli.conftest import Command, Lptune, write_model
 from tests.helpers import cold, warm
 
 CONFIG = """\
@@ -234,7 +234,7 @@ def test_a_sweep_of_another_recipe_in_the_folder_is_refused(
 
 def test_everything_is_checked_before_the_first_run(command: Command) -> None:
     Path("my.yaml").write_text(CONFIG)
-    Path("tiny").mkdir()
+    write_model(Path("tiny"))
     for arguments, message in (
         (["optimizer.lr=1e-3,-1"], "argument 'optimizer.lr=-1'"),
         (["precision.kind=none,int9"], "'int9' is not one of"),
@@ -258,7 +258,7 @@ def test_everything_is_checked_before_the_first_run(command: Command) -> None:
 
 def test_a_dry_run_prints_commands_that_validate(command: Command) -> None:
     Path("my.yaml").write_text(CONFIG)
-    Path("tiny").mkdir()
+    write_model(Path("tiny"))
     code, stdout, _ = command("sweep", "--config", "my.yaml", "seed=1,2", "freeze=[a,b],[]", "--dry-run")
     assert code == 0
     lines = stdout.splitlines()[1:]
@@ -393,7 +393,7 @@ def load_config_lr(folder: Path) -> float:
 @pytest.mark.parametrize("nnodes", [None, "2"])
 def test_the_array_job_runs_each_point_once(nnodes: str | None, command: Command, tmp_path: Path) -> None:
     Path("my.yaml").write_text(CONFIG.replace("device: cpu", "device: cuda"))  # of other machines
-    Path("tiny").mkdir()
+    write_model(Path("tiny"))
     machines = ["--nnodes", nnodes, "--nproc-per-node", "1"] if nnodes else []
     values = ["global_batch_size=8", "precision.skip=[lm_head,a],[]", "seed=1,2"]
     code, stdout, stderr = command(

@@ -226,6 +226,17 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         check_compiler("block")
 
 
+def test_missing_headers_of_python_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "sh")  # found on every PATH, and not run
+    check_compiler("block")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    with pytest.raises(
+        UserError, match=r"compile: needs Python's headers, and /nowhere/Python\.h is not there"
+    ):
+        check_compiler("block")
+    check_compiler("none")
+
+
 def test_cuda_without_a_device_is_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
