@@ -61,7 +61,10 @@ def compiler() -> Iterator[Line]:
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     path = shutil.which(command[0])
     if path is None:
-        todo = "install g++, or set CXX, or set compile=none (INT8 on a CPU is then several times slower)"
+        todo = (
+            "install it (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX, or set "
+            "compile=none: INT8 on a CPU is then several times slower"
+        )
         yield Line("software", "C++ compiler", PROBLEM, f"{command[0]} is not on the PATH", todo)
     else:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10)
