@@ -17,13 +17,16 @@ the gradients. The collectives of the middle one are multiplied.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -38,6 +41,7 @@ from lptune.training import memory
 from lptune.training.dry_run_report import STAGED, report
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
+from lptune.training.repeated_blocks import Blocks, leave_out
 from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.update import Update
 
@@ -95,13 +99,15 @@ def dry_run(
     *,
     teacher_config: models.DecoderConfig | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
+    every_block: bool = False,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
 
     on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
     device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. teacher_config: of
-    the teacher, if cfg is a DistillConfig.
+    the teacher, if cfg is a DistillConfig. every_block: run all blocks and not one of each kind, which takes
+    long and gives the same.
 
     Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
     a process group. Raises the same UserErrors as a run for the mesh and the precision.
@@ -121,6 +127,8 @@ def dry_run(
         models.freeze(model, cfg.freeze)
         num_parameters = models.num_parameters(model)
         plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
+        reach = len(model_config.layers) if every_block else max(1, parallel.prefetch_blocks)
+        blocks = [leave_out(model, reach)]
         distributed.parallelize(model, world, eager)
         if not cfg.parallel.reshards(world_size):
             for module in model.modules():
@@ -135,6 +143,7 @@ def dry_run(
                     f"{model_config.vocab_size}; choose a teacher with as many words"
                 )
             teacher = models.build_on_meta(teacher_config)
+            blocks.append(leave_out(teacher, len(teacher_config.layers) if every_block else reach))
             build_teacher(teacher, eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         with ExitStack() as stack:
@@ -144,7 +153,7 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes = _run_steps(
-                model, teacher, plan, world, eager, num_micro_batches, log, on_phase
+                model, teacher, blocks, plan, world, eager, num_micro_batches, log, on_phase
             )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
@@ -185,6 +194,7 @@ class _Steps(NamedTuple):
 def _run_steps(
     model: models.Decoder,
     teacher: models.Decoder | None,
+    blocks: Sequence[Blocks],
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
@@ -208,9 +218,21 @@ def _run_steps(
     if teacher is not None:
         distributed.materialize(teacher, world, cfg)
         log.label(memory.TEACHER, teacher.parameters())
+    times = dict[nn.Parameter, int]()
+    for part, its_blocks in zip((model, teacher), blocks, strict=False):
+        assert part is not None
+        times |= its_blocks.parameters(part)
+        its_blocks.watch(part, functools.partial(log.block, its_blocks))
+
+    def stand_for(tensors_of: Callable[[nn.Parameter], Any]) -> None:
+        for parameter, count in times.items():
+            log.stands_for(count, tensors_of(parameter))
+
+    stand_for(lambda parameter: parameter)
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
-    update = Update(model, optimizer, world, cfg.max_grad_norm, low)
+    low.leave_out(blocks[0].layers)
+    update = Update(_Whole(model, times), optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
     objective: models.Objective = getattr(models, cfg.objective)
@@ -241,16 +263,36 @@ def _run_steps(
             log.collectives.clear()
         for each in (model, teacher):
             if (weights := linear.ComputeWeights.of(each)) is not None:
-                log.label(memory.GATHERED, weights.tensors())
+                copies = weights.copies()
+                log.label(memory.GATHERED, list(copies.values()))
+                stand_for(copies.get)
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+        stand_for(lambda parameter: parameter.grad)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
+        stand_for(lambda parameter: list(optimizer.state.get(parameter, {}).values()))
     assert isinstance(optimizer, ListsMoments)
-    moments = (state[moment] for state in optimizer.state.values() for moment in optimizer.MOMENTS)
-    state_bytes = sum(each.numel() * each.element_size() for each in moments)
+    state_bytes = 0
+    for parameter, state in optimizer.state.items():
+        moments = [state[moment] for moment in optimizer.MOMENTS]
+        size = sum(each.numel() * each.element_size() for each in moments)
+        state_bytes += times.get(parameter, 1) * size
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
+
+
+class _Whole(nn.Module):
+    """A model that has each parameter as often as it stands for one, for sums over all gradients."""
+
+    def __init__(self, model: nn.Module, times: Mapping[nn.Parameter, int]) -> None:
+        super().__init__()
+        self.model, self._counts = model, times
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """See above."""
+        for each in super().parameters(recurse):
+            yield from itertools.repeat(each, self._counts.get(each, 1))
 
 
 @contextmanager
