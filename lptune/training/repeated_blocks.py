@@ -69,7 +69,8 @@ def leave_out(model: models.Decoder, reach: int) -> Blocks:
     reach: as many blocks before a block and after it may matter to it; len(layers): none is left out.
     """
     layers, like = model.model.layers, dict[int, int]()
-    found = run_by(list(_kinds(model)), reach)
+    kinds, firsts = zip(*_kinds(model), strict=True)
+    found = run_by(kinds, firsts, reach)
     for number, other in enumerate(found):
         if number != other:
             pairs = zip(layers[number].modules(), layers[other].modules(), strict=True)
@@ -82,13 +83,13 @@ def leave_out(model: models.Decoder, reach: int) -> Blocks:
     return Blocks(found, like)
 
 
-def run_by(kinds: Sequence[Hashable], reach: int) -> tuple[int, ...]:
+def run_by(kinds: Sequence[Hashable], firsts: Sequence[Hashable], reach: int) -> tuple[int, ...]:
     """For each block the number of the block that runs for it. Both have the same kind, and blocks of the
-    same kinds around them, as far as `reach`.
+    same kinds around them, as far as `reach`; and both are the first for the same things.
     """
     ends = [None] * reach
     padded = [*ends, *kinds, *ends]
-    around = [tuple(padded[i : i + 2 * reach + 1]) for i in range(len(kinds))]
+    around = [(tuple(padded[i : i + 2 * reach + 1]), first) for i, first in enumerate(firsts)]
     kept, i = list(range(len(kinds))), 0
     while i < len(kept):
         # Leaves out what follows i up to a block like i, as much as possible, if others like it stay.
@@ -107,11 +108,18 @@ def _numbered(model: models.Decoder) -> Iterator[tuple[int, nn.Module]]:
         yield int(name), block
 
 
-def _kinds(model: models.Decoder) -> Iterator[Hashable]:
+def _kinds(model: models.Decoder) -> Iterator[tuple[Hashable, Hashable]]:
+    """Of each block its kind, and of what it is the first reader: the tables of rotary positions and the
+    masks, which blocks share, are freed in its backward.
+    """
+    read = set[Hashable]()
     # Frozen blocks have a backward only if something before them is trained.
     has_gradient = any(each.requires_grad for each in model.model.embed_tokens.parameters())
     for layer, block in zip(model.config.layers, model.model.layers, strict=True):
         modules = tuple((type(each), getattr(each, "spec", None)) for each in block.modules())
         trained = tuple(each.requires_grad for each in block.parameters())
-        yield layer, modules, trained, has_gradient
+        kind = layer, modules, trained, has_gradient
         has_gradient |= any(trained)
+        reads = {(has_gradient, layer.rope), (has_gradient, layer.window)}
+        yield kind, frozenset(reads - read)
+        read |= reads
