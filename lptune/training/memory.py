@@ -6,6 +6,9 @@ of a storage is often known only later: the output of a reduce-scatter becomes a
 gets it. So the log is written first, labels can be given at any time, and sums by label are computed at the
 end.
 
+A dry run executes one block for several that are alike (repeated_blocks.py). The log knows which block works,
+and the sums are those of the whole model.
+
 It counts the bytes that tensors ask for. It does not count rounding and fragmentation of the allocator, and
 workspaces that a kernel allocates inside an operator.
 """
@@ -13,13 +16,13 @@ workspaces that a kernel allocates inside an operator.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -124,9 +127,11 @@ class MemoryLog(TorchDispatchMode):
         """Says that block `number` works now, until another block or a phase begins."""
         self._spans.append(_Span(self._spans[-1].phase, blocks, number))
 
-    def stands_for(self, times: int, tensors: Any) -> None:
-        """Says that each storage of `tensors` stands for `times` storages of the whole model."""
-        self._times |= {self._number(part.untyped_storage()): times for part in _parts(tensors)}
+    def repeat(self, times: Mapping[nn.Parameter, int], tensors_of: Callable[[nn.Parameter], Any]) -> None:
+        """Says that each storage of `tensors_of(parameter)` stands for times[parameter] storages."""
+        for parameter, count in times.items():
+            for part in _parts(tensors_of(parameter)):
+                self._times[self._number(part.untyped_storage())] = count
 
     def label(self, category: str, tensors: Any) -> None:
         """Labels the storages of `tensors` (in any nesting). Labels of lasting tensors (parameters,
@@ -157,10 +162,10 @@ class MemoryLog(TorchDispatchMode):
     def _all_events(self) -> Iterator[tuple[str, str, int]]:
         """(phase, category, change of bytes) of all events of the whole model, in order.
 
-        The events of blocks are repeated, in the order of the blocks that they stand for. Outside of blocks
-        code walks over parameters, as the optimizer does. There a storage of a parameter counts `_times`: the
-        sum is right before and after each walk, and within it from the last block on. It is too small where
-        the walk passes others, which is no peak, since the last block adds the same.
+        The events of a block are repeated where the blocks come for which it ran. Outside of blocks, code
+        that walks over parameters (an optimizer) met each of its parameters once; there their storages count
+        `_times`. Before and after a walk the sum is exact. Within it the sum is too small at a block that
+        stands for others, but the last block, which stands for itself, takes as much memory later.
         """
         for blocks, group in itertools.groupby(self._spans, key=lambda span: span.blocks):
             spans = list(group)

@@ -6,16 +6,17 @@ the next block and lets go of those of the one before. So a block stands for all
 and have neighbours of the same kinds. The first and the last block have none on one side, and stand for
 themselves.
 
-    32 alike                    0   1-30   31                                  3 blocks run
-    5 local, 1 global, 26       0   1   22   23 (global)   24   25             6 blocks run
+    llama3_1/8b    32 blocks, all alike               3 run: 0, 1, 31
+    gemma3/1b      26 blocks, each sixth is global   10 run
 
 The blocks that run follow each other as they might in the whole model: each of them finds the neighbours that
 its surroundings say. A model whose blocks all differ runs whole.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,6 +54,21 @@ class Blocks:
             block.register_forward_hook(after, prepend=True)
 
 
+class Repeated(nn.Module):
+    """`model`, but parameters() yields each parameter as often as `times` says: for code that makes one list
+    of all gradients.
+    """
+
+    def __init__(self, model: nn.Module, times: Mapping[nn.Parameter, int]) -> None:
+        super().__init__()
+        self.model, self._times = model, times
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """See above."""
+        for each in super().parameters(recurse):
+            yield from itertools.repeat(each, self._times.get(each, 1))
+
+
 def _before_forward(begin: Callable[[int], None], number: int, *_: Any) -> None:
     begin(number)
 
@@ -73,8 +89,9 @@ def leave_out(model: models.Decoder, reach: int) -> Blocks:
     found = run_by(kinds, firsts, reach)
     for number, other in enumerate(found):
         if number != other:
-            pairs = zip(layers[number].modules(), layers[other].modules(), strict=True)
-            like |= {a.number: b.number for a, b in pairs if isinstance(a, linear.LowPrecisionLinear)}
+            for left, here in zip(layers[number].modules(), layers[other].modules(), strict=True):
+                if isinstance(left, linear.LowPrecisionLinear) and isinstance(here, type(left)):
+                    like[left.number] = here.number
     kept = sorted(set(found))
     for number in set(range(len(found))).difference(kept):
         delattr(layers, str(number))  # ModuleList would number the others anew
