@@ -168,21 +168,16 @@ class MemoryLog(TorchDispatchMode):
         stands for others, but the last block, which stands for itself, takes as much memory later.
         """
         for blocks, group in itertools.groupby(self._spans, key=lambda span: span.blocks):
-            spans = list(group)
-            if blocks is None:
-                for span in spans:
-                    yield from self._events_of(span, self._times)
-                continue
-            ran = {span.number: span for span in spans}
-            assert len(ran) == len(spans), "a block ran twice in a phase"
-            forward = spans[0].number <= spans[-1].number
-            for number in blocks.run_by if forward else reversed(blocks.run_by):
-                if number in ran:
-                    yield from self._events_of(ran[number], {})
-
-    def _events_of(self, span: "_Span", times: dict[int, int]) -> Iterator[tuple[str, str, int]]:
-        for number, delta in span.events:
-            yield span.phase, self._labels.get(number, ACTIVATIONS), delta * times.get(number, 1)
+            spans, times = list(group), self._times
+            if blocks is not None:
+                ran, times = {span.number: span for span in spans}, {}
+                assert len(ran) == len(spans), "a block ran twice in a phase"
+                forward = spans[0].number <= spans[-1].number
+                order = blocks.run_by if forward else reversed(blocks.run_by)
+                spans = [ran[number] for number in order if number in ran]
+            for span in spans:
+                for number, delta in span.events:
+                    yield span.phase, self._labels.get(number, ACTIVATIONS), delta * times.get(number, 1)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata

@@ -49,9 +49,8 @@ class Blocks:
         `parallelize`, so that FSDP's hooks on a block run after this one.
         """
         for number, block in _numbered(model):
-            before, after = partial(_before_forward, begin, number), partial(_after_forward, begin, number)
-            block.register_forward_pre_hook(before, prepend=True)
-            block.register_forward_hook(after, prepend=True)
+            block.register_forward_pre_hook(lambda *_, number=number: begin(number), prepend=True)
+            block.register_forward_hook(partial(_at_gradient, partial(begin, number)), prepend=True)
 
 
 class Repeated(nn.Module):
@@ -69,13 +68,9 @@ class Repeated(nn.Module):
             yield from itertools.repeat(each, self._times.get(each, 1))
 
 
-def _before_forward(begin: Callable[[int], None], number: int, *_: Any) -> None:
-    begin(number)
-
-
-def _after_forward(begin: Callable[[int], None], number: int, _: nn.Module, __: Any, output: Tensor) -> None:
+def _at_gradient(begin: Callable[[], None], _: nn.Module, __: Any, output: Tensor) -> None:
     if output.requires_grad:
-        output.register_hook(lambda _: begin(number))  # the gradient of the output is there
+        output.register_hook(lambda _: begin())
 
 
 def leave_out(model: models.Decoder, reach: int) -> Blocks:
