@@ -54,16 +54,14 @@ class Blocks:
 
 
 class Repeated(nn.Module):
-    """`model`, but parameters() yields each parameter as often as `times` says: for code that makes one list
-    of all gradients.
-    """
+    """A model with the number of parameters of the whole one, for code that makes a list of all gradients."""
 
     def __init__(self, model: nn.Module, times: Mapping[nn.Parameter, int]) -> None:
         super().__init__()
         self.model, self._times = model, times
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """See above."""
+        """Yields each parameter of the model as often as `times` says."""
         for each in super().parameters(recurse):
             yield from itertools.repeat(each, self._times.get(each, 1))
 
