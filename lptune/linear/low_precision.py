@@ -20,7 +20,7 @@ random keys raise an error in their kernels. A loop that does not use `step` is 
 strictly (`verify_first_update`).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -93,6 +93,12 @@ class LowPrecision:
         """The precision of the steps to come."""
         self.has_shadow_check = False
         """Whether the loop makes shadow checks; set by what makes them."""
+
+    def leave_out(self, like: Mapping[int, int]) -> None:
+        """For a dry run of a model without some of its blocks. like: number of a layer that was left out ->
+        that of a layer of the model, whose weight is measured once more for it.
+        """
+        self._scales.leave_out(like)
 
     @contextmanager
     def step(self, step: int, num_passes: int) -> Iterator[None]:

@@ -12,18 +12,21 @@ what a rank would hold and exchange.
 A dry run does not see torch.compile, whose fused blocks keep less than the eager blocks that run here; nor
 what the allocator, NCCL, the CUDA context and the workspaces of kernels add; nor time.
 
-All micro-batches are alike, so at most three run: the first, one in the middle, and the last, which reduces
-the gradients. The collectives of the middle one are multiplied.
+Most blocks are alike: one of each kind runs, and what it allocated, freed and exchanged is repeated for the
+others (repeated_blocks.py). Most micro-batches are alike, so at most three run: the first, one in the middle,
+and the last, which reduces the gradients. The collectives of the middle one are multiplied.
 """
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -38,6 +41,7 @@ from lptune.training import memory
 from lptune.training.dry_run_report import STAGED, report
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
+from lptune.training.repeated_blocks import Blocks, Repeated, leave_out
 from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.update import Update
 
@@ -95,13 +99,14 @@ def dry_run(
     *,
     teacher_config: models.DecoderConfig | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
+    in_full: bool = False,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
 
     on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
     device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. teacher_config: of
-    the teacher, if cfg is a DistillConfig.
+    the teacher, if cfg is a DistillConfig. in_full: run all blocks, which takes longer and gives the same.
 
     Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
     a process group. Raises the same UserErrors as a run for the mesh and the precision.
@@ -121,6 +126,8 @@ def dry_run(
         models.freeze(model, cfg.freeze)
         num_parameters = models.num_parameters(model)
         plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
+        reach = len(model_config.layers) if in_full else max(1, parallel.prefetch_blocks)
+        blocks = {model: leave_out(model, reach)}
         distributed.parallelize(model, world, eager)
         if not cfg.parallel.reshards(world_size):
             for module in model.modules():
@@ -135,8 +142,12 @@ def dry_run(
                     f"{model_config.vocab_size}; choose a teacher with as many words"
                 )
             teacher = models.build_on_meta(teacher_config)
+            blocks[teacher] = leave_out(teacher, len(teacher_config.layers) if in_full else reach)
             build_teacher(teacher, eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
+        # Without FSDP nothing is reduced: the last micro-batch is like those in the middle.
+        most = 3 if in_full or distributed.uses_fsdp(parallel, world_size) else 2
+        num_run = min(most, num_micro_batches)
         with ExitStack() as stack:
             # Layer handles are real tensors: their values identify a layer.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -144,14 +155,13 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes = _run_steps(
-                model, teacher, plan, world, eager, num_micro_batches, log, on_phase
+                model, teacher, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
             )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
             if offloads:
                 host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
-                parts = [model] if teacher is None else [model, teacher]
-                peaks, resting = _without_offloaded(peaks, parts), Counter[str]()
+                peaks, resting = _without_offloaded(peaks, list(blocks)), Counter[str]()
             return DryRun(
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
@@ -185,17 +195,19 @@ class _Steps(NamedTuple):
 def _run_steps(
     model: models.Decoder,
     teacher: models.Decoder | None,
+    blocks: Mapping[models.Decoder, Blocks],
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
     num_micro_batches: int,
+    num_run: int,
     log: memory.MemoryLog,
     on_phase: Callable[[str], None],
 ) -> _Steps:
     """Allocates `model` and `teacher`, which are on meta, and runs the first step as a recipe does, under
     `log`; and the second, where that exchanges something else.
 
-    Collectives are counted for all `num_micro_batches`.
+    `num_run` micro-batches run. Collectives are counted for all `num_micro_batches`.
     """
 
     def begin(phase: str) -> None:
@@ -208,14 +220,21 @@ def _run_steps(
     if teacher is not None:
         distributed.materialize(teacher, world, cfg)
         log.label(memory.TEACHER, teacher.parameters())
+    times = dict[nn.Parameter, int]()
+    for part, its_blocks in blocks.items():
+        times |= its_blocks.parameters(part)
+        its_blocks.watch(part, functools.partial(log.block, its_blocks))
+    log.repeat(times, lambda parameter: parameter)
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
-    update = Update(model, optimizer, world, cfg.max_grad_norm, low)
+    low.leave_out(blocks[model].layers)
+    whole = Repeated(model, times)
+    update = Update(whole, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
     objective: models.Objective = getattr(models, cfg.objective)
 
-    totals, num_run = list[Collectives](), min(3, num_micro_batches)
+    totals = list[Collectives]()
     for step in range(2 if low.first_step_agrees else 1):
         totals.append(total := Collectives())
         with low.step(step, num_passes=num_run):
@@ -227,6 +246,7 @@ def _run_steps(
                     assert isinstance(cfg, DistillConfig)
                     with torch.no_grad():
                         hidden_BSH = teacher.hidden_states(tokens_BS, documents)
+                    log.phase("forward")  # ends what the teacher's last block does
                     objective = distillation(hidden_BSH, teacher, cfg.distillation)
                 elif isinstance(cfg, DistillConfig):
                     log_p_BSk = torch.zeros(*tokens_BS.shape, cfg.logits.top_k, device=world.device)
@@ -241,14 +261,19 @@ def _run_steps(
             log.collectives.clear()
         for each in (model, teacher):
             if (weights := linear.ComputeWeights.of(each)) is not None:
-                log.label(memory.GATHERED, weights.tensors())
+                copies = weights.copies()
+                log.label(memory.GATHERED, list(copies.values()))
+                log.repeat(times, copies.get)
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+        log.repeat(times, lambda parameter: parameter.grad)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
+        log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
     assert isinstance(optimizer, ListsMoments)
-    moments = (state[moment] for state in optimizer.state.values() for moment in optimizer.MOMENTS)
+    states = [optimizer.state[each] for each in whole.parameters() if each in optimizer.state]
+    moments = (state[moment] for state in states for moment in optimizer.MOMENTS)
     state_bytes = sum(each.numel() * each.element_size() for each in moments)
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
 

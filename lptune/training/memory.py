@@ -6,23 +6,29 @@ of a storage is often known only later: the output of a reduce-scatter becomes a
 gets it. So the log is written first, labels can be given at any time, and sums by label are computed at the
 end.
 
+A dry run executes one block for several that are alike (repeated_blocks.py). The log knows which block works,
+and the sums are those of the whole model.
+
 It counts the bytes that tensors ask for. It does not count rounding and fragmentation of the allocator, and
 workspaces that a kernel allocates inside an operator.
 """
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lptune.distributed import Collectives, describe_collective
+from lptune.training.repeated_blocks import Blocks
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -32,6 +38,23 @@ UNREDUCED = "gradients not yet reduced"
 ACTIVATIONS = "activations and temporaries"
 TEACHER = "teacher"
 CATEGORIES = (PARAMETERS, TEACHER, GRADIENTS, OPTIMIZER, GATHERED, UNREDUCED, ACTIVATIONS)
+
+
+@dataclass
+class _Span:
+    """A part of the log: what a block did, or a phase between blocks."""
+
+    phase: str
+    blocks: Blocks | None = None
+    number: int = 0
+    """Of the block."""
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(number of a storage, change of bytes)"""
+
+    @property
+    def times(self) -> int:
+        """For how many blocks it stands."""
+        return self.blocks.times[self.number] if self.blocks else 1
 
 
 class MemoryLog(TorchDispatchMode):
@@ -44,9 +67,9 @@ class MemoryLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives = Collectives()
         self._axes = axes or {}
-        self._events: list[tuple[int, int]] = []  # (number of a storage, change of bytes)
-        self._phases: list[tuple[int, str]] = []  # (index of its first event, name)
+        self._spans = [_Span("before")]
         self._labels: dict[int, str] = {}  # number -> category
+        self._times: dict[int, int] = {}  # number -> for how many storages it stands, if more than one
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a live storage -> number
 
@@ -89,7 +112,7 @@ class MemoryLog(TorchDispatchMode):
         if "c10d" in name:
             found = describe_collective(func, args, result, self._axes)
             if found is not None:
-                self.collectives[found] += 1
+                self.collectives[found] += self._spans[-1].times
                 if found.axis == "fsdp":
                     self.label(GATHERED if found.operation == "all_gather" else UNREDUCED, args)
         elif name == "fsdp::chunk_cat":
@@ -98,7 +121,17 @@ class MemoryLog(TorchDispatchMode):
 
     def phase(self, name: str) -> None:
         """Starts a phase with this name."""
-        self._phases.append((len(self._events), name))
+        self._spans.append(_Span(name))
+
+    def block(self, blocks: Blocks, number: int) -> None:
+        """Says that block `number` works now, until another block or a phase begins."""
+        self._spans.append(_Span(self._spans[-1].phase, blocks, number))
+
+    def repeat(self, times: Mapping[nn.Parameter, int], tensors_of: Callable[[nn.Parameter], Any]) -> None:
+        """Says that each storage of `tensors_of(parameter)` stands for times[parameter] storages."""
+        for parameter, count in times.items():
+            for part in _parts(tensors_of(parameter)):
+                self._times[self._number(part.untyped_storage())] = count
 
     def label(self, category: str, tensors: Any) -> None:
         """Labels the storages of `tensors` (in any nesting). Labels of lasting tensors (parameters,
@@ -112,22 +145,39 @@ class MemoryLog(TorchDispatchMode):
     def at_end(self) -> Counter[str]:
         """Bytes by category after the last event."""
         total: Counter[str] = Counter()
-        for number, delta in self._events:
-            total[self._labels.get(number, ACTIVATIONS)] += delta
+        for _, category, delta in self._all_events():
+            total[category] += delta
         return total
 
     def peaks(self) -> dict[str, Counter[str]]:
         """Phase -> bytes by category at the time of the largest sum. Phases with one name are merged."""
         found: dict[str, Counter[str]] = {}
         now: Counter[str] = Counter()
-        starts = dict(self._phases)
-        phase = "before"
-        for index, (number, delta) in enumerate(self._events):
-            phase = starts.get(index, phase)
-            now[self._labels.get(number, ACTIVATIONS)] += delta
+        for phase, category, delta in self._all_events():
+            now[category] += delta
             if phase not in found or now.total() > found[phase].total():
                 found[phase] = Counter(now)
         return found
+
+    def _all_events(self) -> Iterator[tuple[str, str, int]]:
+        """(phase, category, change of bytes) of all events of the whole model, in order.
+
+        The events of a block are repeated where the blocks come for which it ran. Outside of blocks, code
+        that walks over parameters (an optimizer) met each of its parameters once; there their storages count
+        `_times`. Before and after a walk the sum is exact. Within it the sum is too small at a block that
+        stands for others, but the last block, which stands for itself, takes as much memory later.
+        """
+        for blocks, group in itertools.groupby(self._spans, key=lambda span: span.blocks):
+            spans, times = list(group), self._times
+            if blocks is not None:
+                ran, times = {span.number: span for span in spans}, {}
+                assert len(ran) == len(spans), "a block ran twice in a phase"
+                forward = spans[0].number <= spans[-1].number
+                order = blocks.run_by if forward else reversed(blocks.run_by)
+                spans = [ran[number] for number in order if number in ran]
+            for span in spans:
+                for number, delta in span.events:
+                    yield span.phase, self._labels.get(number, ACTIVATIONS), delta * times.get(number, 1)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata
@@ -148,7 +198,7 @@ class MemoryLog(TorchDispatchMode):
     def _note(self, number: int, delta: int) -> None:
         if delta:
             self._sizes[number] += delta
-            self._events.append((number, delta))
+            self._spans[-1].events.append((number, delta))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -25,6 +25,7 @@ Shapes: B x C scale blocks of a weight, 1 x 1 for one scale.
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class PrecomputedScales:
                 # have gathered weights, and so measured them, before the step changed them.
                 optimizer.register_step_pre_hook(self._stepped)
                 optimizer.register_step_post_hook(self._stepped)
+
+    def leave_out(self, like: Mapping[int, int]) -> None:
+        """See LowPrecision.leave_out, which calls it."""
+        self._weights |= {left: self._weights[here] for left, here in like.items() if here in self._weights}
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:
         """See AmaxSource. Raises RuntimeError, with the layer's name, if its weight changed without an

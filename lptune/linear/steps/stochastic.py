@@ -25,10 +25,10 @@ class StochasticRounding:
     def __init__(self, model: nn.Module, plan: Plan, seed: int) -> None:
         self._seed, self._step = seed, -1
         self._handles = {}
+        modules = dict(model.named_modules())
         for layer in plan.converted:
-            module = model.get_submodule(layer.name)
-            assert isinstance(module, LowPrecisionLinear)
-            if module.spec.stochastic:
+            module = modules.get(layer.name)  # None in a dry run that leaves out blocks
+            if isinstance(module, LowPrecisionLinear) and module.spec.stochastic:
                 self._handles[layer.name] = module.handle
 
     def start(self, step: int, micro_batch: int) -> None:

@@ -78,9 +78,9 @@ class ComputeWeights:
         """The compute weights of `model`; None if it has none, for example because FSDP shards it."""
         return None if model is None else vars(model).get(_ATTRIBUTE)
 
-    def tensors(self) -> list[Tensor]:
-        """All compute weights that exist."""
-        return [each.weight for each in self._copied]
+    def copies(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Master -> its compute weight, of all that exist."""
+        return {each.master: each.weight for each in self._copied}
 
     def put_in_place(self) -> None:
         """Copies the masters that changed, and puts the compute weights into their modules."""

@@ -221,7 +221,7 @@ def test_two_8_bit_copies_take_the_place_of_one_in_bf16(world: distributed.World
     weights = ComputeWeights.of(model)
     assert weights is not None
     weights.put_in_place()
-    twice = [each for each in weights.tensors() if isinstance(each, TwiceQuantized)]
+    twice = [each for each in weights.copies().values() if isinstance(each, TwiceQuantized)]
     layers = [each for each in model.modules() if isinstance(each, linear.LowPrecisionLinear)]
     assert len(twice) == len(layers)
     layer = layers[0]
@@ -347,15 +347,15 @@ def test_only_weights_of_another_dtype_are_copied(world: distributed.World) -> N
     weights.put_in_place()
     stored = [each for each in model.parameters() if isinstance(each, Int8Weight)]
     assert len(stored) == 7 * len(model.model.layers), "stored in INT8, and used as it is"
-    assert all(each.dtype == torch.bfloat16 for each in weights.tensors())
-    assert len(weights.tensors()) + len(stored) == len(list(model.parameters()))
+    assert all(each.dtype == torch.bfloat16 for each in weights.copies().values())
+    assert len(weights.copies()) + len(stored) == len(list(model.parameters()))
     weights.take_out()
 
     model, _ = _model(world, _execution(None, compute_dtype="float32"))
     weights = ComputeWeights.of(model)
     assert weights is not None
     weights.put_in_place()
-    assert weights.tensors() == []
+    assert not weights.copies()
 
 
 @pytest.mark.parametrize("kind", ["int8_tensorwise", "int8_rowcol"])
