@@ -170,11 +170,15 @@ def lacks() -> Iterator[str]:
         yield f"missing: {header}, without which Triton starts no kernel; install the headers of this Python"
 
 
+def stopped_by(name: str) -> list[str]:
+    """The packages without which a part cannot run and that are missing here."""
+    return [NEEDS[module][0] for module in missing(name) if NEEDS[module][2] is None]
+
+
 def why_not(name: str, args: argparse.Namespace) -> str | None:
     """Why a part cannot run on this machine; None if it can."""
-    stopped_by = [NEEDS[module][0] for module in missing(name) if NEEDS[module][2] is None]
-    if stopped_by:
-        return f"missing: {', '.join(stopped_by)}"
+    if packages := stopped_by(name):
+        return f"missing: {', '.join(packages)}"
     if not args.small and name in STEPS:
         setting, labels = settings(name, args.card_gib)
         if not any(fits(setting, label, args.card_gib) for label in labels):
@@ -446,7 +450,7 @@ def main() -> int:
         why = why_not(name, args)
         if why is not None:
             call.skip(name, why)
-            codes.append(2 * ("missing" in why))
+            codes.append(2 if stopped_by(name) else 0)
             continue
         left_s = 60 * args.minutes - (time.monotonic() - started) - 10  # to end, and to write
         if left_s < 20:

@@ -359,7 +359,8 @@ def main() -> int:
             if left_s < min((row["wall_s"] for row in results.rows if "failed" not in row), default=5):
                 results.content["not_run"].append(label)
                 continue
-            peak = None if label.startswith("torchao ") else peak_gib(setting, label)
+            on_gpu = torch.cuda.is_available()  # the plans are those of a GPU
+            peak = peak_gib(setting, label) if on_gpu and not label.startswith("torchao ") else None
             profiled = label in args.profile
             row = one(label, common, args.work.absolute(), left_s, profiled, args.timed)
             row = results.add(**row, planned_gib=peak)

@@ -31,7 +31,7 @@ ALLOWED = {
     "report": {"config"},
     "sweep": {"config"},
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
-    "inference": {"config", "launch", "linear", "models", "data", "distributed", "checkpoint"},
+    "inference": {"config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "advice": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
     "cli": {

@@ -57,10 +57,8 @@ def timed(
     advice = from_times.advise(candidates)
     setting = _with_memory(cfg, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
-    lines = report.timed_report(advice, measured, setting, emulated)
-    if (faster := emulated_bfloat16(cfg.compute_dtype, world.device)) is not None:
-        lines.append(f"note: {faster}")
-    return advice, lines
+    notes = emulated_bfloat16(cfg.compute_dtype, world.device)
+    return advice, report.timed_report(advice, measured, setting, emulated, notes)
 
 
 def predicted_for(

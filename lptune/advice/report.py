@@ -46,8 +46,10 @@ class Setting:
     """The planned GPU; None on a CPU."""
 
 
-def timed_report(advice: Advice, measured: Measured, setting: Setting, emulated: Sequence[str]) -> list[str]:
-    """Lines for what was timed here. emulated: the kinds without native GEMMs here."""
+def timed_report(
+    advice: Advice, measured: Measured, setting: Setting, emulated: Sequence[str], notes: Sequence[str]
+) -> list[str]:
+    """Lines for what was timed here. emulated: the kinds without native GEMMs here. notes: come last."""
     lines = _heading(setting)
     spent = f"timed here in {progress.duration_text(measured.duration_s)}"
     if measured.timed_tokens < measured.tokens:
@@ -73,7 +75,8 @@ def timed_report(advice: Advice, measured: Measured, setting: Setting, emulated:
             "  ",
         )
     lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
-    return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
+    lines += [*_exchange(setting), "", *_verdict(advice, setting)]
+    return [*lines, *(line for note in notes for line in _wrapped(f"note: {note}", "  "))]
 
 
 def predicted_report(

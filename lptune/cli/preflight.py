@@ -48,7 +48,7 @@ def check(
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
         check_sources("data.eval_source", cfg.data.eval_sources)
-        check_models(cfg)
+    check_models(cfg)
 
 
 def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_absent: bool = False) -> None:
@@ -63,11 +63,12 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
         folders["teacher.path"] = cfg.teacher.path
     for key, path in folders.items():
         folder = Path(path).expanduser()
-        if may_be_absent and not folder.exists():
-            continue
-        # A model that is not trained may also be a run's: its checkpoint is verified when the recipe starts.
-        if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
-            models.read_config(models.read_index(folder, key).folder)
+        with suppress(OSError):  # the library reports what cannot be read
+            if may_be_absent and not folder.exists():
+                continue
+            # A model that is not trained may be a run's: its checkpoint is verified when the recipe starts.
+            if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
+                models.read_config(models.read_index(folder, key).folder)
 
 
 def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:

@@ -55,8 +55,8 @@ class OpenedModel:
     ) -> LoadedModel:
         """Reads the weights. The arguments are those of `load_model`."""
         dtype: torch.dtype = getattr(torch, compute_dtype)
-        if (emulated := emulated_bfloat16(compute_dtype, world.device)) is not None:
-            world.print(f"note: {emulated}")
+        for note in emulated_bfloat16(compute_dtype, world.device):
+            world.print(f"note: {note}")
         model = self.trained.base.build_on_meta().to(dtype)
         plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
         activate_attention(world.device)

@@ -68,8 +68,8 @@ def choose_backend(operation: str, device_type: str) -> str:
     if name is None and trial is not None and tries(trial) and "torch" in candidates:
         cublaslt.check_vector_scales(trial)
         name = "torch"
-    if name in INSTRUCTION_SETS and device_type == "cpu":
-        _check_instruction_set(name)
+    if device_type == "cpu" and name in ("native", *INSTRUCTION_SETS):
+        _check_native(name, operation)
         name = "native"
     if name is None or name not in candidates:
         if (operation, device_type) == ("int8_gemm", "cpu"):
@@ -125,9 +125,11 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     return capability >= least or (backend == "torch" and operation not in _FLOAT8_GEMMS)
 
 
-def _check_instruction_set(name: str) -> None:
+def _check_native(name: str, operation: str) -> None:
+    """Raises UserError if `LPTUNE_KERNELS=name` asks for C++ that this machine does not have."""
     found = native.instruction_set()
-    if name != found:
+    there = native.available() if operation != "int8_gemm" else bool(found)
+    if not there or name not in ("native", found):
         why = f"the best here is {found}" if found else "no C++ compiler, or no INT8 GEMM for this processor"
         raise UserError(f"LPTUNE_KERNELS={name!r} is not to be had here ({why}); unset LPTUNE_KERNELS")
 

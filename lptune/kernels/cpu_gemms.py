@@ -6,7 +6,8 @@ GEMM for AVX2 is twice as fast as float32 where a processor multiplies integers 
 where on one. Without bfloat16 instructions, oneDNN's bfloat16 GEMM is up to 10 times slower than float32.
 
 A timing takes some tens of ms. It is kept in the folder of `lptune.kernels.cache`, under a name that depends
-on the processor, on torch and on the library.
+on the processor, on torch and on our C++; to time again, delete its gemms-*.json. Ranks that start together
+may choose differently, with the same bits.
 """
 
 import functools
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from lptune.hardware.cpu import cpu_flags, cpuinfo
 from lptune.kernels import cache, native
+from lptune.kernels.native import library
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +72,15 @@ def bfloat16_slowdown() -> float | None:
     return seconds["bfloat16 matmul"] / seconds["float32 matmul"]
 
 
-def emulated_bfloat16(compute_dtype: str, device: torch.device) -> str | None:
-    """A note for people whose CPU emulates the compute dtype and has a faster one; None for all others."""
+def emulated_bfloat16(compute_dtype: str, device: torch.device) -> list[str]:
+    """A note, if the CPU emulates the compute dtype and has a faster one."""
     slowdown = bfloat16_slowdown() if (compute_dtype, device.type) == ("bfloat16", "cpu") else None
     if slowdown is None or slowdown < _CLEARLY_SLOWER:
-        return None
-    return (
+        return []
+    return [
         f"this CPU emulates bfloat16, and its float32 GEMMs are {slowdown:.1f}x as fast; "
         "compute_dtype=float32 uses them"
-    )
+    ]
 
 
 @functools.cache
@@ -124,12 +126,14 @@ def _gemms() -> dict[str, Callable[[], object]]:
 def gemm_seconds() -> dict[str, float]:
     """Name of each GEMM of `_gemms` -> seconds of its fastest call, kept from process to process."""
     processor = cpuinfo().get("model name", platform.machine())
-    parts = (processor, sorted(cpu_flags()), torch.__version__, native.instruction_set(), _SIZE)
+    own = native.instruction_set() and library.source_digest()
+    parts = (processor, sorted(cpu_flags()), torch.__version__, native.instruction_set(), own, _SIZE)
     identity = repr((parts, [os.environ.get(name) for name in LIMITS]))
     path = cache.folder() / f"gemms-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     with suppress(OSError, ValueError, AttributeError, TypeError):  # missing, damaged or of another form
         kept = json.loads(cache.read(path) or b"{}").get("seconds", {})
         if {"float32", "float32 matmul", "bfloat16 matmul"} <= kept.keys():
+            logger.info("GEMMs of %s timed before: %s", processor, path)
             return {str(name): float(each) for name, each in kept.items()}
     # In a thread of its own the caller's modes do not count: fake tensors, a default device, inference.
     with ThreadPoolExecutor(1) as pool:
@@ -154,5 +158,5 @@ def time_gemms(num_threads: int) -> dict[str, float]:
                 gemm()
                 seconds[name] = min(seconds[name], time.perf_counter() - begin)
     finally:
-        torch.set_num_threads(num_threads)  # MKL has one number for all threads
+        torch.set_num_threads(num_threads)  # threads that start later get what was set last
     return seconds

@@ -110,7 +110,8 @@ def run_by(kinds: Sequence[Hashable], firsts: Sequence[Hashable], reach: int) ->
                 break
         i += 1
     first = {around[number]: number for number in reversed(kept)}
-    return tuple(first[each] for each in around)
+    # A block that is kept runs for itself, though an earlier one is like it: its neighbours need it there.
+    return tuple(number if number in kept else first[each] for number, each in enumerate(around))
 
 
 def _numbered(model: models.Decoder) -> Iterator[tuple[int, nn.Module]]:

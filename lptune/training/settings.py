@@ -68,12 +68,13 @@ def describe_run(
     )
     backend = plan.backend(world.device.type)
     memory = lasting_bytes(model, cfg)
+    emulated = emulated_bfloat16(cfg.compute_dtype, world.device)
     return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
         f"{describe_mesh(model, world)}",
         f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
         *([f"memory: {_of_the_device(memory, world)}"] if memory is not None else []),
-        *(f"note: {note}" for note in _notes(model, cfg, world, num_steps)),
+        *(f"note: {note}" for note in [*emulated, *_notes(model, cfg, num_steps)]),
     ]
 
 
@@ -99,7 +100,7 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 
-def _notes(model: Decoder, cfg: RunConfig, world: World, num_steps: int) -> list[str]:
+def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
     """Notes on what is legal and rarely meant. A day of training may depend on each."""
     notes, most = [], model.config.max_position_embeddings
     if cfg.data.seq_len > most:
@@ -113,8 +114,6 @@ def _notes(model: Decoder, cfg: RunConfig, world: World, num_steps: int) -> list
             f"this run has {steps} in all: num_epochs={cfg.num_epochs} in batches of {cfg.global_batch_size} "
             "rows; lower global_batch_size or raise num_epochs for more"
         )
-    if (emulated := emulated_bfloat16(cfg.compute_dtype, world.device)) is not None:
-        notes.append(emulated)
     if cfg.precision.is_none:
         notes.append(
             f"precision.kind=none trains in {cfg.compute_dtype}; `lptune advise` tells what 8 bits would gain"

@@ -32,7 +32,7 @@ from torchao.prototype.quantized_training.int8 import quantize_int8_rowwise
 from torchao.quantization import quantize_
 
 from lptune import numerics
-from lptune.kernels import GEMMS, layer_handle, scaled_mm
+from lptune.kernels import GEMMS, cpu_gemms, layer_handle, scaled_mm
 from lptune.numerics import E4M3, E5M2, INT8, Format, scale_from_amax
 from tests.helpers.torchao_peer import (
     DTYPES,
@@ -467,6 +467,7 @@ NO_CPU_GEMM = pytest.mark.skipif(has_triton(), reason="beside a GPU torchao has 
 
 
 @NO_CPU_GEMM
+@pytest.mark.skipif(not cpu_gemms.int_mm_is_exact(), reason="torch's INT8 GEMM saturates on this CPU")
 @every_dtype
 def test_the_int8_peer_ran_in_8_bits_and_its_gemm_is_ours(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -12,6 +12,8 @@
 
 #if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__linux__)
 
+#define LPTUNE_HAS_AMX
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -157,7 +159,8 @@ inline void multiply_tiles(const int8_t* a, const int8_t* b, int64_t steps, bool
 struct Amx {
     static constexpr int64_t ROWS = PANEL, COLUMNS = PANEL, DEPTH = STEP;
     static constexpr int64_t B_STEP_BYTES = STEP_BYTES, SLAB = 8;
-    static constexpr int64_t BLOCK_BYTES = int64_t(1) << 19, FEWEST_PANELS = 8, PANELS_SIDE_BY_SIDE = 2;
+    static constexpr int64_t BLOCK_BYTES = int64_t(1) << 19, FEWEST_PANELS = 8, PIECE = 192;
+    static constexpr int64_t A_TOGETHER = 2, B_TOGETHER = 2;  // two panels have a line of the cache
 
     static int64_t a_panel_bytes(int64_t steps) { return steps * STEP_BYTES; }
     static int64_t b_panel_bytes(int64_t steps) { return steps * STEP_BYTES; }
@@ -173,11 +176,11 @@ struct Amx {
     }
 
     // The panels of a that pass by one slab of b share out the lines of the next slab, to fetch them.
-    static void multiply(const int8_t* a, int64_t step, const int8_t* b, int64_t depth, int32_t* sums, int64_t panel,
-                         int64_t num_panels) {
+    static void multiply(const int8_t* a, int64_t step, const int8_t* b, int64_t depth, bool first_piece, int32_t* sums,
+                         int64_t panel, int64_t num_panels) {
         const int64_t lines = STEP_BYTES / LINE / num_panels;
         const int8_t* next = b + depth * STEP_BYTES + panel * depth * lines * LINE;
-        multiply_tiles(a + step * STEP_BYTES, b, depth, step == 0, sums, next, lines);
+        multiply_tiles(a + step * STEP_BYTES, b, depth, first_piece && step == 0, sums, next, lines);
     }
 };
 

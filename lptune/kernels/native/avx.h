@@ -39,7 +39,9 @@ struct Avx {
     static constexpr int64_t A_STEP_BYTES = ROWS * WORD, B_STEP_BYTES = COLUMNS * WORD;
     static constexpr int64_t SLAB = (int64_t(1) << 14) / B_STEP_BYTES;
     static constexpr int64_t BLOCK_BYTES = int64_t(6) << 16, FEWEST_PANELS = 16;
-    static constexpr int64_t PANELS_SIDE_BY_SIDE = 16;
+    static constexpr int64_t PIECE = (int64_t(1) << 13) / WORD;  // 8 KiB of each vector
+    // Panels that are packed together: if vectors are not contiguous, they share lines of the cache.
+    static constexpr int64_t A_TOGETHER = 16, B_TOGETHER = LINE / COLUMNS;
 
     // What a panel of a begins with: the number at which the sums of each row begin.
     static constexpr int64_t HEADER = LINE;
@@ -56,7 +58,8 @@ struct Avx {
 
     static void pack_a(const Vectors& x, int64_t panel, int64_t num_panels, int8_t* to, int64_t panel_bytes);
     static void pack_b(const Vectors& x, int64_t panel, int64_t num_panels, int8_t* to, int64_t panel_bytes);
-    static void multiply(const int8_t* a, int64_t step, const int8_t* b, int64_t depth, int32_t* sums, int64_t, int64_t);
+    static void multiply(const int8_t* a, int64_t step, const int8_t* b, int64_t depth, bool first_piece, int32_t* sums,
+                         int64_t, int64_t);
 };
 
 // `count` bytes at `from`, then zeros.
@@ -118,7 +121,6 @@ inline Words load_words(const Vectors& x, int64_t first, int64_t k) {
     return v;
 }
 
-// Panels side by side take turns, since where vectors are not contiguous they share lines of the cache.
 void Avx::pack_a(const Vectors& x, int64_t panel, int64_t num_panels, int8_t* to, int64_t panel_bytes) {
     for (int64_t p = 0; p < num_panels; ++p) std::memset(to + p * panel_bytes, 0, HEADER);
     for (int64_t k = 0; k < x.length; k += 8 * GROUP) {
@@ -160,6 +162,14 @@ inline Avx::Sums everywhere(int32_t word) {
 #endif
 }
 
+inline Avx::Sums plus(Avx::Sums a, Avx::Sums b) {
+#ifdef __AVX512VNNI__
+    return _mm512_add_epi32(a, b);
+#else
+    return _mm256_add_epi32(a, b);
+#endif
+}
+
 // sum + the products of the words of b and a.
 inline Avx::Sums plus_products(Avx::Sums sum, Avx::Sums b, Avx::Sums a) {
 #if defined(__AVX512VNNI__)
@@ -175,7 +185,7 @@ inline Avx::Sums plus_products(Avx::Sums sum, Avx::Sums b, Avx::Sums a) {
 
 // A function of its own: inside the loops of gemm.h other values would compete for the registers.
 __attribute__((noinline)) void Avx::multiply(const int8_t* a, int64_t step, const int8_t* b, int64_t depth,
-                                             int32_t* sums, int64_t, int64_t) {
+                                             bool first_piece, int32_t* sums, int64_t, int64_t) {
     const int32_t* starts = reinterpret_cast<const int32_t*>(a);
     const Sums* b_words = reinterpret_cast<const Sums*>(b);
     Sums* const kept = reinterpret_cast<Sums*>(sums);
@@ -183,7 +193,10 @@ __attribute__((noinline)) void Avx::multiply(const int8_t* a, int64_t step, cons
     #pragma GCC unroll 6
     for (int64_t i = 0; i < ROWS; ++i) {
         #pragma GCC unroll 4
-        for (int64_t j = 0; j < REGISTERS; ++j) sum[i][j] = step ? kept[i * REGISTERS + j] : everywhere(starts[i]);
+        for (int64_t j = 0; j < REGISTERS; ++j) {
+            const Sums start = everywhere(step ? 0 : starts[i]);
+            sum[i][j] = step || !first_piece ? plus(kept[i * REGISTERS + j], start) : start;
+        }
     }
     a += HEADER + step * A_STEP_BYTES;
     for (int64_t k = 0; k < depth; ++k, a += A_STEP_BYTES, b_words += REGISTERS) {

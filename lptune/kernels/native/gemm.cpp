@@ -13,7 +13,7 @@
 
 namespace {
 
-#ifdef __AMX_INT8__
+#ifdef LPTUNE_HAS_AMX
 const bool has_amx = amx_is_granted();
 #else
 constexpr bool has_amx = false;
@@ -46,8 +46,13 @@ extern "C" int lptune_int8_mm(const int8_t* a, int64_t stride_a, int contiguous_
     const Vectors rows{a, m, k, stride_a, contiguous_a != 0}, columns{b, n, k, stride_b, contiguous_b != 0};
     const Scales row_scales{scale_a, by_row}, column_scales{scale_b, by_column};
     const Output out{data, m, n, false};
+    if (m <= FEW_ROWS && rows.contiguous && columns.contiguous) {
+        auto* multiply = is_bfloat16 ? multiply_few<uint16_t> : multiply_few<float>;
+        multiply(rows, columns, row_scales, column_scales, out, num_threads);
+        return 0;
+    }
     auto* multiply = is_bfloat16 ? multiply_all<Avx, uint16_t> : multiply_all<Avx, float>;
-#ifdef __AMX_INT8__
+#ifdef LPTUNE_HAS_AMX
     if (has_amx) multiply = is_bfloat16 ? multiply_all<Amx, uint16_t> : multiply_all<Amx, float>;
 #endif
     return multiply(rows, columns, row_scales, column_scales, out, num_threads);

@@ -42,7 +42,7 @@ _NUM_DIGEST_BYTES = hashlib.sha256().digest_size
 def load() -> ctypes.CDLL | None:
     """The library; None, with one warning in the log, if it cannot be compiled or loaded.
 
-    With `LPTUNE_KERNELS=avx2` (or another of INSTRUCTION_SETS) it is what a processor has that ends there.
+    With `LPTUNE_KERNELS=avx2`, or another of INSTRUCTION_SETS, that of a processor that has nothing better.
     """
     try:
         compiler = _compiler()
@@ -60,6 +60,11 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def source_digest() -> str:
+    """SHA-256 of the C++ files, in hexadecimal."""
+    return hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS))).hexdigest()
+
+
 def _compiler() -> list[str] | None:
     """The compiler's command. CXX may have several words (`ccache g++`). ValueError for an open quote."""
     found = shutil.which("g++") or shutil.which("clang++")
@@ -71,8 +76,7 @@ def _image(compiler: list[str], flags: tuple[str, ...] = _FLAGS) -> bytes:
 
     On disk the SHA-256 of the image follows it: loading a truncated file would end the process by SIGBUS.
     """
-    identity = hashlib.sha256(b"".join(each.read_bytes() for each in (*_SOURCES, *_HEADERS)))
-    identity.update(repr((compiler, flags, sorted(cpu_flags()))).encode())
+    identity = hashlib.sha256(repr((source_digest(), compiler, flags, sorted(cpu_flags()))).encode())
     path = cache.folder() / f"native-{identity.hexdigest()[:24]}.so+sha256"
     try:
         kept = cache.read(path)
