@@ -56,8 +56,6 @@ def fastest_int8_gemm() -> str:
     if native.instruction_set() == "amx":
         return "native"  # oneDNN's is no faster, and its scales need a second pass over memory
     seconds = {name: each for name, each in gemm_seconds().items() if name in ("native", "torch", "float32")}
-    if "native" in seconds:
-        seconds["native"] *= 0.9  # what is timed fits the caches, where a second pass for the scales is cheap
     return min(seconds, key=seconds.__getitem__)
 
 
