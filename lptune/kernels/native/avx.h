@@ -9,9 +9,9 @@
 //   one instruction more than a float32 FMA, for twice as many products. `vpmaddubsw` would have twice as many
 //   again, but its 16-bit sums need a sign moved from a to b and a second multiplication: no gain.
 //
-// The loop is written so that the compiler need not think: 12 (AVX512: 24) sums, the words of b and one of a are all
-// registers there are. From intrinsics, gcc 12 computes all products of a step first and spills the sums: less than
-// half the speed. So a product and its addition are one piece of assembly.
+// The sums stay in registers: 12 of 16 (AVX512: 24 of 32), beside the words of b and one of a. From intrinsics, gcc 12
+// computes all products of a step first and spills the sums, at less than half the speed. So a product and its addition
+// are one piece of assembly.
 
 #pragma once
 
@@ -43,7 +43,7 @@ struct Avx {
     // Panels that are packed together: if vectors are not contiguous, they share lines of the cache.
     static constexpr int64_t A_TOGETHER = 16, B_TOGETHER = LINE / COLUMNS;
 
-    // What a panel of a begins with: the number at which the sums of each row begin.
+    // A panel of a begins with the number at which the sums of each row begin (pieces of a contraction add theirs).
     static constexpr int64_t HEADER = LINE;
     static_assert(HEADER >= 8 * int64_t(sizeof(int32_t)));
 
