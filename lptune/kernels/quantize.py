@@ -130,7 +130,9 @@ def quantize_columns(
     transposed: bool = False,
     rotated: bool = False,
 ) -> QuantizedColumns:
-    """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`, rotated along dim 0."""
+    """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`. rotated: x_MK is
+    rotated first, along dim 0; not together with a multiplier.
+    """
     assert multiplier_M1 is None or not rotated
     backend = _backend(x_MK, fmt, power_of_two)
     if rotated and backend != "native":

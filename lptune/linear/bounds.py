@@ -132,6 +132,6 @@ def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> Operand
 
 
 def _dequantized_weight(spec: LinearSpec, w_NK: Tensor) -> Operand:
-    """The weight of a GEMM that is `high`, where `spec.high_uses_8_bit_weight`; rotated if the kind rotates."""
+    """The weight of a GEMM that is `high`, where `spec.high_uses_8_bit_weight`; rotated where x is."""
     block = kind_of(spec).weight_scale_block(*w_NK.shape)
     return dequantized(w_NK, block, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)

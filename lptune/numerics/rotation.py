@@ -6,14 +6,14 @@ contraction by an orthogonal matrix H, `x @ w.T == (x @ H) @ (w @ H).T`, and the
 all channels of its block: of a block of 128, each gets 1 / sqrt(128) of it (QuaRot, arXiv:2404.00456; HALO,
 arXiv:2501.02625, for training).
 
-H is block-diagonal. A block is Sylvester's Hadamard matrix, which has +1 and -1 only, times 1 / sqrt(size). It
-is symmetric and orthogonal, so a second rotation undoes the first. A dimension is cut into blocks of 128; what
-is left over, into the powers of two that it is the sum of, larger ones first: 300 = 128 + 128 + 32 + 8 + 4. So
-any size is rotated, and a single last element, of an odd size, stays as it is.
+H is block-diagonal. A block is Sylvester's Hadamard matrix, of +1 and -1, times 1 / sqrt(size). It is
+symmetric and orthogonal, so a second rotation undoes the first. A dimension is cut into blocks of 128, and
+what is left over into powers of two, larger ones first: 300 = 128 + 128 + 32 + 8 + 4. So any size is rotated;
+of an odd size, the last element stays as it is.
 
 The bits are defined, for all implementations: float32; for half = 1, 2, 4, …, block / 2 each pair (a, b) of
-elements `half` apart becomes (a + b, a - b); then one product with float32(1 / sqrt(block)). Zeros stay zeros,
-and a NaN or inf makes its block NaN or inf.
+elements `half` apart becomes (a + b, a - b); then one product with float32(1 / sqrt(block)). Zeros stay
+zeros, and a NaN or inf makes all of its block NaN or inf.
 """
 
 import torch
