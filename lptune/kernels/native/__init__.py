@@ -85,7 +85,7 @@ def quantize_rotated_columns(x_MK: Tensor) -> _Result:
 
 
 def rotate_rows(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-    """`numerics.rotate(x, 1).to(dtype)`."""
+    """`numerics.rotate(x, 1)`, rounded once to `dtype`."""
     library, x = load(), _prepare(x_MK)
     assert library is not None
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
