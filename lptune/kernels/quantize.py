@@ -15,7 +15,7 @@ want both operands of an 8-bit GEMM contiguous along the contraction ("K-major";
 float32. Kernels round in registers, where a separate cast would write a copy and read it again.
 
 `rotated` rotates x along the contraction by Hadamard blocks (lptune/numerics/rotation.py): rows along dim 1,
-columns along dim 0. The C++ does so in the cache; elsewhere operations of torch make a rotated copy first.
+columns along dim 0. The C++ does so in the cache; Triton (rotation.py) and the reference make a rotated copy.
 
 `quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py). Quantizers
 by an amax that is known before are in by_amax.py.
@@ -70,7 +70,7 @@ def quantize_rows(
     assert multiplier_1K is None or not rotated
     backend = _backend(x_MK, fmt, power_of_two)
     if rotated and backend != "native":
-        x_MK, rounded_to = numerics.rotate(_rounded(x_MK, rounded_to), 1), None
+        x_MK, rounded_to = _rotated(x_MK, 1, rounded_to), None
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
         return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed, rounded_to))
@@ -103,7 +103,7 @@ def quantize_packed_rows(
     """
     backend, (m, k) = _backend(x_MK, fmt, power_of_two), x_MK.shape
     if rotated and backend != "native":
-        x_MK, rounded_to = numerics.rotate(_rounded(x_MK, rounded_to), 1), None
+        x_MK, rounded_to = _rotated(x_MK, 1, rounded_to), None
     if backend == "reference" or x_MK.numel() == 0:
         x_MK = _rounded(x_MK, rounded_to)
         return pack_rows(numerics.quantize_rows(x_MK, FORMATS[fmt], power_of_two=power_of_two), num_rows)
@@ -136,7 +136,7 @@ def quantize_columns(
     assert multiplier_M1 is None or not rotated
     backend = _backend(x_MK, fmt, power_of_two)
     if rotated and backend != "native":
-        x_MK = numerics.rotate(x_MK, 0)
+        x_MK = _rotated(x_MK, 0)
     if backend == "triton":
         quantize = triton_kernels().quantize_columns
         return QuantizedColumns(*quantize(x_MK, multiplier_M1, fmt, power_of_two, transposed))
@@ -288,7 +288,7 @@ def rotate(x_MK: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """`numerics.rotate(x_MK, dim)`, computed in float32 and rounded once to `dtype`."""
     if dim == 1 and choose_backend("quantize", x_MK.device.type) == "native":
         return native.rotate_rows(x_MK, dtype)
-    rotated = numerics.rotate(x_MK, dim).to(dtype)
+    rotated = _rotated(x_MK, dim, dtype=dtype)
     return rotated.clone() if rotated is x_MK else rotated
 
 
@@ -307,6 +307,15 @@ def _has_tile(x: Tensor, rows: int, columns: int) -> bool:
     """Whether Triton quantizes x: its tiles are powers of two on each side and hold whole blocks."""
     whole = all(size <= 128 and size & (size - 1) == 0 for size in (rows, columns))
     return whole and choose_backend("quantize", x.device.type) == "triton"
+
+
+def _rotated(
+    x: Tensor, dim: int, rounded_to: torch.dtype | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    if choose_backend("quantize", x.device.type) == "triton":
+        rotated: Tensor = triton_kernels().rotate(x, dim, rounded_to, dtype)
+        return rotated
+    return numerics.rotate(_rounded(x, rounded_to), dim).to(dtype)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
