@@ -45,12 +45,17 @@ def rotate_kernel(
     x = tl.load(x_ptr + rows64 * stride_m + columns64 * stride_k, mask=mask, other=0.0).to(tl.float32)
     x = round_input(x, ROUNDED_TO)
     for i in tl.static_range(PASSES):
-        half: tl.constexpr = 1 << i
-        pairs = tl.permute(tl.reshape(x, (BLOCK_M, BLOCK_K // (2 * half), 2, half)), (0, 1, 3, 2))
-        a, b = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (BLOCK_M, BLOCK_K))
+        x = _butterflies(x, 1 << i, BLOCK_M, BLOCK_K)
     x = round_input(x * FACTOR, ROUNDED_OUT)
     tl.store(out_ptr + rows64 * out_stride_m + columns64 * out_stride_k, x, mask=mask)
+
+
+@triton.jit
+def _butterflies(x, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(a + b, a - b) of the elements a and b of a row that are HALF apart."""
+    pairs = tl.permute(tl.reshape(x, (BLOCK_M, BLOCK_K // (2 * HALF), 2, HALF)), (0, 1, 3, 2))
+    a, b = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (BLOCK_M, BLOCK_K))
 
 
 def rotate(x_MK: Tensor, dim: int, rounded_to: torch.dtype | None, dtype: torch.dtype) -> Tensor:
