@@ -235,7 +235,8 @@ _WAYS: list[tuple[str, dict[str, str]]] = [
         )
     ),
     *itertools.product(
-        ("int8_tensorwise", "float8_delayed", "float8_blockwise"), ({}, {"grad_input": "high"})
+        ("int8_rotated", "int8_tensorwise", "float8_delayed", "float8_blockwise"),
+        ({}, {"grad_input": "high"}),
     ),
 ]
 
