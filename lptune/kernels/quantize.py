@@ -141,10 +141,7 @@ def quantize_columns(
         quantize = triton_kernels().quantize_columns
         return QuantizedColumns(*quantize(x_MK, multiplier_M1, fmt, power_of_two, transposed))
     if backend == "native":
-        columns = (
-            native.quantize_rotated_columns(x_MK) if rotated else native.quantize_columns(x_MK, multiplier_M1)
-        )
-        q, scale = columns
+        q, scale = native.quantize_columns(x_MK, multiplier_M1, rotated)
     else:
         folded = _fold(x_MK, multiplier_M1)
         q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)

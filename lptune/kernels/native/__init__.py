@@ -1,5 +1,5 @@
-"""lptune's own C++ for CPUs: quantizers (quantize.cpp, rotated.cpp,
-stochastic.cpp) and the INT8 GEMM (gemm.cpp).
+"""lptune's own C++ for CPUs: quantizers (quantize.cpp, rotated.cpp, stochastic.cpp) and the INT8
+GEMM (gemm.cpp).
 
 INT8 has all of them. Float8 is emulated on CPUs; it has those with one scale, or with scales that are known.
 The functions here call the library (library.py) through ctypes, with raw pointers. Call them if `available`;
@@ -67,11 +67,17 @@ def quantize_rows(
     return q, scale
 
 
-def quantize_rotated_columns(x_MK: Tensor) -> _Result:
-    """INT8 columns of `x`, rotated along its columns: q (M, K) row by row, scale (1, K)."""
+def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None, rotated: bool = False) -> _Result:
+    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K). rotated: `x` is rotated along its
+    columns first, and there is no multiplier.
+    """
     library, x = load(), _prepare(x_MK)
     assert library is not None
     q, scale = _outputs(x, (1, x.shape[1]))
+    if not rotated:
+        _call(x, None, None, multiplier_M1, (q, scale))
+        return q, scale
+    assert multiplier_M1 is None
     library.lptune_quantize_rotated_columns(
         ctypes.c_void_p(x.data_ptr()),
         int(x.dtype == torch.bfloat16),
@@ -99,14 +105,6 @@ def rotate_rows(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
         torch.get_num_threads(),
     )
     return out.to(dtype)
-
-
-def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
-    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K)."""
-    x = _prepare(x_MK)
-    q, scale = _outputs(x, (1, x.shape[1]))
-    _call(x, None, None, multiplier_M1, (q, scale))
-    return q, scale
 
 
 def quantize_rows_and_columns(
