@@ -16,6 +16,8 @@ elements `half` apart becomes (a + b, a - b); then one product with float32(1 / 
 zeros, and a NaN or inf makes all of its block NaN or inf.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -49,4 +51,4 @@ def _rotate_blocks(x: Tensor, dim: int) -> Tensor:
         a, b = x.unflatten(dim, (block // (2 * half), 2, half)).unbind(dim + 1)
         x = torch.stack((a + b, a - b), dim + 1).flatten(dim, dim + 2)
         half *= 2
-    return x * block**-0.5
+    return x * (1 / math.sqrt(block))

@@ -42,7 +42,7 @@ class GatheredWeight(RowTensor):
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("q_NK", "scale")
-    CONTEXT = ("block", "rotated")
+    CONTEXT: ClassVar[tuple[str, ...]] = ("block", "rotated")
 
     q_NK: Tensor
     """int8 or float8."""
