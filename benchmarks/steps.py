@@ -46,6 +46,7 @@ from lptune.hardware.trials import TRIALS
 LABELS = [
     "none",
     "int8_rowcol",
+    "int8_rotated",
     "float8_rowwise",
     "float8_tensorwise",
     "int8_tensorwise",

@@ -32,6 +32,7 @@ VARIANTS: dict[str, list[str]] = {
     "int8_rowcol, grad_input high": ["kind=int8_rowcol", "grad_input=high"],
     "int8_rowcol, grad_weight folded": ["kind=int8_rowcol", "grad_weight=folded"],
     "int8_rowcol, head in 8 bits": ["kind=int8_rowcol", "skip=[]"],
+    "int8_rotated": ["kind=int8_rotated"],
     "int8_tensorwise": ["kind=int8_tensorwise"],
     "float8_tensorwise": ["kind=float8_tensorwise"],
     "float8_delayed": ["kind=float8_delayed"],

@@ -40,6 +40,7 @@ PRECISION_KINDS = {
     "int8_rowcol": KindKeys(
         _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True, tokens_low="folded"
     ),
+    "int8_rotated": KindKeys(("folded", "high"), ("column", "high"), ("int8",), True, True),
     "int8_tensorwise": KindKeys(
         ("tensor", "high"),
         ("tensor", "high"),
@@ -95,8 +96,9 @@ class PrecisionConfig:
     """Which of the three GEMMs of a linear layer run in 8 bits, and how."""
 
     kind: str = "none"
-    """none | int8_rowcol | int8_tensorwise | float8_tensorwise | float8_delayed | float8_rowwise |
-    float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8, no master)."""
+    """none | int8_rowcol | int8_rotated | int8_tensorwise | float8_tensorwise | float8_delayed |
+    float8_rowwise | float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8,
+    no master)."""
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"

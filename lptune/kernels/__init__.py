@@ -18,6 +18,7 @@ from lptune.kernels.layout import transposed_copy
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
+    dequantize_rotated,
     quantize_blocks,
     quantize_columns,
     quantize_mx,
@@ -28,6 +29,7 @@ from lptune.kernels.quantize import (
     quantize_rows_and_columns,
     quantize_tensor,
     quantize_tensor_both_ways,
+    rotate,
 )
 from lptune.kernels.record import (
     GEMMS,
@@ -82,6 +84,7 @@ __all__ = [
     "block_scaled_mm",
     "cast",
     "choose_backend",
+    "dequantize_rotated",
     "expect_gather",
     "gathered_bytes",
     "k_major",
@@ -111,6 +114,7 @@ __all__ = [
     "quantize_weight_rows",
     "record_gemms",
     "requested_backend",
+    "rotate",
     "scaled_mm",
     "transposed_copy",
     "type_of",

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.noise import Operand, Operands, dequantized, exact
+from lptune.numerics import rotate
 
 
 class Predicted(NamedTuple):
@@ -111,6 +112,7 @@ def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> Operands:
     if spec is None or (spec.output == "high" and not spec.high_uses_8_bit_weight):
         return exact(x_TK), exact(w_NK.t())
     if spec.output == "high":
+        x_TK = rotate(x_TK, 1) if spec.rotated else x_TK
         return exact(x_TK), _dequantized_weight(spec, w_NK).t()
     return kind_of(spec).noisy_output(spec, x_TK, w_NK)
 
@@ -130,6 +132,6 @@ def _grad_weight(spec: LinearSpec | None, g_TN: Tensor, x_TK: Tensor) -> Operand
 
 
 def _dequantized_weight(spec: LinearSpec, w_NK: Tensor) -> Operand:
-    """The weight of a GEMM that is `high`, where `spec.high_uses_8_bit_weight`."""
+    """The weight of a GEMM that is `high`, where `spec.high_uses_8_bit_weight`; rotated where x is."""
     block = kind_of(spec).weight_scale_block(*w_NK.shape)
-    return dequantized(w_NK, block, spec.fmt, power_of_two=spec.power_of_two)
+    return dequantized(w_NK, block, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)

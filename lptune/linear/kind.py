@@ -38,6 +38,7 @@ class LinearSpec(NamedTuple):
     fmt: str  # of x and W; a key of numerics.FORMATS
     grad_fmt: str  # of g
     power_of_two: bool  # scales are powers of two
+    rotated: bool  # each GEMM rotates its operands along the contraction (numerics/rotation.py)
     output: str  # low | high
     grad_input: str  # one of the kind's keys.grad_input
     grad_weight: str  # one of the kind's keys.grad_weight
@@ -55,6 +56,7 @@ class LinearSpec(NamedTuple):
             fmt=kind.fmt,
             grad_fmt=precision.resolved_grad_format,
             power_of_two=kind.power_of_two,
+            rotated=kind.rotated,
             output=precision.output,
             grad_input=precision.resolved_grad_input,
             grad_weight=precision.resolved_grad_weight,
@@ -113,6 +115,8 @@ class Kind(ABC):
     """Format of x and W, a key of numerics.FORMATS."""
     power_of_two: ClassVar[bool] = False
     """Whether all scales are powers of two."""
+    rotated: ClassVar[bool] = False
+    """Whether x and W are rotated by Hadamard blocks before they are quantized."""
     operations: ClassVar[tuple[str, ...]]
     """Names of its 8-bit GEMMs for kernels.choose_backend, the one of `output` first. Empty if the kind
     multiplies in compute dtype.

@@ -21,6 +21,7 @@ from lptune.numerics import (
     dequantize_blocks,
     expand_blocks,
     quantize_blocks,
+    rotate,
     rounding_noise,
 )
 
@@ -71,10 +72,23 @@ def rounded(
     return exact(tensor_MK).plus(noise)
 
 
-def dequantized(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Operand:
-    """`w_NK` with the errors of quantizing it, dequantizing it and rounding it to its dtype."""
-    operand = rounded(w_NK, block, fmt, power_of_two=power_of_two)
-    return operand.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
+def dequantized(
+    w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool, rotated: bool = False
+) -> Operand:
+    """`w_NK` with the errors of quantizing it, dequantizing it and rounding it to its dtype.
+
+    rotated: it is rotated before, and rotated back before the last rounding. The operand stays rotated: only
+    there are the errors of elements independent.
+    """
+    if not rotated:
+        operand = rounded(w_NK, block, fmt, power_of_two=power_of_two)
+        return operand.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
+    rotated_NK = rotate(w_NK, 1)
+    quantized = quantize_blocks(rotated_NK, block, FORMATS[fmt], power_of_two=power_of_two)
+    back_NK = rotate(dequantize_blocks(quantized, block), 1)
+    cast_NK = rotate(back_NK.to(w_NK.dtype).to(torch.float32) - back_NK, 1)
+    operand = rounded(rotated_NK, block, fmt, power_of_two=power_of_two)
+    return operand.plus(known(cast_NK.to(torch.float64)))
 
 
 def cast_error(w_NK: Tensor, block: tuple[int, int], fmt: str, *, power_of_two: bool) -> Noise:

@@ -30,6 +30,7 @@ from lptune.numerics.quantize import (
     round_to,
     scale_from_amax,
 )
+from lptune.numerics.rotation import ROTATION_BLOCK, rotate, rotation_runs
 from lptune.numerics.rounding import random_key, stochastic_round_to, uniform
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "FORMATS",
     "INT8",
     "MX_BLOCK",
+    "ROTATION_BLOCK",
     "Format",
     "Noise",
     "QuantizedBlocks",
@@ -63,6 +65,8 @@ __all__ = [
     "quantize_with_scale",
     "random_key",
     "relative_error",
+    "rotate",
+    "rotation_runs",
     "round_to",
     "rounding_noise",
     "scale_from_amax",

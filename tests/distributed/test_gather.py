@@ -27,7 +27,7 @@ SIZES = (32, 144, 32, 16)
 """Over 3 ranks, 144 rows are 48 each, so that all of them have rows of the first block of 128; 32 rows are
 11, 11 and 10, and 16 rows are 6, 6 and 4."""
 NUM_STEPS = 6
-ROWWISE = ("int8_rowcol", "float8_rowwise", "float8_rowwise_with_gw_hp")
+ROWWISE = ("int8_rowcol", "int8_rotated", "float8_rowwise", "float8_rowwise_with_gw_hp")
 PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise")
 KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
 RUNS = (("high", True), ("low", True), ("low", False))
@@ -235,7 +235,8 @@ _WAYS: list[tuple[str, dict[str, str]]] = [
         )
     ),
     *itertools.product(
-        ("int8_tensorwise", "float8_delayed", "float8_blockwise"), ({}, {"grad_input": "high"})
+        ("int8_rotated", "int8_tensorwise", "float8_delayed", "float8_blockwise"),
+        ({}, {"grad_input": "high"}),
     ),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lptune.kernels.triton import block_mm, blocks, gemm, quantize
+from lptune.kernels.triton import block_mm, blocks, gemm, quantize, rotation
 from lptune.numerics import FORMATS
 from tests.helpers.ahead_of_time import (
     SHARED_BYTES,
@@ -106,6 +106,17 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
         "HARDWARE_FLOAT8": arch > 80,
     }
     check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_rotation_compiles_without_spills(arch: int, dim: int) -> None:
+    strides = {"stride_m": "i32", "stride_k": "1"} if dim else {"stride_m": "1", "stride_k": "i32"}
+    arguments = {"x_ptr": "*bf16", "out_ptr": "*fp32", "M": "i32", "START": "i32", **strides}
+    arguments |= {f"out_{name}": value for name, value in strides.items()}
+    arguments |= {"ROUNDED_TO": "", "ROUNDED_OUT": "", "FACTOR": 128**-0.5, "PASSES": 7}
+    arguments |= {"BLOCK_M": rotation.BLOCK_M, "BLOCK_K": 128}
+    check(compile_for(arch, rotation.rotate_kernel, arguments, num_warps=rotation.NUM_WARPS))
 
 
 def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Compiled:

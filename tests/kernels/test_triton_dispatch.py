@@ -50,6 +50,9 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
     for transposed in (False, True):
         for call in (
             (ops.quantize_rows, (x, "int8", row, False, transposed)),
+            (ops.quantize_rows, (x, "int8", None, False, transposed, torch.bfloat16, True)),
+            (ops.quantize_columns, (x, "int8", None, False, transposed, True)),
+            (ops.rotate, (x, int(transposed), torch.float32)),
             (ops.quantize_packed_rows, (x, 23, "e4m3", transposed, torch.float32)),
             (ops.quantize_columns, (x, "e4m3", column, True, transposed)),
             (ops.quantize_rows_and_columns, (x, "int8", row, False, transposed)),
@@ -149,11 +152,14 @@ def test_an_int8_layer_equals_the_reference_bitwise(
         assert same_bits(ours[name], reference[name]), name
 
 
-@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_tensorwise"])
-def test_an_int8_layer_that_rounds_stochastically_equals_the_reference_bitwise(
-    kind: str, run_on: Callable[[str], None]
+@pytest.mark.parametrize(
+    ("kind", "stochastic"),
+    [("int8_rowcol", True), ("int8_tensorwise", True), ("int8_rotated", False), ("int8_rotated", True)],
+)
+def test_another_int8_layer_equals_the_reference_bitwise(
+    kind: str, stochastic: bool, run_on: Callable[[str], None]
 ) -> None:
-    precision = PrecisionConfig(kind=kind, stochastic_rounding=True)  # type: ignore[arg-type]
+    precision = PrecisionConfig(kind=kind, stochastic_rounding=stochastic)  # type: ignore[arg-type]
     ours, reference = (_layer_on(name, precision, run_on) for name in ("triton", "reference"))
     for name in ours:
         assert same_bits(ours[name], reference[name]), name

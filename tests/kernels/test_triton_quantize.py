@@ -12,7 +12,7 @@ from lptune.numerics import FORMATS
 from tests.helpers.hard_rows import hard_to_round
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
-from lptune.kernels.triton import launch, quantize  # isort: skip  # only once there is a device
+from lptune.kernels.triton import launch, quantize, rotate  # isort: skip  # only once there is a device
 
 pytestmark = [
     # NumPy, in the interpreter, speaks up where a GPU computes inf and NaN in silence.
@@ -255,3 +255,15 @@ def test_a_format_that_the_kernels_do_not_round_to_does_not_compile(monkeypatch:
     monkeypatch.setitem(FORMATS, "e3m4", e3m4)
     with pytest.raises(Exception, match="round_to knows no rounding to this format"):
         quantize.quantize_rows(_matrix(3, 5).to(DEVICE), None, "e3m4", False, False)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("shape", "dtype"), [((37, 300), FLOAT32), ((130, 66), FLOAT16), ((3, 0), FLOAT32)])
+def test_a_rotation_has_the_reference_bits(shape: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
+    x = _matrix(*shape, dtype)
+    for rounded_to, to in ((None, FLOAT32), (None, BFLOAT16), (FLOAT16, FLOAT32), (BFLOAT16, FLOAT32)):
+        rounded = x if rounded_to is None else x.to(rounded_to)
+        for given in (x, x.t().contiguous().t()):
+            ours = rotate(given.to(DEVICE), dim, rounded_to, to)
+            assert ours.is_contiguous()
+            assert same_bits(ours, numerics.rotate(rounded, dim).to(to))

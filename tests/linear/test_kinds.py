@@ -190,7 +190,7 @@ def test_a_weight_in_shards_is_the_weight_to_the_bit(kind: Kind) -> None:
     assert len(asked) == (0 if kind.row_scales else NUM_RANKS)
     scale = torch.cat([part.scale for part in parts]) if kind.row_scales else parts[0].scale
     whole = Quantized(torch.cat([part.q_NK for part in parts]), scale)
-    gathered = GatheredWeight(*whole, dtype=w_NK.dtype, block=kind.weight_block)
+    gathered = GatheredWeight(*whole, dtype=w_NK.dtype, block=kind.weight_block, rotated=kind.rotated)
     for plain, low in zip(_gemms(kind, spec, w_NK), _gemms(kind, spec, gathered), strict=True):
         assert torch.equal(plain, low)
 

@@ -198,6 +198,56 @@ def test_zero_rows_of_weight_and_input_take_nothing_from_the_others(kind: str, g
     _assert_predicted(layer, x, g)
 
 
+def _planted_db(kind: str, outlier: str, size: float) -> tuple[float, float]:
+    """SQNR of output and grad_weight by float64, apart from the outlier's own row and column. A channel or a
+    token of x, or both, is `size` times as large, and its weights or gradient as much smaller: it counts in
+    the sums as the others do.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(shape, generator=generator) for shape in ((256, 256), (192, 256), (256, 192)))
+    if outlier in ("channel", "both"):
+        x[:, 5], w[:, 5] = x[:, 5] * size, w[:, 5] / size
+    if outlier in ("token", "both"):
+        x[9], g[9] = x[9] * size, g[9] / size
+    if outlier == "masked token":
+        x[9], g[1::2] = x[9] * size, 0
+    layer = nn.Linear(256, 192, bias=False)
+    layer.load_state_dict({"weight": w})
+    model = nn.Sequential(layer)
+    linear.convert(model, PrecisionConfig(kind=kind, emulate=True, skip=()))
+    out = model(x)
+    out.backward(g)
+    assert layer.weight.grad is not None
+    others_T, others_K = torch.arange(256) != 9, torch.arange(256) != 5
+    return (
+        numerics.sqnr_db(out.detach()[others_T], x.double()[others_T] @ w.double().t()),
+        numerics.sqnr_db(layer.weight.grad[:, others_K], g.double().t() @ x.double()[:, others_K]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("outlier", "size", "gained"),
+    [
+        # Measured: 40 dB without an outlier; 1.3 to 13 dB with one, and 5.9 to 32 dB where it is rotated.
+        ("none", 1, (0, 0)),
+        ("channel", 100, (13, 0)),
+        ("channel", 1000, (4, 0)),
+        ("token", 100, (0, 12)),
+        ("token", 1000, (0, 5)),
+        ("both", 100, (13, 12)),
+        ("both", 1000, (4, 5)),
+        ("masked token", 100, (0, 18)),  # it has no gradient, and rotation mixes it with tokens that do
+        ("masked token", 1000, (0, 12)),
+    ],
+)
+def test_a_rotation_gives_back_what_an_outlier_takes_from_the_others(
+    outlier: str, size: float, gained: tuple[int, int]
+) -> None:
+    plain, rotated = (_planted_db(kind, outlier, size) for kind in ("int8_rowcol", "int8_rotated"))
+    for before_db, after_db, gain_db in zip(plain, rotated, gained, strict=True):
+        assert after_db >= before_db + gain_db - 0.3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind: str) -> None:
     layer, (x, g) = _layer(torch.bfloat16, kind), _inputs(torch.bfloat16)

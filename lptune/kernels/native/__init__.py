@@ -1,4 +1,5 @@
-"""lptune's own C++ for CPUs: quantizers (quantize.cpp, stochastic.cpp) and the INT8 GEMM (gemm.cpp).
+"""lptune's own C++ for CPUs: quantizers (quantize.cpp, rotated.cpp, stochastic.cpp) and the INT8
+GEMM (gemm.cpp).
 
 INT8 has all of them. Float8 is emulated on CPUs; it has those with one scale, or with scales that are known.
 The functions here call the library (library.py) through ctypes, with raw pointers. Call them if `available`;
@@ -34,8 +35,10 @@ def quantize_rows(
     multiplier_1K: Tensor | None,
     rounded_to: torch.dtype | None = None,
     out: _Result | None = None,
+    rotated: bool = False,
 ) -> _Result:
     """INT8 rows of `x * multiplier`: q (M, K) row by row, scale (M, 1). rounded_to: x is rounded to it first.
+    rotated: then it is rotated along its rows, and there is no multiplier.
 
     out: q and scale to write to; their rows may be any distance apart. A scale may have several columns: the
     first is the scale, the others become 0.
@@ -45,12 +48,15 @@ def quantize_rows(
     x, element = _rounded(x_MK, rounded_to)
     multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
     q, scale = out or _outputs(x, (x.shape[0], 1))
-    library.lptune_quantize_rows(
+    assert multiplier is None or not rotated
+    multipliers = () if rotated else (ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),)
+    run = library.lptune_quantize_rotated_rows if rotated else library.lptune_quantize_rows
+    run(
         ctypes.c_void_p(x.data_ptr()),
         element,
         ctypes.c_int64(x.shape[0]),
         ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),
+        *multipliers,
         ctypes.c_void_p(q.data_ptr()),
         ctypes.c_int64(q.stride(0)),
         ctypes.c_void_p(scale.data_ptr()),
@@ -61,12 +67,44 @@ def quantize_rows(
     return q, scale
 
 
-def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
-    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K)."""
-    x = _prepare(x_MK)
+def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None, rotated: bool = False) -> _Result:
+    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K). rotated: `x` is rotated along its
+    columns first, and there is no multiplier.
+    """
+    library, x = load(), _prepare(x_MK)
+    assert library is not None
     q, scale = _outputs(x, (1, x.shape[1]))
-    _call(x, None, None, multiplier_M1, (q, scale))
+    if not rotated:
+        _call(x, None, None, multiplier_M1, (q, scale))
+        return q, scale
+    assert multiplier_M1 is None
+    library.lptune_quantize_rotated_columns(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(q.data_ptr()),
+        ctypes.c_void_p(scale.data_ptr()),
+        torch.get_num_threads(),
+    )
     return q, scale
+
+
+def rotate_rows(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numerics.rotate(x, 1)`, rounded once to `dtype`."""
+    library, x = load(), _prepare(x_MK)
+    assert library is not None
+    out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    library.lptune_rotate_rows(
+        ctypes.c_void_p(x.data_ptr()),
+        int(x.dtype == torch.bfloat16),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        ctypes.c_void_p(out.data_ptr()),
+        int(out.dtype == torch.bfloat16),
+        torch.get_num_threads(),
+    )
+    return out.to(dtype)
 
 
 def quantize_rows_and_columns(

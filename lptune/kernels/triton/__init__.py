@@ -2,6 +2,7 @@
 
     formats.py    from an amax to a scale, from a value to 8 bits: device functions
     quantize.py   by row, by column, by tensor
+    rotation.py   the rotation before a quantizer
     by_amax.py    by an amax that is known before: of a whole weight, of past steps
     stochastic.py by row, by column, by tensor, rounded stochastically
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
@@ -27,6 +28,7 @@ from lptune.kernels.triton.quantize import (
     quantize_tensor,
     quantize_tensor_both_ways,
 )
+from lptune.kernels.triton.rotation import rotate
 from lptune.kernels.triton.stochastic import quantize_rows_stochastic, quantize_stochastic
 
 __all__ = [
@@ -43,5 +45,6 @@ __all__ = [
     "quantize_stochastic",
     "quantize_tensor",
     "quantize_tensor_both_ways",
+    "rotate",
     "scaled_mm",
 ]

@@ -15,6 +15,7 @@ from lptune.linear.kinds import (
     float8_rowwise,
     float8_rowwise_with_gw_hp,
     float8_tensorwise,
+    int8_rotated,
     int8_rowcol,
     int8_tensorwise,
     int8_weight_only,
@@ -40,6 +41,7 @@ def add(kind: Kind) -> None:
 
 for _file in (
     int8_rowcol,
+    int8_rotated,
     int8_tensorwise,
     float8_tensorwise,
     float8_delayed,

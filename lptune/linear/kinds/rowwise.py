@@ -1,5 +1,5 @@
-"""The code that kinds with one scale per row or column share: `int8_rowcol`, `float8_rowwise`,
-`float8_rowwise_with_gw_hp` (whose grad_weight is always `high`).
+"""The code that kinds with one scale per row or column share: `int8_rowcol`, `int8_rotated`,
+`float8_rowwise`, `float8_rowwise_with_gw_hp` (whose grad_weight is always `high`).
 
     output      = x @ W.T    contracts over K: one scale per row of x, and per row of W
     grad_input  = g @ W      contracts over N: one scale per row of g, and per column of W
@@ -21,6 +21,9 @@ others. So `column` is the default there, and `folded` an option (docs/numerics.
 `grad_input` needs g quantized by rows and `grad_weight` needs it quantized by columns. With the default
 options one op makes both.
 
+Where `spec.rotated`, quantizers rotate x, W and (for grad_weight) g along the contraction, and the result of
+grad_input is rotated back: it comes from W H (int8_rotated.py).
+
 `transposed` operands have the same shape, but are stored column by column: CUDA's 8-bit GEMMs want both
 operands contiguous along the contraction (`k_major`). The ops of lptune.kernels run the GEMMs. The functions
 of lptune.numerics with the same names give the same bits, and are used where errors are predicted.
@@ -38,6 +41,7 @@ from lptune.kernels import (
     OUTPUT,
     Packed,
     Quantized,
+    dequantize_rotated,
     k_major,
     quantize_columns,
     quantize_columns_stochastic,
@@ -45,6 +49,7 @@ from lptune.kernels import (
     quantize_rows,
     quantize_rows_and_columns,
     quantize_rows_stochastic,
+    rotate,
     scaled_mm,
     transposed_copy,
 )
@@ -85,7 +90,7 @@ class Rowwise(Kind):
         saved: tuple[Tensor, ...] = (x_TK,)
         x = None if quantized_x is None else QuantizedRows(*quantized_x)
         if x is None and (spec.output == "low" or spec.grad_weight == "folded"):
-            x = once(lambda: quantize_rows(x_TK, fmt, power_of_two=power_of_two))
+            x = once(lambda: quantize_rows(x_TK, fmt, power_of_two=power_of_two, rotated=spec.rotated))
         if spec.grad_weight == "folded":
             assert x is not None
             saved = (x.q_MK, x.scale_M1)
@@ -129,7 +134,11 @@ class Rowwise(Kind):
                 )
             if wants_columns:
                 g_columns = quantize_columns_stochastic(
-                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two, transposed=transposed
+                    rotate(g_TN, 0, torch.float32) if spec.rotated else g_TN,
+                    spec.grad_fmt,
+                    layer,
+                    power_of_two=spec.power_of_two,
+                    transposed=transposed,
                 )
         elif wants_rows and wants_columns:
             g_rows, g_columns = quantize_rows_and_columns(
@@ -138,6 +147,7 @@ class Rowwise(Kind):
                 multiplier_1K=multiplier,
                 power_of_two=spec.power_of_two,
                 transposed=transposed,
+                rotated=spec.rotated,
             )
         elif wants_rows:
             g_rows = quantize_rows(
@@ -145,7 +155,11 @@ class Rowwise(Kind):
             )
         elif wants_columns:
             g_columns = quantize_columns(
-                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=transposed
+                g_TN,
+                spec.grad_fmt,
+                power_of_two=spec.power_of_two,
+                transposed=transposed,
+                rotated=spec.rotated,
             )
 
         gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
@@ -154,10 +168,10 @@ class Rowwise(Kind):
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         how = getattr(spec, gemm)
-        return f"{spec.formats(gemm)} {'row' if how == 'low' else how}"
+        return f"{spec.formats(gemm)} {'rotated ' * spec.rotated}{'row' if how == 'low' else how}"
 
     def describe_gather(self, spec: LinearSpec) -> str:
-        return f"{spec.fmt} rows"
+        return f"{spec.fmt} {'rotated ' * spec.rotated}rows"
 
     def describe_tokens(self, spec: LinearSpec) -> str:
         return f"{spec.fmt} rows"
@@ -166,7 +180,11 @@ class Rowwise(Kind):
         """See Kind. FSDP does not divide rows, so row scales need no communication: `agree` is unused."""
         return Quantized(
             *quantize_rows(
-                shard.rows_MK, spec.fmt, power_of_two=spec.power_of_two, rounded_to=shard.compute_dtype
+                shard.rows_MK,
+                spec.fmt,
+                power_of_two=spec.power_of_two,
+                rounded_to=shard.compute_dtype,
+                rotated=spec.rotated,
             )
         )
 
@@ -178,6 +196,7 @@ class Rowwise(Kind):
             spec.fmt,
             power_of_two=spec.power_of_two,
             rounded_to=shard.compute_dtype,
+            rotated=spec.rotated,
         )
         return Packed(buffer, None)
 
@@ -201,7 +220,9 @@ class Rowwise(Kind):
 
     def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
         if spec.grad_input == "folded":
-            # The GEMM multiplies g * s by q = W / s.
+            # The GEMM multiplies g * s by q = W / s. Rotating its result back changes no norm, and rounds
+            # once more: two roundings of values that are spread evenly have less than the variance that
+            # bounds.py takes for one, in which all values would be just above a power of two.
             s_N1 = _row_scales(spec, w_NK)
             folded_TN = g_TN.to(torch.float32) * s_N1.t()
             return _gradient_by_row(spec, folded_TN), _by_row(spec, w_NK).times(_inverse(s_N1))
@@ -214,18 +235,25 @@ class Rowwise(Kind):
             s_T1 = _row_scales(spec, x_TK)
             folded_TN = g_TN.to(torch.float32) * s_T1
             return _gradient_by_column(spec, folded_TN).t(), _by_row(spec, x_TK).times(_inverse(s_T1))
+        if spec.rotated:
+            g_TN, x_TK = numerics.rotate(g_TN, 0), numerics.rotate(x_TK, 0)
         return _gradient_by_column(spec, g_TN).t(), _by_column(spec, x_TK)
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of a GEMM that is `high`, in `dtype`."""
-    return dequantize(_weight_rows(spec, w_NK), dtype) if spec.high_uses_8_bit_weight else w_NK
+    if not spec.high_uses_8_bit_weight:
+        return w_NK
+    rows = _weight_rows(spec, w_NK)
+    return dequantize_rotated(rows, dtype) if spec.rotated else dequantize(rows, dtype)
 
 
 def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
     """The 8-bit rows of a weight: quantized from the compute dtype, or as they were gathered."""
     if not isinstance(w_NK, GatheredWeight):
-        return quantize_rows(w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed)
+        return quantize_rows(
+            w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed, rotated=spec.rotated
+        )
     return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
 
 
@@ -253,7 +281,8 @@ def _grad_input(
             q_NK, scale_1K = quantize_columns(
                 from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
             )
-    return scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
+    gx_TK = scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
+    return rotate(gx_TK, 1, dtype) if spec.rotated else gx_TK
 
 
 def _grad_weight(
@@ -291,7 +320,11 @@ def _grad_weight(
     else:
         xq_TK, x_scale_1K = once(
             lambda: quantize_columns(
-                saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
+                saved[0],
+                spec.fmt,
+                power_of_two=spec.power_of_two,
+                transposed=transposed,
+                rotated=spec.rotated,
             )
         )
     assert g is not None
@@ -302,6 +335,7 @@ def _grad_weight(
 
 def _by_row(spec: LinearSpec, x_MK: Tensor) -> Operand:
     """x or W with one scale per row."""
+    x_MK = numerics.rotate(x_MK, 1) if spec.rotated else x_MK
     return rounded(x_MK, (1, x_MK.shape[1]), spec.fmt, power_of_two=spec.power_of_two)
 
 
@@ -322,6 +356,7 @@ def _gradient_by_column(spec: LinearSpec, g_TN: Tensor) -> Operand:
 
 def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
     """The scales (M, 1) of x or W quantized by rows."""
+    x_MK = numerics.rotate(x_MK, 1) if spec.rotated else x_MK
     return numerics.quantize_rows(x_MK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
 
 

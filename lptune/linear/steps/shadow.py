@@ -202,7 +202,9 @@ class _Layer:
         """See LayerErrors."""
         sums = {key: value.tolist() for key, value in self.sums.items()}
         fractions = [[n / each[0] for n in each[1:]] for key, each in sums.items() if _counts(key, each)]
-        underflowed, saturated = (max(each) for each in zip(*fractions, strict=True)) if fractions else (0, 0)
+        # A rotated operand may have more elements that are not zero than before.
+        worst = (max(0.0, *each) for each in zip(*fractions, strict=True))
+        underflowed, saturated = worst if fractions else (0, 0)
         output, grad_input, grad_weight = (
             _sqnr_db(*sums[gemm][:2]) if gemm in sums else math.inf for gemm in GEMMS
         )

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.config import UserError
-from lptune.kernels import Packed, Quantized, note_gather
+from lptune.kernels import Packed, Quantized, dequantize_rotated, note_gather
 from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.kind import Agree, LinearSpec, kind_of
 from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, RowTensor
@@ -42,7 +42,7 @@ class GatheredWeight(RowTensor):
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("q_NK", "scale")
-    CONTEXT = ("block",)
+    CONTEXT: ClassVar[tuple[str, ...]] = ("block", "rotated")
 
     q_NK: Tensor
     """int8 or float8."""
@@ -50,10 +50,14 @@ class GatheredWeight(RowTensor):
     """float32: (N, 1), (1, 1), or (ceil(N / block), ceil(K / block))."""
     block: int | None
     """Side of the square scale blocks; None for a scale per row or one scale."""
+    rotated: bool
+    """Whether q and scale are those of the rotated weight; dequantized values are rotated back."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """`q * scale` in float32, rounded once to `dtype` (None: self.dtype), as an ordinary tensor."""
         dtype = dtype or self.dtype
+        if self.rotated:
+            return dequantize_rotated((self.q_NK, self.scale), dtype)
         if self.block is None:
             return dequantize(QuantizedTensor(self.q_NK, self.scale), dtype)
         return dequantize_blocks(QuantizedBlocks(self.q_NK, self.scale), (self.block, self.block), dtype)
@@ -143,7 +147,8 @@ class MasterWeight(GatheredByRows):
             )
         note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
         block = kind_of(self.spec).weight_block
-        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, block=block)
+        context = {"block": block, "rotated": self.spec.rotated}
+        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, size=None, **context)
 
     @property
     def row_dtype(self) -> torch.dtype:

@@ -1,0 +1,54 @@
+"""Rotation by Hadamard blocks, which spreads an outlier over its block before quantizing.
+
+One outlier makes the step of all values that share its scale coarse. Activations of real models have such
+outliers, always in the same few channels. A product does not change if both operands are rotated along the
+contraction by an orthogonal matrix H, `x @ w.T == (x @ H) @ (w @ H).T`, and the rotated outlier is shared by
+all channels of its block: of a block of 128, each gets 1 / sqrt(128) of it (QuaRot, arXiv:2404.00456; HALO,
+arXiv:2501.02625, for training).
+
+H is block-diagonal. A block is Sylvester's Hadamard matrix, of +1 and -1, times 1 / sqrt(size). It is
+symmetric and orthogonal, so a second rotation undoes the first. A dimension is cut into blocks of 128, and
+what is left over into powers of two, larger ones first: 300 = 128 + 128 + 32 + 8 + 4. So any size is rotated;
+of an odd size, the last element stays as it is.
+
+The bits are defined, for all implementations: float32; for half = 1, 2, 4, …, block / 2 each pair (a, b) of
+elements `half` apart becomes (a + b, a - b); then one product with float32(1 / sqrt(block)). Zeros stay
+zeros, and a NaN or inf makes all of its block NaN or inf.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+ROTATION_BLOCK = 128
+
+
+def rotation_runs(size: int) -> list[tuple[int, int, int]]:
+    """(start, block, number of blocks) of the runs of equal blocks into which a dimension is cut."""
+    runs, start, block = [], 0, ROTATION_BLOCK
+    while start < size:
+        count = (size - start) // block
+        if count:
+            runs.append((start, block, count))
+        start, block = start + count * block, block // 2
+    return runs
+
+
+def rotate(x_MK: Tensor, dim: int) -> Tensor:
+    """`x @ H` for dim 1, `H @ x` for dim 0, in float32; its own inverse. x_MK: any float dtype, (M, K)."""
+    x32 = x_MK.to(torch.float32)
+    parts = [
+        _rotate_blocks(x32.narrow(dim, start, block * count).unflatten(dim, (count, block)), dim + 1)
+        for start, block, count in rotation_runs(x_MK.shape[dim])
+    ]
+    return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim) if parts else x32
+
+
+def _rotate_blocks(x: Tensor, dim: int) -> Tensor:
+    block, half = x.shape[dim], 1
+    while half < block:
+        a, b = x.unflatten(dim, (block // (2 * half), 2, half)).unbind(dim + 1)
+        x = torch.stack((a + b, a - b), dim + 1).flatten(dim, dim + 2)
+        half *= 2
+    return x * (1 / math.sqrt(block))
