@@ -63,8 +63,8 @@ def scaled_mm(
 ) -> Tensor:
     """Same as `((a.double() @ b.double()).float() * scale_a * scale_b).to(out_dtype)`; None: a scale of 1.
 
-    INT8: bitwise (above 133,120 products, up to a float32 sum of exact parts). Float8: up to the rounding of
-    a float32 sum.
+    INT8 in [-127, 127], as quantizers make it: bitwise (above 133,120 products, up to a float32 sum of exact
+    parts). Float8: up to the rounding of a float32 sum.
 
     a_MK, b_KN: both int8 or both float8, any strides (fastest: a row-major, b column-major). Scales: float32,
     (M, 1) and (1, N), or (1, 1) for one per tensor. layer: `layer_handle` of the calling layer; gemm: index

@@ -5,6 +5,7 @@ example, Mistral's window is 4096 if the key is missing, and there is no window 
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from lptune.config import MEBI, UserError, read_text
 
 _MAX_CHARS = 16 * MEBI
+_LARGEST = sys.float_info.max
 MAX_INTEGER = 2**28
 """Far above any size in use, but the product of two such sizes is still a valid number of elements."""
 
@@ -93,7 +95,7 @@ class Keys:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise self.error(key, f"expected a number above 0, found {value!r}")
         return float(value)
 
@@ -122,7 +124,7 @@ class Keys:
         """The value, a list of numbers above 0. Raises UserError for another value."""
         value = self.get(key)
         if not isinstance(value, list) or not all(
-            isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in value
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= _LARGEST for x in value
         ):
             raise self.error(key, "expected a list of numbers above 0")
         return tuple(float(x) for x in value)

@@ -283,6 +283,7 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
     without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
     """
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     assert not dist.is_initialized()
@@ -293,6 +294,9 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
         yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh)
     finally:
         dist.destroy_process_group()
+        # DTensor keeps how it sharded, with the groups of a mesh that equals the next one.
+        if clear := getattr(debug, "_clear_fast_path_sharding_prop_cache", None):
+            clear()
 
 
 def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:

@@ -162,6 +162,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "smollm3", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
         "contradicts use_sliding_window",
     ),
+    "theta is too large for a float": (
+        {"rope_theta": 10**400},
+        "rope_theta: expected a number above 0, found 1",
+    ),
     "theta is null": ({"rope_theta": None}, "rope_theta: expected a number above 0, found null"),
     "yarn without factor": ({"rope_scaling": {"type": "yarn"}}, "factor: missing; yarn needs it"),
     "original length is null": (

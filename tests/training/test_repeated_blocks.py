@@ -149,3 +149,10 @@ def test_blocks_of_two_kinds_in_any_order_find_their_neighbours() -> None:
         for kinds in itertools.product("ab", repeat=length):
             _assert_neighbours_are_alike("".join(kinds), 1)
             _assert_neighbours_are_alike("".join(kinds), 2)
+
+
+def test_a_plan_with_another_mesh_follows_in_the_same_process() -> None:
+    config = _model_config("llama3_1", 1)
+    for replicate in (1, 2):  # DTensor keeps what it did on the mesh of the first
+        parallel = {"tensor": 2, "replicate": replicate}
+        assert dry_run(_config("none", 8, parallel=parallel), config, 8).collectives

@@ -283,8 +283,8 @@ def int8_mm(
     direct = out_dtype in (torch.bfloat16, torch.float32)
     out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
     if not k:
-        out.zero_()
-    elif m and n:
+        return apply_scales(torch.zeros(m, n, dtype=torch.int32), scale_a_M1, scale_b_1N, out_dtype)
+    if m and n:
         a, b = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
         scales = _scales(scale_a_M1, scale_b_1N)
         failed = library.lptune_int8_mm(
