@@ -61,8 +61,8 @@ def fastest_int8_gemm() -> str:
 
 @functools.cache
 def bfloat16_slowdown() -> float | None:
-    """The time of a bfloat16 GEMM in that of a float32 GEMM, on a CPU that has no instructions for bfloat16;
-    None on others.
+    """How many times as long as a float32 GEMM a bfloat16 GEMM takes, on a CPU that has no instructions for
+    bfloat16; None on others.
     """
     if cpu_flags() & _BFLOAT16 and not any(map(os.environ.get, LIMITS)):
         return None
@@ -114,7 +114,7 @@ def _gemms() -> dict[str, Callable[[], object]]:
     }
     if native.instruction_set():
         gemms["native"] = lambda: native.int8_mm(a, b, scale, scale.t(), torch.float32)
-    # oneDNN's plain loop would take as long as all others together, to lose.
+    # Without VNNI it is a plain loop on x86, which takes longer than all others together.
     if (platform.machine() != "x86_64" or cpu_flags() & _ONEDNN_NEEDS) and int_mm_is_exact():
         gemms["torch"] = lambda: scaled(torch._int_mm(a, b))
     return gemms

@@ -19,7 +19,7 @@ SMALL = (*TINY, "micro_batch_size=2", "global_batch_size=8", "compile=none")
 @pytest.fixture
 def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Kind -> how many times as fast as `none` it is to seem; `o` gains nothing. Changed by a test."""
-    speeds = {"int8_rowcol": 2.0, "int8_tensorwise": 1.5, "int8_weight_only": 0.5}
+    speeds = {"int8_rowcol": 2.0, "int8_rotated": 1.4, "int8_tensorwise": 1.5, "int8_weight_only": 0.5}
 
     def fake(cfg: object, config: object, kinds: tuple[str, ...], seconds: float, world: object) -> Measured:
         return Measured(
@@ -59,7 +59,8 @@ def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     ranked = re.findall(r"^(\w+) +([\d.]+ m?s) +([\d.]+)x", out, re.MULTILINE)
-    assert {kind for kind, _, _ in ranked} == {"none", "int8_rowcol", "int8_tensorwise", "int8_weight_only"}
+    kinds = {"none", "int8_rowcol", "int8_rotated", "int8_tensorwise", "int8_weight_only"}
+    assert {kind for kind, _, _ in ranked} == kinds
     assert [speed for _, _, speed in ranked] == sorted((speed for _, _, speed in ranked), reverse=True)
     assert "float8_tensorwise, float8_delayed, float8_rowwise" in out, "emulated here, and said to be"
     assert re.search(r"^(advice: precision.kind=|none is fastest here: )", out, re.MULTILINE)
@@ -114,7 +115,7 @@ def test_layers_that_lose_are_skipped_in_the_written_config(
 def test_where_nothing_pays_none_is_recommended_and_written(
     command: Command, timings: dict[str, float]
 ) -> None:
-    timings.update(int8_rowcol=0.9, int8_tensorwise=0.8)
+    timings.update(int8_rowcol=0.9, int8_rotated=0.8, int8_tensorwise=0.8)
     code, out, _ = command("advise", *SMALL, "precision.kind=int8_rowcol", "--write", "my.yaml")
     assert code == 0
     # The layers that lose could be left out, which leaves o, and that gains nothing.
@@ -247,7 +248,7 @@ def test_on_a_terminal_it_says_what_is_being_timed() -> None:
     shown = screen.getvalue()
     assert "loading torch ..." in shown
     assert "timing a block and the head in none ..." in shown
-    assert re.search(r"timing gate,up in 4 kinds \(1 of 4, \d+ s left\) \.\.\.", shown)
+    assert re.search(r"timing gate,up in 5 kinds \(1 of \d, \d+ s left\) \.\.\.", shown)
 
 
 def test_help_needs_no_torch(lptune: Lptune) -> None:

@@ -188,7 +188,7 @@ def test_a_wrong_choice_of_many_is_one_short_line() -> None:
     with pytest.raises(UserError) as caught:
         one_of("precision.kind", "int8", tuple(PRECISION_KINDS))
     assert str(caught.value) == (
-        "precision.kind: 'int8' is not one of its 10 choices (did you mean 'int8_rowcol'?); `lptune keys "
+        "precision.kind: 'int8' is not one of its 11 choices (did you mean 'int8_rowcol'?); `lptune keys "
         "precision.kind` lists them"
     )
 

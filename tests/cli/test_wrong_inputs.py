@@ -226,7 +226,7 @@ def learning_rate_of_nan(job: Job) -> None:
 
 @case(
     "argument 'precision.kind=int8'",
-    "not one of its 10 choices",
+    "not one of its 11 choices",
     "mean 'int8_rowcol'?",
     on=(CONFIG,),
 )

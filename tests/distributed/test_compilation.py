@@ -126,10 +126,11 @@ def test_the_key_of_a_weight_is_its_kind_and_layout_and_not_its_values() -> None
         scale: tuple[int, int] = (4, 1),
         pitch: int = 8,
         block: int | None = None,
+        rotated: bool = False,
         fill: int = 1,
     ) -> str:
         q_NK = torch.full((4, pitch), fill).to(q_dtype)[:, :8]
-        made = cls(q_NK, torch.full(scale, 0.5), dtype=dtype, full_rows=4, block=block)
+        made = cls(q_NK, torch.full(scale, 0.5), dtype=dtype, full_rows=4, block=block, rotated=rotated)
         return made._stable_hash_for_caching()
 
     assert weight() == weight(fill=2)
@@ -140,5 +141,6 @@ def test_the_key_of_a_weight_is_its_kind_and_layout_and_not_its_values() -> None
         weight(scale=(1, 1)),
         weight(pitch=16),
         weight(block=128),
+        weight(rotated=True),
     ]
     assert len({weight(), *others}) == 7
