@@ -248,7 +248,7 @@ def test_on_a_terminal_it_says_what_is_being_timed() -> None:
     shown = screen.getvalue()
     assert "loading torch ..." in shown
     assert "timing a block and the head in none ..." in shown
-    assert re.search(r"timing gate,up in 5 kinds \(1 of \d, \d+ s left\) \.\.\.", shown)
+    assert re.search(r"timing gate,up in 5 kinds \(1 of 4, \d+ s left\) \.\.\.", shown)
 
 
 def test_help_needs_no_torch(lptune: Lptune) -> None:

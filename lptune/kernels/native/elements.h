@@ -1,5 +1,5 @@
-// What the quantizers share: types of elements, scales, and rounding to the 8-bit formats. The contract, bit for
-// bit, is lptune/numerics.
+// What the quantizers share: types of elements, scales, rounding to the 8-bit formats, and a row in INT8. The contract,
+// bit for bit, is lptune/numerics.
 //
 // Compiled with -ffp-contract=off: x * inverse must be rounded before it is rounded to a format.
 
@@ -99,5 +99,33 @@ struct Float8 {
 };
 using E4M3 = Float8<3, 7, 448>;
 using E5M2 = Float8<2, 15, 57344>;
+
+// A row of x * multiplier (null: of x) in INT8, and its scale.
+template <typename T>
+void quantize_row(const typename T::Storage* x, const float* multiplier, int64_t k, int8_t* q, float* scale) {
+    Scale s;
+    if (multiplier) {
+        uint32_t largest = 0;
+        #pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < k; ++i) {
+            const uint32_t m = as_bits(T::load(x[i]) * multiplier[i]) & 0x7fffffff;
+            largest = m > largest ? m : largest;
+        }
+        s = scale_from_amax(as_float(largest));
+        #pragma omp simd
+        for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8((T::load(x[i]) * multiplier[i]) * s.inverse);
+    } else {
+        typename T::Magnitude largest = 0;
+        #pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < k; ++i) {
+            const auto m = T::magnitude(x[i]);
+            largest = m > largest ? m : largest;
+        }
+        s = scale_from_amax(T::amax(largest));
+        #pragma omp simd
+        for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
+    }
+    *scale = s.scale;
+}
 
 }  // namespace

@@ -11,33 +11,6 @@
 
 namespace {
 
-template <typename T>
-void quantize_row(const typename T::Storage* x, const float* multiplier, int64_t k, int8_t* q, float* scale) {
-    Scale s;
-    if (multiplier) {
-        uint32_t largest = 0;
-        #pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < k; ++i) {
-            const uint32_t m = as_bits(T::load(x[i]) * multiplier[i]) & 0x7fffffff;
-            largest = m > largest ? m : largest;
-        }
-        s = scale_from_amax(as_float(largest));
-        #pragma omp simd
-        for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8((T::load(x[i]) * multiplier[i]) * s.inverse);
-    } else {
-        typename T::Magnitude largest = 0;
-        #pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < k; ++i) {
-            const auto m = T::magnitude(x[i]);
-            largest = m > largest ? m : largest;
-        }
-        s = scale_from_amax(T::amax(largest));
-        #pragma omp simd
-        for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8(T::load(x[i]) * s.inverse);
-    }
-    *scale = s.scale;
-}
-
 // Rows of x * multiplier (a vector over columns, or null) into q, whose rows begin q_stride bytes apart. Scales
 // are scale_stride floats apart, and each is the first of scale_width floats; the others become zero.
 template <typename T>

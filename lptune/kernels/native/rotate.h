@@ -93,7 +93,8 @@ inline void rotate_row(float* x, int64_t k) {
     });
 }
 
-// The columns of a tile of `block` rows, LANES wide, in place.
+// The columns of a tile of `block` rows, LANES wide, in place. (No template with rotate_row: a template argument loses
+// the alignment of Lanes.)
 inline void rotate_tile(Lanes* x, int64_t block) {
     if (block == 128) {  // twice through the first-level cache, not seven times
         for (int j = 0; j < 128; j += 8) between<1, 8>(x + j);

@@ -11,23 +11,9 @@
 
 namespace {
 
-void quantize_row(const float* x, int64_t k, int8_t* q, float* scale) {
-    uint32_t largest = 0;
-    #pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < k; ++i) {
-        const uint32_t m = Float32::magnitude(x[i]);
-        largest = m > largest ? m : largest;
-    }
-    const Scale s = scale_from_amax(as_float(largest));
-    #pragma omp simd
-    for (int64_t i = 0; i < k; ++i) q[i] = round_to_int8(x[i] * s.inverse);
-    *scale = s.scale;
-}
-
-// Strides and widths as in quantize.cpp.
-template <typename T>
-void quantize_rows(const void* data, int64_t m, int64_t k, int8_t* q, int64_t q_stride, float* scale,
-                   int64_t scale_stride, int64_t scale_width, int num_threads) {
+// Calls each(row, its rotated values) for all rows of x.
+template <typename T, typename F>
+void for_rotated_rows(const void* data, int64_t m, int64_t k, int num_threads, const F& each) {
     const auto* x = static_cast<const typename T::Storage*>(data);
     #pragma omp parallel num_threads(num_threads)
     {
@@ -37,11 +23,20 @@ void quantize_rows(const void* data, int64_t m, int64_t k, int8_t* q, int64_t q_
             #pragma omp simd
             for (int64_t i = 0; i < k; ++i) rotated[i] = T::load(x[row * k + i]);
             rotate_row(rotated.data(), k);
-            float* header = scale + row * scale_stride;
-            std::fill(header, header + scale_width, 0.0f);
-            quantize_row(rotated.data(), k, q + row * q_stride, header);
+            each(row, rotated.data());
         }
     }
+}
+
+// Strides and widths as in quantize.cpp.
+template <typename T>
+void quantize_rows(const void* data, int64_t m, int64_t k, int8_t* q, int64_t q_stride, float* scale,
+                   int64_t scale_stride, int64_t scale_width, int num_threads) {
+    for_rotated_rows<T>(data, m, k, num_threads, [=](int64_t row, const float* rotated) {
+        float* header = scale + row * scale_stride;
+        std::fill(header, header + scale_width, 0.0f);
+        quantize_row<Float32>(rotated, nullptr, k, q + row * q_stride, header);
+    });
 }
 
 // Calls each(column) for the columns of a strip; the usual width is a constant, so its loop is one instruction.
@@ -100,24 +95,15 @@ void quantize_columns(const void* data, int64_t m, int64_t k, int8_t* q, float* 
 
 template <typename T>
 void rotate_rows(const void* data, int64_t m, int64_t k, void* out, int to_bfloat16, int num_threads) {
-    const auto* x = static_cast<const typename T::Storage*>(data);
-    #pragma omp parallel num_threads(num_threads)
-    {
-        std::vector<float> rotated(k);
-        #pragma omp for schedule(static)
-        for (int64_t row = 0; row < m; ++row) {
+    for_rotated_rows<T>(data, m, k, num_threads, [=](int64_t row, const float* rotated) {
+        if (to_bfloat16) {
+            uint16_t* to = static_cast<uint16_t*>(out) + row * k;
             #pragma omp simd
-            for (int64_t i = 0; i < k; ++i) rotated[i] = T::load(x[row * k + i]);
-            rotate_row(rotated.data(), k);
-            if (to_bfloat16) {
-                uint16_t* to = static_cast<uint16_t*>(out) + row * k;
-                #pragma omp simd
-                for (int64_t i = 0; i < k; ++i) to[i] = as_bits(RoundedToBFloat16::load(rotated[i])) >> 16;
-            } else {
-                std::copy(rotated.begin(), rotated.end(), static_cast<float*>(out) + row * k);
-            }
+            for (int64_t i = 0; i < k; ++i) to[i] = as_bits(RoundedToBFloat16::load(rotated[i])) >> 16;
+        } else {
+            std::copy(rotated, rotated + k, static_cast<float*>(out) + row * k);
         }
-    }
+    });
 }
 
 }  // namespace
