@@ -25,14 +25,13 @@ from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import About, RunState, read_state
 from lptune.checkpoint.trained import Trained, read_trained
-from lptune.models import HFIndex, read_index
+from lptune.models import read_index
 
 __all__ = [
     "EMA",
     "About",
     "Base",
     "CheckpointWriter",
-    "HFIndex",
     "Manifest",
     "Run",
     "RunFolder",
