@@ -58,6 +58,7 @@ def main(cfg: FinetuneConfig) -> None:
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
         shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
         if step == 0:
+            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
             run.keep_samples(training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, step))
 
         # --- Training.

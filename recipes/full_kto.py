@@ -62,6 +62,8 @@ def main(cfg: KtoConfig) -> None:
         run.begin(plan, report)
         kept.keep(reference)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
+        if step == 0:
+            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
 
         # --- Training.
         with (

@@ -2,14 +2,16 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 
 from lptune import distributed, linear, models, progress
-from lptune.advice import from_counts, from_times, measure, report
+from lptune.advice import from_counts, from_times, measure, quality, report
 from lptune.advice.from_times import Advice
 from lptune.advice.report import Planned, Setting
 from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig, UserError
+from lptune.distributed import World
 from lptune.hardware.devices import Device
 from lptune.kernels import emulated_bfloat16
 from lptune.training.dry_run import dry_run
@@ -27,11 +29,13 @@ def timed(
     gpu: Device | None,
     kinds: tuple[str, ...],
     seconds: float | None,
+    measures_quality: bool,
 ) -> tuple[Advice, list[str]]:
     """The advice and its report, from times that are taken here.
 
     gpu: the one of this machine, None on a CPU. kinds: those to compare with `none`; empty means all that run
-    natively. seconds: after them nothing new is timed; None: SECONDS. Raises UserError for a kind that is not
+    natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality: reads the model and
+    the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not
     native here, and as `measure` does.
     """
     with distributed.session(cfg.device, ParallelConfig(), cfg.seed) as world:
@@ -44,6 +48,8 @@ def timed(
                 )
         chosen = kinds or tuple(native)
         limit_s = seconds or SECONDS[world.device.type]
+        if measures_quality:
+            setting = _with_quality(cfg, setting, chosen, limit_s, world)
         what = chosen[0] if len(chosen) == 1 else f"{len(chosen)} kinds"
         progress.print_line(f"timing {what} beside none, for about {limit_s:.0f} s ...")
         try:
@@ -54,7 +60,7 @@ def timed(
                 "micro_batch_size, or name the GPU of the run with --device for a prediction"
             ) from None
     candidates = from_times.predict(measured, setting.num_micro_batches, setting.num_ranks)
-    advice = from_times.advise(candidates)
+    advice = from_times.advise(candidates, setting.quality)
     setting = _with_memory(cfg, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
     notes = emulated_bfloat16(cfg.compute_dtype, world.device)
@@ -67,9 +73,12 @@ def predicted_for(
     setting: Setting,
     device: Device,
     kinds: tuple[str, ...],
+    seconds: float | None,
+    measures_quality: bool,
 ) -> tuple[Advice, list[str]]:
-    """The advice and its report for a GPU that is not here: predicted, not measured. Raises UserError for a
-    kind of which there is no prediction.
+    """The advice and its report for a GPU that is not here: predicted, not measured. The quality does not
+    depend on the GPU and can be measured here, as in `timed`. Raises UserError for a kind of which there is
+    no prediction.
     """
     known = from_counts.predictable(device)
     for kind in kinds:
@@ -78,6 +87,10 @@ def predicted_for(
                 f"--kind: there is no prediction of {kind} for {device.name}; there is one for "
                 f"{', '.join(known[1:])}"
             )
+    if measures_quality:
+        with distributed.session(cfg.device, ParallelConfig(), cfg.seed) as world:
+            limit_s = seconds or SECONDS[world.device.type]
+            setting = _with_quality(cfg, setting, kinds or tuple(known[1:]), limit_s, world)
     candidates, ranges = [], {}
     none, none_linear_ms = (0.0, 0.0), 0.0
     for kind in ["none", *(kinds or known[1:])]:
@@ -103,9 +116,23 @@ def predicted_for(
                 linear_speedup=none_linear_ms / linear_ms if kind != "none" else None,
             )
         )
-    advice = from_times.advise(candidates)
+    advice = from_times.advise(candidates, setting.quality)
     setting = _with_memory(cfg, model_config, setting, advice, device)
     return advice, report.predicted_report(advice, ranges, setting, device)
+
+
+def _with_quality(
+    cfg: RunConfig, setting: Setting, kinds: Sequence[str], seconds: float, world: World
+) -> Setting:
+    """`setting` with the quality of `kinds` on the model and the data of `cfg`."""
+    progress.print_line(f"measuring the loss in {len(kinds)} kinds, for about {seconds:.0f} s ...")
+    try:
+        return dataclasses.replace(setting, quality=quality.measure(cfg, kinds, seconds, world))
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "advise: --quality: the whole model and a row of data.seq_len tokens do not fit the memory here; "
+            "lower data.seq_len, or measure on a machine with more"
+        ) from None
 
 
 def _with_memory(

@@ -1,39 +1,178 @@
-"""What each kind costs in quality: the held-out loss against bf16, as docs/benchmarks.md has it.
+"""What each kind costs in quality: measured once on a published model, or here, on this model and these data.
 
-    python benchmarks/training.py --checkpoint FOLDER --data FILE --num-steps 300
+What decides are the outliers of a model's activations on its data, and a forward shows them. Each micro-batch
+runs in `none` and in every kind, on the same weights, so the differences are paired: they vary far less than
+the losses do. A kind's difference, as a share of the loss, and its standard error over B micro-batches are
 
-One small model and one learning rate: the figures order the kinds, and do not say what another model loses.
-tests/advice/test_quality.py compares them with the table.
+    D / L      D = sum of (loss of the kind - loss of none) / number of targets,  L the loss of none
+    s(D)**2 = B / (B - 1) * sum of (d - D * n)**2 / (sum of n)**2                 d, n: of one micro-batch
+
+A loss is one number. Which layers make it, and what backward suffers, is in the errors of each layer's GEMMs
+(linear/steps/shadow.py), of one micro-batch.
 """
 
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-SOURCE = (
-    "held-out loss: the difference from none, measured for a Llama of 0.66 M parameters, 300 steps, 3 seeds "
-    "(docs/benchmarks.md); your model may differ, so compare eval_loss"
-)
+import torch
+
+from lptune import data, inference, linear, models, progress
+from lptune.advice.measure import precision_of
+from lptune.config import PRECISION_KINDS, PrecisionConfig, RunConfig
+from lptune.data import Batch
+from lptune.distributed import World
+from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 
 
-class Quality(NamedTuple):
-    """A difference of held-out losses, mean and standard deviation over three seeds."""
+class Difference(NamedTuple):
+    """How much larger the loss of a kind is than that of `none`, as a share of the loss of `none`."""
 
     difference: float
-    deviation: float
+    standard_error: float
+    """nan where it is not known: of one micro-batch."""
 
     def __str__(self) -> str:
-        return f"{self.difference:+.4f} ± {self.deviation:.4f}"
+        error = "" if math.isnan(self.standard_error) else f" ± {100 * self.standard_error:.2f}"
+        return f"{100 * self.difference:+.2f}{error} %"
 
 
-MEASURED = {
-    "int8_rowcol": Quality(0.0008, 0.0002),
-    "int8_rotated": Quality(0.0007, 0.0001),
-    "int8_tensorwise": Quality(0.0068, 0.0008),
-    "float8_tensorwise": Quality(0.0060, 0.0009),
-    "float8_delayed": Quality(0.0062, 0.0003),
-    "float8_rowwise": Quality(0.0053, 0.0011),
-    "float8_rowwise_with_gw_hp": Quality(0.0051, 0.0010),
-    "float8_blockwise": Quality(0.0037, 0.0008),
-    "mxfp8": Quality(0.0053, 0.0011),
-    "int8_weight_only": Quality(0.0033, 0.0005),
-}
-"""Kind -> its quality with the default options. `none` is the reference."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What was measured of each kind before the first step."""
+
+    source: str
+    """On what, for a line of a report."""
+    differences: Mapping[str, Difference]
+    """By kind, without `none`."""
+    errors: Mapping[str, dict[str, LayerErrors]] = dataclasses.field(default_factory=dict)
+    """By kind and layer, of one micro-batch."""
+
+
+MOST_ROWS = 128
+"""Rows of the data that are measured at most."""
+
+
+PUBLISHED = Quality(
+    source="TODO",
+    differences={},
+)
+"""With the default options. tests/advice/test_quality.py compares it with the table of docs/benchmarks.md."""
+
+
+def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) -> Quality:
+    """The quality of each of `kinds` for the model and the data of `cfg`, row by row in the order of the run.
+
+    A kind without native GEMMs here is emulated, which gives the same numbers slowly. world: of one rank.
+    seconds: as in `differences`. Raises UserError as reading the model and the data does.
+    """
+    opened = inference.open_model(cfg.model.path, progress.print_line, cfg.data.chat_template)
+    prepare = getattr(data, cfg.PREPARE)
+    vocab_size, seq_len = opened.config.vocab_size, cfg.data.seq_len
+    rows, _, _ = prepare(cfg.data, opened.tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+    none = PrecisionConfig(kind="none")
+    model = opened.load(none, cfg.compute_dtype, world, num_tokens=seq_len).model
+    native = linear.native_kinds(world.device)
+    precisions = {
+        kind: dataclasses.replace(precision_of(cfg.precision, kind), emulate=kind not in native)
+        for kind in kinds
+    }
+    batches = [rows.batch([rows.row_at(i, cfg.seed)]) for i in range(min(MOST_ROWS, rows.num_rows))]
+    found, loss, num_targets = differences(model, precisions, batches, seconds=seconds)
+    errors = {}
+    for kind, precision in precisions.items():
+        if not PRECISION_KINDS[kind].stores_low:
+            with progress.in_place(f"the errors of each layer in {kind} ..."):
+                errors[kind] = errors_by_layer(model, precision, batches[0])
+    source = f"measured here, {num_targets:,} targets of {cfg.model.path}, whose loss in none is {loss:.4f}"
+    return Quality(source=source, differences=found, errors=errors)
+
+
+@torch.no_grad()
+def differences(
+    model: models.Decoder,
+    kinds: Mapping[str, PrecisionConfig],
+    batches: Iterable[Batch],
+    *,
+    seconds: float = math.inf,
+) -> tuple[dict[str, Difference], float, int]:
+    """(the difference of each of `kinds`, the mean loss of `none`, the number of targets). Micro-batches and
+    kinds take turns; after `seconds` no further micro-batch begins, but two always run.
+
+    model: whole on one device, its weights in compute dtype, not converted. The weights are not changed.
+    kinds: by name; not `none`.
+    """
+    started = time.monotonic()
+    none, targets = list[float](), list[int]()
+    sums = {name: list[float]() for name in kinds}
+    for number, batch in enumerate(batches):
+        if number > 1 and time.monotonic() - started > seconds:
+            break
+        none.append(_loss(model, batch))
+        for name, precision in kinds.items():
+            told = progress.in_place(f"the loss of micro-batch {number + 1} in {name} ...")
+            with told, _converted(model, precision, batch):
+                sums[name].append(_loss(model, batch))
+        targets.append(batch.num_targets)
+    found = {name: _difference(of_kind, none, targets) for name, of_kind in sums.items()}
+    return found, sum(none) / max(1, sum(targets)), sum(targets)
+
+
+def errors_by_layer(
+    model: models.Decoder, precision: PrecisionConfig, batch: Batch
+) -> dict[str, LayerErrors]:
+    """The errors of the three GEMMs of each layer in one micro-batch, by its name. model: as in `losses`."""
+    model.requires_grad_(True)
+    try:
+        with _converted(model, precision, batch) as low:
+            errors = ShadowPass(model, low.plan)
+            with low.outside_of_steps(0, 0), errors.comparing():
+                loss = _forward(model, batch)
+                errors.backward(loss / max(1, batch.num_targets))
+            return errors.by_layer()
+    finally:
+        model.requires_grad_(False)
+
+
+@contextmanager
+def _converted(
+    model: models.Decoder, precision: PrecisionConfig, batch: Batch
+) -> Iterator[linear.LowPrecision]:
+    """Within it, the layers of `model` run in `precision`."""
+    precision = dataclasses.replace(precision, verify=False)
+    device = next(model.parameters()).device
+    # A kind that stores 8 bits would leave rounded weights.
+    stores = PRECISION_KINDS[precision.kind].stores_low
+    kept = {name: each.detach().clone() for name, each in model.named_parameters()} if stores else {}
+    plan = linear.convert(model, precision, device=device, num_tokens=batch.tokens_BS.numel())
+    try:
+        yield linear.LowPrecision(model, plan, verify=False)
+    finally:
+        linear.unconvert(model)
+        with torch.no_grad():
+            for name, values in kept.items():
+                model.get_parameter(name).copy_(values)
+
+
+def _loss(model: models.Decoder, batch: Batch) -> float:
+    return _forward(model, batch).item()
+
+
+def _forward(model: models.Decoder, batch: Batch) -> torch.Tensor:
+    batch = batch.to(next(model.parameters()).device)
+    loss: torch.Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
+    return loss
+
+
+def _difference(low: Sequence[float], none: Sequence[float], targets: Sequence[int]) -> Difference:
+    """low, none, targets: the summed losses and the number of targets of each micro-batch."""
+    total, count = max(1, sum(targets)), len(targets)
+    mean_none = sum(none) / total
+    more = [of_kind - of_none for of_kind, of_none in zip(low, none, strict=True)]
+    mean = sum(more) / total
+    rest = sum((d - mean * n) ** 2 for d, n in zip(more, targets, strict=True))
+    error = math.sqrt(count / (count - 1) * rest) / total if count > 1 else math.nan
+    return Difference(mean / mean_none, error / mean_none)

@@ -9,7 +9,7 @@ from lptune.advice.from_counts import predictable
 from lptune.advice.from_times import WORTH, Advice, parts_of
 from lptune.advice.layers import Group
 from lptune.advice.measure import Measured
-from lptune.advice.quality import MEASURED, SOURCE
+from lptune.advice.quality import PUBLISHED, Quality
 from lptune.config import PRECISION_KINDS, size_text, with_addresses
 from lptune.hardware.devices import Device
 from lptune.training.fit import fits
@@ -17,6 +17,8 @@ from lptune.training.fit import fits
 WIDTH = 80
 _PER_TABLE = 4
 """Groups beside each other."""
+_WORST_LAYERS = 8
+"""Layers with large errors that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class Setting:
     """By kind; may miss some."""
     gpu: Device | None = None
     """The planned GPU; None on a CPU."""
+    quality: Quality = PUBLISHED
 
 
 def timed_report(
@@ -67,7 +70,7 @@ def timed_report(
             f"not timed in the given time: {', '.join(sorted(left))}; taken to gain as much as the other "
             "layers. The same command again finds compiled code in a cache and times more; or raise --seconds"
         )
-    lines += _wrapped(SOURCE, "  ")
+    lines += _quality(advice, setting)
     if emulated:
         lines += _wrapped(
             f"not advised, this device has no GEMMs for them and would only emulate them: "
@@ -98,7 +101,7 @@ def predicted_report(
     known = predictable(device)
     left = [kind for kind in PRECISION_KINDS if kind not in known]
     lines += _wrapped(f"no prediction for {', '.join(left)}", "  ")
-    lines += _wrapped(SOURCE, "  ")
+    lines += _quality(advice, setting)
     lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
     return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
 
@@ -122,10 +125,10 @@ def _heading(setting: Setting) -> list[str]:
 
 
 def _ranking(advice: Advice, setting: Setting, what: str) -> list[str]:
-    rows = [("kind", what, "speed", "linear", "memory", "held-out loss")]
+    rows = [("kind", what, "speed", "linear", "memory", "loss at step 0")]
     for each in advice.candidates:
         planned = setting.planned.get(each.kind)
-        quality = str(MEASURED[each.kind]) if each.kind in MEASURED else "reference"
+        found = setting.quality.differences.get(each.kind)
         rows.append(
             (
                 each.kind,
@@ -133,7 +136,7 @@ def _ranking(advice: Advice, setting: Setting, what: str) -> list[str]:
                 f"{each.speedup:.2f}x",
                 f"{each.linear_speedup:.2f}x" if each.linear_speedup else "",
                 size_text(planned.peak_bytes) if planned else "-",
-                quality,
+                "reference" if found is None else str(found),
             )
         )
     return _table(rows)
@@ -155,6 +158,30 @@ def _by_group(advice: Advice, measured: Measured, groups: Sequence[Group]) -> li
             cells = (each.by_group.get(group.label) for group in groups)
             rows.append((each.kind, *("-" if cell is None else f"{cell:.2f}x" for cell in cells)))
     return _table(rows)
+
+
+def _quality(advice: Advice, setting: Setting) -> list[str]:
+    """Where the differences come from, and the layers of the best kind that lose most."""
+    quality = setting.quality
+    lines = _wrapped(f"loss at step 0: the difference from none, {quality.source}", "  ")
+    kind = advice.chosen.kind
+    if kind not in quality.errors:
+        return lines
+    least = PRECISION_KINDS[kind].min_sqnr_db
+    worst = sorted(quality.errors[kind].items(), key=lambda each: each[1].worst_sqnr_db)
+    bad = [(name, errors) for name, errors in worst if errors.worst_sqnr_db < least]
+    if not bad:
+        name, errors = worst[0]
+        lowest = f"the lowest is {errors.worst_sqnr_db:.1f} dB, {errors.worst_gemm} of {name}"
+        return [*lines, *_wrapped(f"{kind}: no GEMM is below {least:g} dB; {lowest}", "  ")]
+    lines += _wrapped(
+        f"{kind}: {len(bad)} of {len(worst)} layers have a GEMM below {least:g} dB; precision.skip leaves "
+        "them in high precision, precision.grad_weight=high or grad_input=high one GEMM of all layers:",
+        "  ",
+    )
+    for name, errors in bad[:_WORST_LAYERS]:
+        lines.append(f"    {errors.worst_sqnr_db:6.1f} dB  {errors.worst_gemm:11}  {name}")
+    return lines
 
 
 def _exchange(setting: Setting) -> list[str]:

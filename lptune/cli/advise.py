@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune import progress
-from lptune.cli import catalog, planned_model, recipe
+from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.config import (
     PRECISION_KINDS,
@@ -22,6 +22,7 @@ from lptune.config import (
     RunConfig,
     UserError,
     check_batches,
+    check_sources,
     mesh_axes,
 )
 from lptune.hardware.devices import Device, known_device, named_device
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=1),
     help="Time nothing new after so many seconds.  [default: 60 on a CPU, 180 on a GPU]",
 )
+@click.option(
+    "--quality",
+    "measures_quality",
+    is_flag=True,
+    help="Read the model and the data, and measure the loss in each kind before any training.",
+)
 @click.option("--write", type=PathArgument(), metavar="FILE", help="Write the config with the chosen kind.")
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def advise(
@@ -60,14 +67,15 @@ def advise(
     preset: str | None,
     kinds: tuple[str, ...],
     seconds: float | None,
+    measures_quality: bool,
     write: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Which precision.kind is fastest for CONFIG here, and does low precision pay at all?
 
     Times the linear layers of the model in every kind that this device runs natively, and the rest of a
-    training step once; predicts a step of each kind. Reads no weights and no data, and writes nothing but
-    FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
+    training step once; predicts a step of each kind. Reads no weights and no data without --quality, and
+    writes nothing but FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
     """
     named = named_device(device_name) if device_name is not None else None
     cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
@@ -82,7 +90,15 @@ def advise(
     num_data_ranks = world_size // cfg.parallel.tensor
     check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_data_ranks)
     if write is not None:
-        _check_write(write, recipe_path, path, overrides)
+        _check_write(write)
+    if write is not None or measures_quality:
+        with_data = recipe.load(recipe_path, path, overrides)  # data.source may be missing
+    if measures_quality:
+        if preset is not None:
+            raise UserError("--quality: measures the model in model.path; leave --preset out")
+        cfg = with_data
+        check_sources("data.source", cfg.data.sources)
+        preflight.check_models(cfg)
 
     model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
     with progress.in_place("loading torch ..."):
@@ -99,9 +115,11 @@ def advise(
     )
     is_here = named is None or (here is not None and named.name == here.name)
     if named is not None and not is_here:
-        advice, lines = answer.predicted_for(cfg, model_config, setting, named, kinds)
+        advice, lines = answer.predicted_for(
+            cfg, model_config, setting, named, kinds, seconds, measures_quality
+        )
     else:
-        advice, lines = answer.timed(cfg, model_config, setting, here, kinds, seconds)
+        advice, lines = answer.timed(cfg, model_config, setting, here, kinds, seconds, measures_quality)
     for line in [*lines, *_notes(cfg)]:
         click.echo(line)
     if write is not None:
@@ -145,15 +163,14 @@ def _notes(cfg: RunConfig) -> list[str]:
     return [f"not in these figures: {', '.join(names)}"] if names else []
 
 
-def _check_write(write: Path, recipe_path: Path, path: Path, overrides: Sequence[str]) -> None:
-    """Raises UserError for a place that cannot be written, and for a config that could not be run."""
+def _check_write(write: Path) -> None:
+    """Raises UserError for a place that cannot be written."""
     if os.path.lexists(write):
         raise UserError(f"--write: {write} exists; choose another name")
     if not write.parent.is_dir():
         raise UserError(f"--write: {write.parent}: no such folder; make it")
     if write.suffix not in (".yaml", ".yml"):
         raise UserError(f"--write: {write}: the name of a config ends in .yaml")
-    recipe.load(recipe_path, path, overrides)  # data.source may be missing
 
 
 def _written(

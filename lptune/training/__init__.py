@@ -2,6 +2,7 @@
 
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.answers import reference_log_p
+from lptune.training.first_loss import check_first_loss
 from lptune.training.generate import greedy
 from lptune.training.kto import SUMS, kto_loss, kto_metrics, kto_reference, unrelated_ratio
 from lptune.training.listed import ListsMoments
@@ -31,6 +32,7 @@ __all__ = [
     "answers_of",
     "build_optimizer",
     "build_teacher",
+    "check_first_loss",
     "check_logging",
     "check_settings",
     "clip_grad_norm",

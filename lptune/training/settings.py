@@ -1,7 +1,7 @@
 """Checks of settings that need no file, and the lines that tell which steps and kernels will run."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,12 +11,10 @@ from lptune.distributed import World, check_compiler, describe_mesh, on_this_ran
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import LowPrecision, Plan
 from lptune.models import Decoder
+from lptune.training.shadow import LossOf, RunFiles, ShadowCheck
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
-
-if TYPE_CHECKING:
-    from lptune.training.shadow import LossOf, RunFiles
 
 
 def check_settings(cfg: RunConfig, world: World) -> None:
@@ -34,15 +32,13 @@ def shadow_check(
     loader: Loader,
     cfg: RunConfig,
     world: World,
-    run: "RunFiles",
-) -> "Callable[[int, LossOf], dict[str, Any]]":
+    run: RunFiles,
+) -> Callable[[int, LossOf], dict[str, Any]]:
     """The shadow check of a run (shadow.py), to be called before each step with the number of steps done and
     the loss of a micro-batch. Without `precision.shadow_every` it does nothing. run: its folder exists.
     """
     if not cfg.precision.checks_shadow:
         return lambda step, loss_of: {}
-    from lptune.training.shadow import ShadowCheck  # no other run needs it
-
     return ShadowCheck(model, low, loader, cfg, world, run)
 
 

@@ -16,7 +16,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from lptune.config import RunConfig, named, open_regular
 from lptune.data import Batch, Loader
 from lptune.distributed import World, keep_compute_weights, reshard
-from lptune.kernels import GEMMS
 from lptune.linear import LowPrecision, Plan, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 
@@ -100,17 +100,13 @@ class ShadowCheck:
         batch, number_of_all_ranks = batches[0], world.data_rank * len(batches)
         # As the recipes multiply the loss: float8 rounds a gradient of another size in another way.
         factor = world.data_size / max(1, self._loader.num_targets(step))
-        reshard(self._model)
-        errors = ShadowPass(self._model, self._low.plan)
-        with keep_compute_weights(self._model), self._low.outside_of_steps(step, number_of_all_ranks):
+        with leaving_no_trace(self._model, self._low, step, number_of_all_ranks):
+            errors = ShadowPass(self._model, self._low.plan)
             with errors.comparing():
                 loss = loss_of(batch, factor)
                 errors.backward(loss * factor)
             with errors.high(), torch.no_grad():
                 high_loss = loss_of(batch, factor)
-        # Leaves what the step would find without a check: weights to be gathered, scales to be measured.
-        reshard(self._model)
-        weights_changed(self._model)
         found = errors.by_layer()
         targets = torch.tensor(float(batch.num_targets), device=loss.device)
         sums = world.sums(torch.stack([loss.detach().float(), high_loss.float(), targets]))
@@ -126,15 +122,14 @@ class ShadowCheck:
         return {name: LayerErrors(*row) for name, row in zip(found, rows, strict=True)}
 
     def _message(self, step: int, bad: list[str], worst: LayerErrors) -> str:
-        gemms = dict(zip(GEMMS, worst[: len(GEMMS)], strict=True))  # its first fields are their SQNRs
-        gemm = min(gemms, key=lambda name: gemms[name])
         shown = ", ".join(bad[1:4]) + (f" and {len(bad) - 4} more" if bad[4:] else "")
         others = f"; also below it: {shown}" if bad[1:] else ""
         action = ""
         if self._precision.falls_back:
             action = f"; {'they run' if bad[1:] else 'it runs'} in high precision from this step on"
         return (
-            f"warning: shadow check of step {step}: {bad[0]}: the SQNR of {gemm} is {gemms[gemm]:.1f} dB, "
+            f"warning: shadow check of step {step}: {bad[0]}: the SQNR of {worst.worst_gemm} is "
+            f"{worst.worst_sqnr_db:.1f} dB, "
             f"below precision.shadow_min_sqnr_db={self._precision.min_sqnr_db:g}{others}{action}"
         )
 
@@ -143,6 +138,19 @@ class ShadowCheck:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with named(self._path), open(open_regular(self._path, flags), "a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module, low: LowPrecision, step: int, number: int) -> Iterator[None]:
+    """Surrounds passes before the step `step` (counted from 0) that update nothing, with the random bits of
+    the micro-batch `number`, counted over all ranks. The step then finds what it would find without them:
+    weights to be gathered, scales to be measured.
+    """
+    reshard(model)
+    with keep_compute_weights(model), low.outside_of_steps(step, number):
+        yield
+    reshard(model)
+    weights_changed(model)
 
 
 _SIGNS = (-1.0, -1.0, -1.0, -1.0, 1.0, 1.0)

@@ -121,22 +121,6 @@ def test_the_check_changes_no_bit(
         assert check["switched_to_high"] == []
 
 
-def test_without_the_key_nothing_of_it_is_imported(run_recipe: Run, tmp_path: Path) -> None:
-    recipe = tmp_path / "own.py"
-    source = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
-    told = "\n    import sys\n    print('imported:', [name for name in sys.modules if 'shadow' in name])\n"
-    recipe.write_text(
-        source.replace("\n\ndef batch_loss(", f"{told}\n\ndef batch_loss(", 1), encoding="utf-8"
-    )
-    common = ("precision.kind=int8_rowcol", "num_steps=2", "export.enabled=false", "eval_every_steps=0")
-    done = run_recipe(*common, recipe=str(recipe))
-    assert "imported: []" in done.stdout
-    done = run_recipe(
-        *common, "precision.shadow_every=1", f"output_dir={tmp_path / 'on'}", recipe=str(recipe)
-    )
-    assert "'lptune.training.shadow'" in done.stdout
-
-
 @pytest.fixture
 def planted(tmp_path: Path) -> str:
     """A copy of the recipe with a fault."""

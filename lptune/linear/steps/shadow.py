@@ -80,7 +80,12 @@ class LayerErrors(NamedTuple):
     @property
     def worst_sqnr_db(self) -> float:
         """The smallest of the three SQNRs."""
-        return min(self.output_sqnr_db, self.grad_input_sqnr_db, self.grad_weight_sqnr_db)
+        return min(self[: len(GEMMS)])
+
+    @property
+    def worst_gemm(self) -> str:
+        """The GEMM that has it."""
+        return GEMMS[self.index(self.worst_sqnr_db)]
 
 
 class ShadowPass:
@@ -104,6 +109,12 @@ class ShadowPass:
         with self._passes():
             for layer in self._layers.values():
                 layer.replace(partial(_compared, layer, self._probe))
+            yield
+
+    @contextmanager
+    def low(self) -> Iterator[None]:
+        """Within it, the layers of the model run as in training, without backward."""
+        with self._passes():
             yield
 
     @contextmanager

@@ -1,0 +1,93 @@
+"""Before the first step, a run says in one line what its precision costs, if it is much."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lptune import data, distributed, linear, models, training
+from lptune.cli import catalog, recipe
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from tests.helpers.outliers import fill, known_batch
+from tests.helpers.tiny_recipe import make_teacher, write_config, write_labelled, write_preferences
+
+TINY = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
+
+
+@pytest.fixture
+def world() -> Iterator[distributed.World]:
+    with distributed.session("cpu", ParallelConfig()) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "is_said"),
+    [
+        ("int8_rowcol", 1, False),
+        ("int8_rowcol", 300, True),
+        ("int8_rotated", 1, False),
+        ("int8_weight_only", 300, False),
+        ("none", 300, False),
+    ],
+)
+def test_outliers_are_said_once_and_healthy_activations_are_not(
+    kind: str, factor: int, is_said: bool, world: distributed.World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="none"),
+        data=DataConfig(source="builtin", seq_len=64),
+        micro_batch_size=8,
+        global_batch_size=8,
+        compile="none",
+        device="cpu",
+        compute_dtype="float32",
+        precision=PrecisionConfig(kind=kind, verify=False),
+    )
+    model = models.build_on_meta(TINY)
+    plan = linear.convert(model, cfg.precision, device=world.device)
+    distributed.parallelize(model, world, cfg)
+    distributed.materialize(model, world, cfg)
+    fill(model, factor)
+    batch = known_batch(TINY, rows=8, seq_len=64)
+    low = linear.LowPrecision(model, plan, world=world)
+    loader = cast(data.Loader, SimpleNamespace(micro_batches=lambda _: [batch], micro_batches_per_rank=1))
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    training.check_first_loss(model, low, loader, cfg, world)
+    out = capsys.readouterr().out
+    assert out.count("warning: precision.kind=int8_rowcol: the loss of the first micro-batch is") == is_said
+    assert out.count("\n") == is_said
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+class _Called(Exception):
+    """Ends a recipe before its training."""
+
+
+@pytest.mark.parametrize("name", ["full_finetune", "continued_pretrain", "full_dpo", "full_kto", "distill"])
+def test_every_recipe_makes_the_check(
+    name: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = training.check_first_loss
+
+    def checked(*arguments: Any) -> None:
+        check(*arguments)
+        raise _Called
+
+    monkeypatch.setattr(training, "check_first_loss", checked)
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "tiny.yaml", tiny_checkpoint, tmp_path / "run")
+    overrides = ["precision.kind=int8_rowcol"]
+    if name == "full_dpo":
+        overrides.append(f"data.source={write_preferences(tmp_path / 'rows.jsonl', 60)}")
+    if name == "full_kto":
+        overrides.append(f"data.source={write_labelled(tmp_path / 'rows.jsonl', 60)}")
+    if name == "distill":
+        overrides.append(f"teacher.path={make_teacher(tiny_checkpoint, tmp_path / 'teacher')}")
+    path = catalog.recipes()[name]
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    with pytest.raises(_Called):
+        namespace["main"](recipe.load(path, config, overrides))
