@@ -58,8 +58,7 @@ def main(cfg: PretrainConfig) -> None:
         run.begin(plan, report)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
         shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
-        if step == 0:
-            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
+        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
 
         # --- Training.
         with (

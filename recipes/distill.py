@@ -65,8 +65,7 @@ def main(cfg: DistillConfig) -> None:
         report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
         run.begin(plan, report)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
-        if step == 0:
-            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
+        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
 
         # --- Training.
         with (

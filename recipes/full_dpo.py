@@ -30,8 +30,7 @@ def main(cfg: PreferenceConfig) -> None:
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            vocab_size = base.config.vocab_size
-            prepare = data.prepare_preferences
+            vocab_size, prepare = base.config.vocab_size, data.prepare_preferences
             train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
@@ -62,8 +61,7 @@ def main(cfg: PreferenceConfig) -> None:
         run.begin(plan, report)
         kept.keep(reference)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
-        if step == 0:
-            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
+        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
 
         # --- Training.
         with (

@@ -57,8 +57,8 @@ def main(cfg: FinetuneConfig) -> None:
         run.begin(plan, report)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
         shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
+        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
         if step == 0:
-            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
             run.keep_samples(training.show_samples(model, tokenizer, held_out, cfg.num_samples, world, step))
 
         # --- Training.

@@ -62,8 +62,7 @@ def main(cfg: KtoConfig) -> None:
         run.begin(plan, report)
         kept.keep(reference)
         meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
-        if step == 0:
-            training.check_first_loss(model, low, loader, cfg, world)  # warns if 8 bits cost much
+        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
 
         # --- Training.
         with (

@@ -33,7 +33,9 @@ ALLOWED = {
     "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
     "inference": {"config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint"},
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
-    "advice": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
+    "advice": {
+        "config", "hardware", "kernels", "linear", "models", "data", "distributed", "inference", "training",
+    },
     "cli": {
         "advice", "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint",
         "report", "sweep", "training",

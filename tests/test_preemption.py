@@ -74,17 +74,17 @@ def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
 # In C, as in a collective or a compiler: a Python handler would not run.
 BUSY = """
     import ctypes, sys
-    preemption.GRACE_S = float(sys.argv[1])
+    preemption.GRACE_S, busy_s = float(sys.argv[1]), int(sys.argv[2])
     preemption.listen()
     preemption.requested()
     print("ready", flush=True)
-    ctypes.CDLL(None).sleep(1)
+    ctypes.CDLL(None).sleep(busy_s)
     print(preemption.requested().name)
 """
 
 
 def test_a_repetition_within_the_grace_interval_changes_nothing() -> None:
-    process = start(BUSY, "30")
+    process = start(BUSY, "30", "1")
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
@@ -94,7 +94,7 @@ def test_a_repetition_within_the_grace_interval_changes_nothing() -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_repetition_after_it_ends_the_process_at_once(number: signal.Signals) -> None:
-    process = start(BUSY, "0.2")
+    process = start(BUSY, "0.2", "9")
     process.send_signal(number)
     time.sleep(0.5)
     process.send_signal(number)
@@ -103,7 +103,7 @@ def test_a_repetition_after_it_ends_the_process_at_once(number: signal.Signals) 
 
 
 def test_a_rank_of_several_leaves_it_to_the_launcher_to_take_a_repetition_for_insistence() -> None:
-    process = start(BUSY, "0.2", RANK="0", WORLD_SIZE="2")
+    process = start(BUSY, "0.2", "1", RANK="0", WORLD_SIZE="2")
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)

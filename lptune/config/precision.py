@@ -40,7 +40,9 @@ PRECISION_KINDS = {
     "int8_rowcol": KindKeys(
         _ROWWISE_GRAD_INPUT, ("column", "folded", "high"), ("int8",), True, True, tokens_low="folded"
     ),
-    "int8_rotated": KindKeys(("folded", "high"), ("column", "high"), ("int8",), True, True),
+    "int8_rotated": KindKeys(
+        ("folded", "high"), ("folded", "high"), ("int8",), True, True, tokens_low="folded"
+    ),
     "int8_tensorwise": KindKeys(
         ("tensor", "high"),
         ("tensor", "high"),

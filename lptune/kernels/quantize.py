@@ -14,8 +14,8 @@ want both operands of an 8-bit GEMM contiguous along the contraction ("K-major";
 `rounded_to` rounds x to another dtype first: weights are quantized from the compute dtype, and masters are
 float32. Kernels round in registers, where a separate cast would write a copy and read it again.
 
-`rotated` rotates x along the contraction by Hadamard blocks (lptune/numerics/rotation.py): rows along dim 1,
-columns along dim 0. The C++ does so in the cache; Triton (rotation.py) and the reference make a rotated copy.
+`rotated` rotates rows by Hadamard blocks first (lptune/numerics/rotation.py). The C++ does so in the cache;
+Triton (rotation.py) and the reference make a rotated copy.
 
 `quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py). Quantizers
 by an amax that is known before are in by_amax.py.
@@ -65,12 +65,12 @@ def quantize_rows(
 
     fmt: a key of `numerics.FORMATS`. multiplier_1K: float32. transposed: q_MK is stored column by column.
     rounded_to: bfloat16, float16 or float32, to which x_MK is rounded first; None: its own dtype. rotated:
-    then it is rotated by `numerics.rotate(x_MK, 1)`; not together with a multiplier.
+    then it is rotated by `numerics.rotate`; not together with a multiplier.
     """
     assert multiplier_1K is None or not rotated
     backend = _backend(x_MK, fmt, power_of_two)
     if rotated and backend != "native":
-        x_MK, rounded_to = _rotated(x_MK, 1, rounded_to), None
+        x_MK, rounded_to = _rotated(x_MK, rounded_to), None
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
         return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed, rounded_to))
@@ -103,7 +103,7 @@ def quantize_packed_rows(
     """
     backend, (m, k) = _backend(x_MK, fmt, power_of_two), x_MK.shape
     if rotated and backend != "native":
-        x_MK, rounded_to = _rotated(x_MK, 1, rounded_to), None
+        x_MK, rounded_to = _rotated(x_MK, rounded_to), None
     if backend == "reference" or x_MK.numel() == 0:
         x_MK = _rounded(x_MK, rounded_to)
         return pack_rows(numerics.quantize_rows(x_MK, FORMATS[fmt], power_of_two=power_of_two), num_rows)
@@ -128,20 +128,14 @@ def quantize_columns(
     multiplier_M1: Tensor | None = None,
     power_of_two: bool = False,
     transposed: bool = False,
-    rotated: bool = False,
 ) -> QuantizedColumns:
-    """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`. rotated: x_MK is
-    rotated first, along dim 0; not together with a multiplier.
-    """
-    assert multiplier_M1 is None or not rotated
+    """`numerics.quantize_columns(x_MK * multiplier_M1)`; arguments as for `quantize_rows`."""
     backend = _backend(x_MK, fmt, power_of_two)
-    if rotated and backend != "native":
-        x_MK = _rotated(x_MK, 0)
     if backend == "triton":
         quantize = triton_kernels().quantize_columns
         return QuantizedColumns(*quantize(x_MK, multiplier_M1, fmt, power_of_two, transposed))
     if backend == "native":
-        q, scale = native.quantize_columns(x_MK, multiplier_M1, rotated)
+        q, scale = native.quantize_columns(x_MK, multiplier_M1)
     else:
         folded = _fold(x_MK, multiplier_M1)
         q, scale = numerics.quantize_columns(folded, FORMATS[fmt], power_of_two=power_of_two)
@@ -162,17 +156,11 @@ def quantize_rows_and_columns(
     multiplier_1K: Tensor | None = None,
     power_of_two: bool = False,
     transposed: bool = False,
-    rotated: bool = False,
 ) -> tuple[QuantizedRows, QuantizedColumns]:
     """Rows of `x * multiplier_1K` and columns of `x`: the two operands that backward makes of a gradient.
 
-    transposed, rotated: for the columns. Rows are always stored row by row, and not rotated.
+    transposed: for the columns. Rows are always stored row by row.
     """
-    if rotated:
-        rows = quantize_rows(x_MK, fmt, multiplier_1K=multiplier_1K, power_of_two=power_of_two)
-        return rows, quantize_columns(
-            x_MK, fmt, power_of_two=power_of_two, transposed=transposed, rotated=True
-        )
     backend = _backend(x_MK, fmt, power_of_two)
     if backend == "triton":
         quantize = triton_kernels().quantize_rows_and_columns
@@ -281,17 +269,17 @@ def _empty_rotated(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @op(fake=_empty_rotated)
-def rotate(x_MK: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """`numerics.rotate(x_MK, dim)`, computed in float32 and rounded once to `dtype`."""
-    if dim == 1 and choose_backend("quantize", x_MK.device.type) == "native":
+def rotate(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numerics.rotate(x_MK)`, computed in float32 and rounded once to `dtype`."""
+    if choose_backend("quantize", x_MK.device.type) == "native":
         return native.rotate_rows(x_MK, dtype)
-    rotated = _rotated(x_MK, dim, dtype=dtype)
+    rotated = _rotated(x_MK, dtype=dtype)
     return rotated.clone() if rotated is x_MK else rotated
 
 
 def dequantize_rotated(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Rows that were quantized `rotated`: dequantized, rotated back, and rounded once to `dtype`."""
-    return rotate(numerics.dequantize(QuantizedRows(*rows)), 1, dtype)
+    return rotate(numerics.dequantize(QuantizedRows(*rows)), dtype)
 
 
 def _backend(x: Tensor, fmt: str, power_of_two: bool) -> str:
@@ -306,13 +294,11 @@ def _has_tile(x: Tensor, rows: int, columns: int) -> bool:
     return whole and choose_backend("quantize", x.device.type) == "triton"
 
 
-def _rotated(
-    x: Tensor, dim: int, rounded_to: torch.dtype | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def _rotated(x: Tensor, rounded_to: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     if choose_backend("quantize", x.device.type) == "triton":
-        rotated: Tensor = triton_kernels().rotate(x, dim, rounded_to, dtype)
+        rotated: Tensor = triton_kernels().rotate(x, rounded_to, dtype)
         return rotated
-    return numerics.rotate(_rounded(x, rounded_to), dim).to(dtype)
+    return numerics.rotate(_rounded(x, rounded_to)).to(dtype)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:

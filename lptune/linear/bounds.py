@@ -112,7 +112,7 @@ def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> Operands:
     if spec is None or (spec.output == "high" and not spec.high_uses_8_bit_weight):
         return exact(x_TK), exact(w_NK.t())
     if spec.output == "high":
-        x_TK = rotate(x_TK, 1) if spec.rotated else x_TK
+        x_TK = rotate(x_TK) if spec.rotated else x_TK
         return exact(x_TK), _dequantized_weight(spec, w_NK).t()
     return kind_of(spec).noisy_output(spec, x_TK, w_NK)
 

@@ -83,10 +83,10 @@ def dequantized(
     if not rotated:
         operand = rounded(w_NK, block, fmt, power_of_two=power_of_two)
         return operand.plus(cast_error(w_NK, block, fmt, power_of_two=power_of_two))
-    rotated_NK = rotate(w_NK, 1)
+    rotated_NK = rotate(w_NK)
     quantized = quantize_blocks(rotated_NK, block, FORMATS[fmt], power_of_two=power_of_two)
-    back_NK = rotate(dequantize_blocks(quantized, block), 1)
-    cast_NK = rotate(back_NK.to(w_NK.dtype).to(torch.float32) - back_NK, 1)
+    back_NK = rotate(dequantize_blocks(quantized, block))
+    cast_NK = rotate(back_NK.to(w_NK.dtype).to(torch.float32) - back_NK)
     operand = rounded(rotated_NK, block, fmt, power_of_two=power_of_two)
     return operand.plus(known(cast_NK.to(torch.float64)))
 

@@ -35,20 +35,20 @@ def rotation_runs(size: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def rotate(x_MK: Tensor, dim: int) -> Tensor:
-    """`x @ H` for dim 1, `H @ x` for dim 0, in float32; its own inverse. x_MK: any float dtype, (M, K)."""
+def rotate(x_MK: Tensor) -> Tensor:
+    """`x @ H` in float32; its own inverse. x_MK: any float dtype, (M, K)."""
     x32 = x_MK.to(torch.float32)
     parts = [
-        _rotate_blocks(x32.narrow(dim, start, block * count).unflatten(dim, (count, block)), dim + 1)
-        for start, block, count in rotation_runs(x_MK.shape[dim])
+        _rotate_blocks(x32[:, start : start + block * count].unflatten(1, (count, block))).flatten(1)
+        for start, block, count in rotation_runs(x_MK.shape[1])
     ]
-    return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim) if parts else x32
+    return torch.cat(parts, 1) if parts else x32
 
 
-def _rotate_blocks(x: Tensor, dim: int) -> Tensor:
-    block, half = x.shape[dim], 1
+def _rotate_blocks(x_MCB: Tensor) -> Tensor:
+    block, half = x_MCB.shape[2], 1
     while half < block:
-        a, b = x.unflatten(dim, (block // (2 * half), 2, half)).unbind(dim + 1)
-        x = torch.stack((a + b, a - b), dim + 1).flatten(dim, dim + 2)
+        a, b = x_MCB.unflatten(2, (block // (2 * half), 2, half)).unbind(3)
+        x_MCB = torch.stack((a + b, a - b), 3).flatten(2)
         half *= 2
-    return x * (1 / math.sqrt(block))
+    return x_MCB * (1 / math.sqrt(block))

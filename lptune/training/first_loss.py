@@ -26,14 +26,17 @@ LIMIT = 0.01
 
 
 @torch.no_grad()
-def check_first_loss(model: Decoder, low: LowPrecision, loader: Loader, cfg: RunConfig, world: World) -> None:
+def check_first_loss(
+    model: Decoder, low: LowPrecision, loader: Loader, cfg: RunConfig, world: World, step: int
+) -> None:
     """Prints a line if low precision makes the first micro-batches' loss more than LIMIT worse. A collective.
+    step: number of steps done; a run that continues has had its line.
 
     Measures nothing where no layer can run in compute dtype: int8_weight_only keeps no other weights, and
     tensor parallelism cuts the layers. model: parallelized, with weights. low: of `model`.
     """
     kind = cfg.precision.kind
-    if cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
+    if step or cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
     with leaving_no_trace(model, low, 0, world.data_rank * loader.micro_batches_per_rank):

@@ -197,10 +197,9 @@ def test_threads_do_not_change_the_bits() -> None:
             torch.set_num_threads(threads)
             rows, columns = kernels.quantize_rows_and_columns(x, "int8")
             packed = kernels.quantize_packed_rows(x[:, :76].float(), 301, "int8", rounded_to=torch.float16)
-            rotated = kernels.quantize_rows_and_columns(x, "int8", rotated=True)[1]
-            rotated_rows = kernels.quantize_rows(x, "int8", rotated=True)
-            quantized = (*rows, *columns, *rotated, *rotated_rows, *kernels.quantize_tensor(x, "int8"))
-            results.append((*quantized, packed, kernels.rotate(x, 1, x.dtype)))
+            rotated = kernels.quantize_rows(x, "int8", rotated=True)
+            quantized = (*rows, *columns, *rotated, *kernels.quantize_tensor(x, "int8"))
+            results.append((*quantized, packed, kernels.rotate(x, x.dtype)))
     finally:
         torch.set_num_threads(before)
     _assert_equal(results[0], results[1])
@@ -214,23 +213,16 @@ def test_what_is_rotated_and_quantized_has_the_bits_of_one_after_the_other(
     shape: tuple[int, int], dtype: torch.dtype, fmt: str
 ) -> None:
     x, form = _matrix(shape, dtype), FORMATS[fmt]
-    columns = numerics.quantize_columns(numerics.rotate(x, 0), form)
-    _assert_equal(kernels.quantize_columns(x, fmt, rotated=True), columns)
     for rounded_to in (None, torch.bfloat16, torch.float16):
         rounded = x if rounded_to is None else x.to(rounded_to)
-        rows = numerics.quantize_rows(numerics.rotate(rounded, 1), form)
+        rows = numerics.quantize_rows(numerics.rotate(rounded), form)
         options = {"rounded_to": rounded_to, "rotated": True}
         _assert_equal(kernels.quantize_rows(x, fmt, **options), rows)
         if shape[1] % 4 == 0:
             packed = kernels.quantize_packed_rows(x, shape[0] + 2, fmt, **options)
             assert torch.equal(packed, kernels.pack_rows(rows, shape[0] + 2))
-    by_column = torch.rand(1, shape[1], generator=torch.Generator().manual_seed(1))
-    both = kernels.quantize_rows_and_columns(x, fmt, multiplier_1K=by_column, rotated=True)
-    _assert_equal(both[0], numerics.quantize_rows(x.float() * by_column, form))
-    _assert_equal(both[1], columns)
     for to in DTYPES:
-        for dim in (0, 1):
-            _assert_equal((kernels.rotate(x, dim, to),), (numerics.rotate(x, dim).to(to),))
+        _assert_equal((kernels.rotate(x, to),), (numerics.rotate(x).to(to),))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -239,7 +231,6 @@ def test_what_is_not_finite_makes_its_scale_nan_after_a_rotation_too(dtype: torc
     x = _matrix((65, 33), dtype)
     x[5, 7] = bad
     assert kernels.quantize_rows(x, "int8", rotated=True).scale_M1.isnan().nonzero()[:, 0].tolist() == [5]
-    assert kernels.quantize_columns(x, "int8", rotated=True).scale_1K.isnan().nonzero()[:, 1].tolist() == [7]
 
 
 def test_opcheck() -> None:
@@ -252,10 +243,8 @@ def test_opcheck() -> None:
         (ops.quantize_rows, (x, "int8", None, False, True, torch.bfloat16)),
         (ops.quantize_rows, (x, "int8", None, False, True, torch.bfloat16, True)),
         (ops.quantize_packed_rows, (x, 30, "int8", False, torch.bfloat16, True)),
-        (ops.quantize_columns, (x, "int8", None, False, True, True)),
-        (ops.quantize_rows_and_columns, (x, "int8", vector, False, True, True)),
-        (ops.rotate, (x, 0, torch.bfloat16)),
-        (ops.rotate, (x, 1, torch.float32)),
+        (ops.rotate, (x, torch.bfloat16)),
+        (ops.rotate, (x, torch.float32)),
         (ops.quantize_packed_rows, (x, 24, "int8", False, torch.bfloat16)),
         (ops.quantize_packed_rows, (x, 30, "e4m3", True)),
         (ops.quantize_columns, (x, "int8", column, False, True)),

@@ -51,8 +51,7 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
         for call in (
             (ops.quantize_rows, (x, "int8", row, False, transposed)),
             (ops.quantize_rows, (x, "int8", None, False, transposed, torch.bfloat16, True)),
-            (ops.quantize_columns, (x, "int8", None, False, transposed, True)),
-            (ops.rotate, (x, int(transposed), torch.float32)),
+            (ops.rotate, (x, torch.float32)),
             (ops.quantize_packed_rows, (x, 23, "e4m3", transposed, torch.float32)),
             (ops.quantize_columns, (x, "e4m3", column, True, transposed)),
             (ops.quantize_rows_and_columns, (x, "int8", row, False, transposed)),

@@ -68,7 +68,8 @@ def test_every_operand_comes_k_major_and_no_byte_is_copied(
         model(x).sum().backward()
     num_gemms = 2 if kind == "float8_rowwise_with_gw_hp" else 3
     assert strides == [(1, 1)] * num_gemms
-    assert not copies.found
+    # x, which `folded` saves in 8 bits, is by tokens in `output` and by channels in grad_weight: one copy.
+    assert len(copies.found) == (precision.resolved_grad_weight == "folded")
 
 
 def test_a_copy_of_bytes_is_found() -> None:

@@ -29,6 +29,7 @@ NAMED_IN = {
     "advice/quality.py",  # what each kind was measured to cost
     "advice/traffic.py",  # the kinds whose bytes the model of a GPU knows
     "doctor/kinds.py",  # the kinds that are recommended
+    "training/first_loss.py",  # the kind that it recommends
     "migrate/axolotl.py",  # what other trainers' settings are here
     "migrate/torchtitan.py",
     "migrate/torchtune.py",

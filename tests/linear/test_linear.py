@@ -225,27 +225,29 @@ def _planted_db(kind: str, outlier: str, size: float) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize(
-    ("outlier", "size", "gained"),
-    [
-        # Measured: 40 dB without an outlier; 1.3 to 13 dB with one, and 5.9 to 32 dB where it is rotated.
-        ("none", 1, (0, 0)),
-        ("channel", 100, (13, 0)),
-        ("channel", 1000, (4, 0)),
-        ("token", 100, (0, 12)),
-        ("token", 1000, (0, 5)),
-        ("both", 100, (13, 12)),
-        ("both", 1000, (4, 5)),
-        ("masked token", 100, (0, 18)),  # it has no gradient, and rotation mixes it with tokens that do
-        ("masked token", 1000, (0, 12)),
-    ],
-)
-def test_a_rotation_gives_back_what_an_outlier_takes_from_the_others(
-    outlier: str, size: float, gained: tuple[int, int]
-) -> None:
-    plain, rotated = (_planted_db(kind, outlier, size) for kind in ("int8_rowcol", "int8_rotated"))
-    for before_db, after_db, gain_db in zip(plain, rotated, gained, strict=True):
-        assert after_db >= before_db + gain_db - 0.3
+# SQNR in dB of output and grad_weight: without an outlier; beside a channel, a token (that has a gradient, or
+# has none) and both that are 1000 times as large. Measured; float8 has a scale of its own in each number.
+PLANTED_DB = {
+    "int8_rowcol": ((40.1, 40.1), (1.7, 40.1), (40.1, 1.3), (40.1, 1.3), (1.7, 1.3)),
+    "int8_rotated": ((40.3, 39.8), (5.9, 13.0), (40.3, 39.8), (40.3, 40.2), (5.9, 13.0)),
+    "int8_tensorwise": ((36.9, 37.0), (0, 0), (0, 0), (0, 0), (0, 0)),
+    "float8_tensorwise": ((28.5, 24.6), (28.5, 24.6), (28.5, 24.6), (28.5, 24.6), (0.6, 0.6)),
+    "float8_rowwise": ((28.5, 28.5),) * 5,
+    "float8_blockwise": ((28.7, 28.7),) * 5,
+    "mxfp8": ((28.5, 28.5),) * 5,
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED_DB)
+def test_what_an_outlier_leaves_of_the_others(kind: str) -> None:
+    cases = (("none", 1), ("channel", 1000), ("token", 1000), ("masked token", 1000), ("both", 1000))
+    for (outlier, size), expected in zip(cases, PLANTED_DB[kind], strict=True):
+        assert _planted_db(kind, outlier, size) == pytest.approx(expected, abs=0.5), outlier
+
+
+def test_a_channel_of_a_hundred_times_the_size_costs_a_rotated_layer_half_of_what_it_costs_rows() -> None:
+    assert _planted_db("int8_rowcol", "channel", 100) == pytest.approx((12.5, 40.1), abs=0.5)
+    assert _planted_db("int8_rotated", "channel", 100) == pytest.approx((25.7, 29.5), abs=0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -55,14 +55,14 @@ def test_outliers_are_said_once_and_healthy_activations_are_not(
     low = linear.LowPrecision(model, plan, world=world)
     loader = cast(data.Loader, SimpleNamespace(micro_batches=lambda _: [batch], micro_batches_per_rank=1))
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    training.check_first_loss(model, low, loader, cfg, world)
+    training.check_first_loss(model, low, loader, cfg, world, 0)
     out = capsys.readouterr().out
     assert out.count("warning: precision.kind=int8_rowcol: the loss of the first micro-batch is") == is_said
     assert out.count("\n") == is_said
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
-class _Called(Exception):
+class CheckMadeError(Exception):
     """Ends a recipe before its training."""
 
 
@@ -74,7 +74,7 @@ def test_every_recipe_makes_the_check(
 
     def checked(*arguments: Any) -> None:
         check(*arguments)
-        raise _Called
+        raise CheckMadeError
 
     monkeypatch.setattr(training, "check_first_loss", checked)
     monkeypatch.chdir(tmp_path)
@@ -89,5 +89,5 @@ def test_every_recipe_makes_the_check(
     path = catalog.recipes()[name]
     namespace: dict[str, Any] = {"__name__": name}
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
-    with pytest.raises(_Called):
+    with pytest.raises(CheckMadeError):
         namespace["main"](recipe.load(path, config, overrides))

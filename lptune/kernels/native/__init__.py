@@ -67,31 +67,16 @@ def quantize_rows(
     return q, scale
 
 
-def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None, rotated: bool = False) -> _Result:
-    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K). rotated: `x` is rotated along its
-    columns first, and there is no multiplier.
-    """
-    library, x = load(), _prepare(x_MK)
-    assert library is not None
+def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
+    """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K)."""
+    x = _prepare(x_MK)
     q, scale = _outputs(x, (1, x.shape[1]))
-    if not rotated:
-        _call(x, None, None, multiplier_M1, (q, scale))
-        return q, scale
-    assert multiplier_M1 is None
-    library.lptune_quantize_rotated_columns(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(q.data_ptr()),
-        ctypes.c_void_p(scale.data_ptr()),
-        torch.get_num_threads(),
-    )
+    _call(x, None, None, multiplier_M1, (q, scale))
     return q, scale
 
 
 def rotate_rows(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
-    """`numerics.rotate(x, 1)`, rounded once to `dtype`."""
+    """`numerics.rotate(x)`, rounded once to `dtype`."""
     library, x = load(), _prepare(x_MK)
     assert library is not None
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)

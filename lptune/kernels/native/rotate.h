@@ -93,27 +93,4 @@ inline void rotate_row(float* x, int64_t k) {
     });
 }
 
-// The columns of a tile of `block` rows, LANES wide, in place. (No template with rotate_row: a template argument loses
-// the alignment of Lanes.)
-inline void rotate_tile(Lanes* x, int64_t block) {
-    if (block == 128) {  // twice through the first-level cache, not seven times
-        for (int j = 0; j < 128; j += 8) between<1, 8>(x + j);
-        for (int j = 0; j < 8; ++j) {
-            Lanes v[16];
-            for (int i = 0; i < 16; ++i) v[i] = x[j + 8 * i];
-            between<1, 16>(v);
-            for (int i = 0; i < 16; ++i) x[j + 8 * i] = v[i] * rotation_factor(128);
-        }
-        return;
-    }
-    for (int64_t half = 1; half < block; half *= 2)
-        for (int64_t i = 0; i < block; ++i)
-            if (!(i & half)) {
-                const Lanes a = x[i], b = x[i + half];
-                x[i] = a + b;
-                x[i + half] = a - b;
-            }
-    for (int64_t i = 0; i < block; ++i) x[i] *= rotation_factor(block);
-}
-
 }  // namespace

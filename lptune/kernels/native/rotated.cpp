@@ -1,8 +1,8 @@
 // Quantizers that rotate first, and the rotation alone, for CPUs. The contract, bit for bit, is
 // lptune/numerics/rotation.py and quantize.py.
 //
-// A row, or a strip of columns, is rotated in a float32 copy that stays in the cache, so memory is read and written
-// no more often than without a rotation.
+// A row is rotated in a float32 copy that stays in the cache, so memory is read and written no more often than without
+// a rotation.
 
 #include <omp.h>
 
@@ -39,60 +39,6 @@ void quantize_rows(const void* data, int64_t m, int64_t k, int8_t* q, int64_t q_
     });
 }
 
-// Calls each(column) for the columns of a strip; the usual width is a constant, so its loop is one instruction.
-template <typename F>
-inline void for_lanes(int64_t width, const F& each) {
-    if (width == LANES) {
-        #pragma omp simd
-        for (int c = 0; c < LANES; ++c) each(c);
-    } else {
-        for (int64_t c = 0; c < width; ++c) each(c);
-    }
-}
-
-template <typename T>
-void quantize_columns(const void* data, int64_t m, int64_t k, int8_t* q, float* scale, int num_threads) {
-    const auto* x = static_cast<const typename T::Storage*>(data);
-    #pragma omp parallel num_threads(num_threads)
-    {
-        // The rotated values of LANES columns: 128 KiB for 2,048 tokens, which the second-level cache holds.
-        std::vector<float> strip(m * LANES, 0.0f);
-        // Two strips or four lie side by side in a cache line of bfloat16; a thread takes them all.
-        #pragma omp for schedule(static, 32 / LANES)
-        for (int64_t column = 0; column < k; column += LANES) {
-            const int64_t width = std::min(int64_t(LANES), k - column);
-            uint32_t amax[LANES] = {};
-            rotation_runs(m, [&](int64_t start, int64_t block, int64_t count) {
-                for (int64_t row = start; row < start + count * block; row += block) {
-                    float* tile = strip.data() + row * LANES;
-                    for (int64_t i = 0; i < block; ++i) {
-                        const auto* from = x + (row + i) * k + column;
-                        for_lanes(width, [&](int64_t c) { tile[i * LANES + c] = T::load(from[c]); });
-                    }
-                    rotate_tile(reinterpret_cast<Lanes*>(tile), block);
-                    for (int64_t i = 0; i < block; ++i)
-                        #pragma omp simd
-                        for (int c = 0; c < LANES; ++c) {
-                            const uint32_t v = Float32::magnitude(tile[i * LANES + c]);
-                            amax[c] = v > amax[c] ? v : amax[c];
-                        }
-                }
-            });
-            float inverse[LANES];
-            for (int64_t c = 0; c < width; ++c) {
-                const Scale s = scale_from_amax(as_float(amax[c]));
-                scale[column + c] = s.scale;
-                inverse[c] = s.inverse;
-            }
-            for (int64_t row = 0; row < m; ++row) {
-                int8_t* to = q + row * k + column;
-                const float* from = strip.data() + row * LANES;
-                for_lanes(width, [&](int64_t c) { to[c] = round_to_int8(from[c] * inverse[c]); });
-            }
-        }
-    }
-}
-
 template <typename T>
 void rotate_rows(const void* data, int64_t m, int64_t k, void* out, int to_bfloat16, int num_threads) {
     for_rotated_rows<T>(data, m, k, num_threads, [=](int64_t row, const float* rotated) {
@@ -117,11 +63,6 @@ void lptune_quantize_rotated_rows(const void* x, int element, int64_t m, int64_t
                      : element == 1 ? quantize_rows<BFloat16>
                                     : quantize_rows<RoundedToBFloat16>;
     run(x, m, k, q, q_stride, scale, scale_stride, scale_width, num_threads);
-}
-
-void lptune_quantize_rotated_columns(const void* x, int is_bfloat16, int64_t m, int64_t k, int8_t* q, float* scale,
-                                     int num_threads) {
-    (is_bfloat16 ? quantize_columns<BFloat16> : quantize_columns<Float32>)(x, m, k, q, scale, num_threads);
 }
 
 void lptune_rotate_rows(const void* x, int is_bfloat16, int64_t m, int64_t k, void* out, int to_bfloat16,

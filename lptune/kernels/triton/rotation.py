@@ -1,6 +1,6 @@
 """The rotation by Hadamard blocks (lptune/numerics/rotation.py), as a pass of its own before a quantizer.
 
-A tile is one block of the rotated dimension and some rows of the other one, and stays in registers. So x is
+A tile is one block of some rows, and stays in registers. So x is
 read once and written once, in float32 for a quantizer: one pass of memory more than on CPUs, whose quantizers
 rotate by themselves.
 
@@ -58,15 +58,14 @@ def _butterflies(x, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.const
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (BLOCK_M, BLOCK_K))
 
 
-def rotate(x_MK: Tensor, dim: int, rounded_to: torch.dtype | None, dtype: torch.dtype) -> Tensor:
-    """`numerics.rotate(x_MK, dim)`, rounded once to `dtype`. rounded_to: x_MK is rounded to it first."""
-    out = torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
-    if not x_MK.numel():
+def rotate(x_MK: Tensor, rounded_to: torch.dtype | None, dtype: torch.dtype) -> Tensor:
+    """`numerics.rotate(x_MK)`, rounded once to `dtype`. rounded_to: x_MK is rounded to it first."""
+    x, out = x_MK, torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
+    if not x.numel():
         return out
-    x, y = (x_MK, out) if dim == 1 else (x_MK.t(), out.t())
-    numbers = (*x.stride(), *y.stride())
+    numbers = (*x.stride(), *out.stride())
     key = ("rotate", x.get_device(), *x.shape, *numbers, x.dtype, rounded_to, dtype)
-    if not again.again(key, (x, y)):
+    if not again.again(key, (x, out)):
         rounded_out = launch.rounding_of_input(x.new_empty(0, dtype=torch.float32), dtype)
         launches = []
         for start, block, count in rotation_runs(x.shape[1]):
@@ -81,5 +80,5 @@ def rotate(x_MK: Tensor, dim: int, rounded_to: torch.dtype | None, dtype: torch.
             grid = (count, triton.cdiv(x.shape[0], BLOCK_M))
             sizes = (x.shape[0], start, *numbers)
             launches.append(Launch(rotate_kernel, grid, 2, sizes, constants, NUM_WARPS))
-        again.first(key, launches, (x, y))
+        again.first(key, launches, (x, out))
     return out

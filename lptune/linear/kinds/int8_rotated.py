@@ -1,16 +1,16 @@
-"""`int8_rotated`: `int8_rowcol` after a rotation, for activations with outlier channels or tokens.
+"""`int8_rotated`: `int8_rowcol` after a rotation, for activations with outlier channels.
 
-Hadamard blocks of 128 spread an outlier over its block before x, W and g are quantized
-(lptune/numerics/rotation.py). H is orthogonal, so each GEMM has the same result with both operands rotated
-along its contraction:
+Hadamard blocks of 128 spread an outlier over its block before x and W are quantized by rows
+(lptune/numerics/rotation.py). H is orthogonal and its own inverse, so
 
-    output         (x H)(W H).T             x H row,     W H row
-    grad_input     (g * s (q of W H)) H     g * s row,   W H as in `output`; the result is rotated back
-    grad_weight    (H g).T (H x)            H g column,  H x column; H mixes tokens here
+    output         (x H)(W H).T             x H row,          W H row
+    grad_input     (g * s (q of W H)) H     g * s_W row,      W H as in `output`
+    grad_weight    ((g * s).T (q of x H)) H g * s_x column,   x H as in `output`
 
-So one set of 8-bit values of W H serves forward, backward and the 8-bit gather, and rows stay whole: a rank
-rotates and quantizes its own rows. grad_input contracts over N, along which W H is not rotated: g keeps its
-outliers there. A rotation costs 7 additions per element, no GEMM and no collective.
+Each operand is rotated and quantized once: W H for forward, backward and the 8-bit gather (rows stay whole,
+and a rank rotates its own), and x H for both of its GEMMs, so that x is saved for backward in 8 bits. The
+scales of rows are folded into g: a token without a gradient has no weight in grad_weight, however large it
+is. A rotation costs 7 additions per element, no GEMM and no collective.
 """
 
 from lptune.config import KindKeys
@@ -22,7 +22,12 @@ class Int8Rotated(Rowwise):
 
     name = "int8_rotated"
     keys = KindKeys(
-        ("folded", "high"), ("column", "high"), ("int8",), can_round_stochastically=True, can_gather_low=True
+        ("folded", "high"),
+        ("folded", "high"),
+        ("int8",),
+        can_round_stochastically=True,
+        can_gather_low=True,
+        tokens_low="folded",
     )
     fmt = "int8"
     rotated = True

@@ -16,13 +16,14 @@ makes or gathers q again: saved copies would keep the unsharded model in memory.
 
 The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, makes it possible to save x in 8 bits. But
 then a row of x has one scale for all its channels (columns), and one outlier channel makes it coarse for all
-others. So `column` is the default there, and `folded` an option (docs/numerics.md).
+others. So `column` is the default there, and `folded` an option (docs/numerics.md). Rotated rows have no such
+channel, and `folded` is their default.
 
 `grad_input` needs g quantized by rows and `grad_weight` needs it quantized by columns. With the default
 options one op makes both.
 
-Where `spec.rotated`, quantizers rotate x, W and (for grad_weight) g along the contraction, and the result of
-grad_input is rotated back: it comes from W H (int8_rotated.py).
+Where `spec.rotated`, x and W are rotated before they are quantized by rows, and the results of grad_input and
+grad_weight are rotated back: they come from W H and x H (int8_rotated.py).
 
 `transposed` operands have the same shape, but are stored column by column: CUDA's 8-bit GEMMs want both
 operands contiguous along the contraction (`k_major`). The ops of lptune.kernels run the GEMMs. The functions
@@ -134,11 +135,7 @@ class Rowwise(Kind):
                 )
             if wants_columns:
                 g_columns = quantize_columns_stochastic(
-                    rotate(g_TN, 0, torch.float32) if spec.rotated else g_TN,
-                    spec.grad_fmt,
-                    layer,
-                    power_of_two=spec.power_of_two,
-                    transposed=transposed,
+                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two, transposed=transposed
                 )
         elif wants_rows and wants_columns:
             g_rows, g_columns = quantize_rows_and_columns(
@@ -147,7 +144,6 @@ class Rowwise(Kind):
                 multiplier_1K=multiplier,
                 power_of_two=spec.power_of_two,
                 transposed=transposed,
-                rotated=spec.rotated,
             )
         elif wants_rows:
             g_rows = quantize_rows(
@@ -155,11 +151,7 @@ class Rowwise(Kind):
             )
         elif wants_columns:
             g_columns = quantize_columns(
-                g_TN,
-                spec.grad_fmt,
-                power_of_two=spec.power_of_two,
-                transposed=transposed,
-                rotated=spec.rotated,
+                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=transposed
             )
 
         gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
@@ -174,7 +166,7 @@ class Rowwise(Kind):
         return f"{spec.fmt} {'rotated ' * spec.rotated}rows"
 
     def describe_tokens(self, spec: LinearSpec) -> str:
-        return f"{spec.fmt} rows"
+        return self.describe_gather(spec)
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         """See Kind. FSDP does not divide rows, so row scales need no communication: `agree` is unused."""
@@ -210,7 +202,8 @@ class Rowwise(Kind):
         return Quantized(*rows), Quantized(*columns)
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
-        return Quantized(*quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two))
+        rows = quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
+        return Quantized(*rows)
 
     def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
         return 1, k
@@ -235,8 +228,6 @@ class Rowwise(Kind):
             s_T1 = _row_scales(spec, x_TK)
             folded_TN = g_TN.to(torch.float32) * s_T1
             return _gradient_by_column(spec, folded_TN).t(), _by_row(spec, x_TK).times(_inverse(s_T1))
-        if spec.rotated:
-            g_TN, x_TK = numerics.rotate(g_TN, 0), numerics.rotate(x_TK, 0)
         return _gradient_by_column(spec, g_TN).t(), _by_column(spec, x_TK)
 
 
@@ -282,7 +273,7 @@ def _grad_input(
                 from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
             )
     gx_TK = scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
-    return rotate(gx_TK, 1, dtype) if spec.rotated else gx_TK
+    return rotate(gx_TK, dtype) if spec.rotated else gx_TK
 
 
 def _grad_weight(
@@ -320,22 +311,19 @@ def _grad_weight(
     else:
         xq_TK, x_scale_1K = once(
             lambda: quantize_columns(
-                saved[0],
-                spec.fmt,
-                power_of_two=spec.power_of_two,
-                transposed=transposed,
-                rotated=spec.rotated,
+                saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
             )
         )
     assert g is not None
-    return scaled_mm(
+    gw_NK = scaled_mm(
         g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )
+    return rotate(gw_NK, dtype) if spec.rotated else gw_NK
 
 
 def _by_row(spec: LinearSpec, x_MK: Tensor) -> Operand:
     """x or W with one scale per row."""
-    x_MK = numerics.rotate(x_MK, 1) if spec.rotated else x_MK
+    x_MK = numerics.rotate(x_MK) if spec.rotated else x_MK
     return rounded(x_MK, (1, x_MK.shape[1]), spec.fmt, power_of_two=spec.power_of_two)
 
 
@@ -356,7 +344,7 @@ def _gradient_by_column(spec: LinearSpec, g_TN: Tensor) -> Operand:
 
 def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
     """The scales (M, 1) of x or W quantized by rows."""
-    x_MK = numerics.rotate(x_MK, 1) if spec.rotated else x_MK
+    x_MK = numerics.rotate(x_MK) if spec.rotated else x_MK
     return numerics.quantize_rows(x_MK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
 
 
