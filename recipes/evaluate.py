@@ -10,7 +10,7 @@ can do all of it, on 1..N ranks. The result is a table and one JSON file. Two co
 precision.kind alone measure what a precision costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ def main(cfg: EvaluateConfig) -> None:
             for line in held_out.report:
                 world.print(line)
             by_source = held_out.of_source.items()
-            with world.phase("measuring the loss"):
-                sums = {name: evaluate(loaded.model, rows, cfg, world) for name, rows in by_source}
+            num_targets = sum(rows.num_target_tokens for _, rows in by_source)
+            with world.phase("measuring the loss", total=num_targets) as advance:
+                sums = {name: evaluate(loaded.model, rows, cfg, world, advance) for name, rows in by_source}
             parts["held_out"] = inference.loss_result(sums)
 
         # --- Answers to questions. In each round, every rank answers one batch.
@@ -79,20 +80,26 @@ def main(cfg: EvaluateConfig) -> None:
 def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
     """The cross-entropy, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
-    loss: Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
-    return loss
+    return model.summed_loss(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
 
 
 @torch.no_grad()
 def evaluate(
-    model: models.Decoder, rows: data.Rows, cfg: EvaluateConfig, world: distributed.World
+    model: models.Decoder,
+    rows: data.Rows,
+    cfg: EvaluateConfig,
+    world: distributed.World,
+    advance: Callable[[float], object],
 ) -> tuple[float, int]:
-    """The summed loss of the rows and the number of their targets, over all ranks. A collective."""
+    """The summed loss of the rows and the number of their targets, over all ranks. A collective. advance: is
+    told of targets that were done, over all ranks about.
+    """
     loss_sum = torch.zeros((), device=world.device, dtype=torch.float64)  # of any number of batches
     for batch in data.evaluation_batches(
         rows, cfg.batch_size, rank=world.data_rank, num_ranks=world.data_size
     ):
         loss_sum += batch_loss(model, batch, world)
+        advance(batch.num_targets * world.data_size)
     return world.sum(loss_sum), rows.num_target_tokens
 
 

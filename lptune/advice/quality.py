@@ -163,8 +163,7 @@ def _loss(model: models.Decoder, batch: Batch) -> float:
 
 def _forward(model: models.Decoder, batch: Batch) -> torch.Tensor:
     batch = batch.to(next(model.parameters()).device)
-    loss: torch.Tensor = model(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
-    return loss
+    return model.summed_loss(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
 
 
 def _difference(low: Sequence[float], none: Sequence[float], targets: Sequence[int]) -> Difference:

@@ -277,19 +277,32 @@ class Decoder(nn.Module):
         is correct, but with several chunks it rounds the gradient once more (one_pass.py).
         """
         hidden_BSH = self.model(tokens_BS, documents)
-        words = words_of(self.lm_head, self.config.vocab_size)
         if labels_BS is None:
+            words = words_of(self.lm_head, self.config.vocab_size)
             return words.gather(self.chunk_loss.finish(self.lm_head(hidden_BSH)))
+        tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
+        found = self._in_chunks(tensors, loss, expected_gradient)
+        # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
+        return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
+
+    def summed_loss(self, tokens_BS: Tensor, documents: DocumentBounds | None, labels_BS: Tensor) -> Tensor:
+        """`forward` with labels, up to the order of the sum, but without the head where there is no target:
+        its work for prompts is saved. The shapes depend on the labels, so it is not for compiled models.
+        """
+        is_target_BS = labels_BS != IGNORE_INDEX
+        hidden_TH = self.model(tokens_BS, documents)[is_target_BS]
+        return self._in_chunks([hidden_TH, labels_BS[is_target_BS]], summed_cross_entropy, 1.0)
+
+    def _in_chunks(self, tensors: Sequence[Tensor], loss: Objective, expected_gradient: float) -> Tensor:
+        """The head and the objective for T rows of hidden states, labels and the objective's targets."""
+        words = words_of(self.lm_head, self.config.vocab_size)
         if not words.is_all:
             check_serves_parts(loss)
         of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
-        tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
         parameters = tuple(self.lm_head.parameters()) if is_number(loss) else None
-        found = in_chunks(
+        return in_chunks(
             of_chunk, tensors, words.width, parameters=parameters, expected_gradient=expected_gradient
         )
-        # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
-        return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
 
     def hidden_states(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
         """Hidden states (B, S, H) after the last norm, in the compute dtype: what the head reads."""

@@ -36,6 +36,22 @@ def test_meta_build_then_to_empty_then_init_is_a_working_model(family: str) -> N
     assert loss.dtype is torch.float32
 
 
+@pytest.mark.parametrize("num_targets", [0, 7, 64])
+def test_the_summed_loss_runs_the_head_for_targets_alone(num_targets: int) -> None:
+    model = build_on_meta(config_from_dict(PRESETS["gemma3"]["tiny"]))
+    model.to_empty(device="cpu")
+    model.reset_buffers("cpu")
+    model.init_weights(seed=0)
+    tokens_BS = random_tokens(2, 32)
+    labels_BS = random_labels(tokens_BS)
+    chosen = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 64 - num_targets]
+    labels_BS.view(-1)[chosen] = -100
+    rows = list[int]()
+    model.lm_head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
+    assert torch.allclose(model.summed_loss(tokens_BS, None, labels_BS), model(tokens_BS, None, labels_BS))
+    assert rows == [int((labels_BS != -100).sum()), 64]
+
+
 def test_reset_buffers_repairs_what_to_empty_left() -> None:
     model = build_on_meta(config_from_dict(PRESETS["gemma3"]["tiny"]))
     model.to_empty(device="cpu")
