@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 from lptune.advice.layers import Group, skip_patterns
 from lptune.advice.measure import Measured, Times
-from lptune.advice.quality import PUBLISHED, Difference, Quality
+from lptune.advice.quality import PUBLISHED, Quality
 from lptune.config import PRECISION_KINDS
-from lptune.training.first_loss import LIMIT
 
 WORTH = 1.03
 """The least speed-up of a step for which a kind pays. Below it the noise of timing decides."""
 SAME = 0.95
 """A kind that reaches this share of the best speed-up counts as fast, and quality decides."""
-_WORST = Difference(float("inf"), 0.0)
 _SLOW = 0.97
 """A group whose speed is below this share of that in `none` loses by low precision."""
 
@@ -138,28 +136,28 @@ def _parts(
 
 
 def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Advice:
-    """The kind to take: of those that cost at most LIMIT of the loss the fastest, or one that is as fast and
-    closer to `none`; `none` if none pays.
+    """The kind to take: the fastest whose loss is within the limit of `quality`, or one that is as fast and
+    has a smaller loss; `none` if none pays.
     """
     ranked = sorted(candidates, key=lambda each: each.step_s)
     (none,) = [each for each in ranked if each.kind == "none"]
     low = sorted((each for each in ranked if each.kind != "none"), key=lambda each: -each.best_speedup)
     if not low:
         return Advice(candidates=tuple(ranked), chosen=none, reason="no other kind runs natively here")
-    costs = quality.differences
+    losses = quality.differences
 
-    def text(each: Candidate) -> str:
-        return f"{each.kind} has {each.best_speedup:.2f}x and a loss of {costs[each.kind]}"
+    def about(each: Candidate) -> str:
+        return f"{each.kind}, has {each.best_speedup:.2f}x of its speed and a loss of {losses[each.kind]}"
 
-    fastest, low = low[0], [each for each in low if costs[each.kind].difference <= LIMIT]
-    if fastest.best_speedup < WORTH or not low or low[0].best_speedup < WORTH:
-        best = low[0] if low else min(ranked, key=lambda each: costs.get(each.kind, _WORST).difference)
-        return Advice(candidates=tuple(ranked), chosen=none, reason=f"of the other kinds, {text(best)}")
-    as_fast = [each for each in low if each.best_speedup >= max(WORTH, SAME * low[0].best_speedup)]
-    chosen = min(as_fast, key=lambda each: (costs[each.kind].difference, -each.best_speedup))
-    reason = f"{chosen.best_speedup:.2f}x as fast as none, with a loss of {costs[chosen.kind]}"
+    fastest, within = low[0], [each for each in low if losses[each.kind].difference <= quality.limit]
+    if fastest.best_speedup < WORTH or not within or within[0].best_speedup < WORTH:
+        reason = f"the best other kind, {about(within[0] if within else fastest)}"
+        return Advice(candidates=tuple(ranked), chosen=none, reason=reason)
+    as_fast = [each for each in within if each.best_speedup >= max(WORTH, SAME * within[0].best_speedup)]
+    chosen = min(as_fast, key=lambda each: (losses[each.kind].difference, -each.best_speedup))
+    reason = f"{chosen.best_speedup:.2f}x as fast as none"
     if chosen is not fastest:
-        reason += f"; {text(fastest)}"
+        reason += f"; the fastest, {about(fastest)}"
     return Advice(candidates=tuple(ranked), chosen=chosen, reason=reason)
 
 

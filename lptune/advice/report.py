@@ -1,5 +1,6 @@
 """The advice as text, at most 80 columns wide."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ def _exchange(setting: Setting) -> list[str]:
 def _verdict(advice: Advice, setting: Setting) -> list[str]:
     chosen = advice.chosen
     if not advice.pays:
-        lines = _wrapped(f"none is fastest here: {advice.reason} (it pays from {WORTH:.2f}x on)")
+        lines = _wrapped(f"advice: precision.kind=none: {advice.reason} ({_pays(setting)})")
     else:
         lines = _wrapped(f"advice: precision.kind={chosen.kind}, {advice.reason}")
     if chosen.skip:
@@ -213,6 +214,11 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
             "  ",
         )
     return lines
+
+
+def _pays(setting: Setting) -> str:
+    limit = setting.quality.limit
+    return f"it pays from {WORTH:.2f}x on" + (f", up to +{100 * limit:g} %" if limit < math.inf else "")
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from lptune.advice.from_times import SAME, WORTH, Advice, Candidate, advise, parts_of, predict
 from lptune.advice.layers import Group, Shape
 from lptune.advice.measure import Measured, Pair, Times
+from lptune.advice.quality import PUBLISHED, Difference, Quality
 
 MLP = Group(
     (Shape("gate_proj", 64, 256, False), Shape("up_proj", 64, 256, False)),
@@ -103,14 +104,14 @@ def candidate(kind: str, speedup: float) -> Candidate:
     return Candidate(kind=kind, step_s=1 / speedup, speedup=speedup)
 
 
-def choose(**speedups: float) -> Advice:
-    return advise([candidate("none", 1.0), *(candidate(*each) for each in speedups.items())])
+def choose(quality: Quality = PUBLISHED, **speedups: float) -> Advice:
+    return advise([candidate("none", 1.0), *(candidate(*each) for each in speedups.items())], quality)
 
 
 def test_none_is_recommended_where_no_kind_pays() -> None:
     found = choose(int8_rowcol=WORTH - 0.01, int8_tensorwise=0.8)
     assert (found.chosen.kind, found.pays) == ("none", False)
-    assert found.reason == "the best other kind, int8_rowcol, has 1.02x of its speed"
+    assert found.reason.startswith("the best other kind, int8_rowcol, has 1.02x of its speed")
     assert choose(int8_rowcol=WORTH).pays
 
 
@@ -119,6 +120,19 @@ def test_of_kinds_that_are_as_fast_the_one_closest_to_bf16_is_taken() -> None:
     assert choose(int8_rowcol=1.5 * SAME - 0.001, int8_tensorwise=1.5).chosen.kind == "int8_tensorwise"
     # ... but not one that does not pay.
     assert choose(int8_rowcol=1.02, int8_tensorwise=1.05).chosen.kind == "int8_tensorwise"
+
+
+def test_a_kind_that_costs_this_model_too_much_is_not_recommended() -> None:
+    losses = {"int8_rowcol": Difference(0.03, 0.001), "int8_rotated": Difference(0.004, 0.001)}
+    quality = Quality(source="made up", differences=losses, limit=0.01)
+    found = choose(quality, int8_rowcol=1.5, int8_rotated=1.2)
+    assert found.chosen.kind == "int8_rotated"
+    assert found.reason.endswith(
+        "the fastest, int8_rowcol, has 1.50x of its speed and a loss of +3.00 ± 0.10 %"
+    )
+    assert not choose(quality, int8_rowcol=1.5, int8_rotated=1.0).pays
+    assert not choose(quality, int8_rowcol=1.5).pays
+    assert choose(dataclasses.replace(quality, limit=0.05), int8_rowcol=1.5).pays
 
 
 def test_without_another_kind_there_is_a_reason() -> None:
