@@ -149,7 +149,7 @@ def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Adv
     def about(each: Candidate) -> str:
         return f"{each.kind}, has {each.best_speedup:.2f}x of its speed and a loss of {losses[each.kind]}"
 
-    fastest, within = low[0], [each for each in low if losses[each.kind].difference <= quality.limit]
+    fastest, within = low[0], [each for each in low if quality.allows(each.kind)]
     if fastest.best_speedup < WORTH or not within or within[0].best_speedup < WORTH:
         reason = f"the best other kind, {about(within[0] if within else fastest)}"
         return Advice(candidates=tuple(ranked), chosen=none, reason=reason)

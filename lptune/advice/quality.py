@@ -52,7 +52,13 @@ class Quality:
     errors: Mapping[str, dict[str, LayerErrors]] = dataclasses.field(default_factory=dict)
     """By kind and layer, of one micro-batch."""
     limit: float = math.inf
-    """A kind with a larger difference is not recommended. LIMIT if it was measured on the user's model."""
+    """A kind whose difference is larger, beyond two standard errors, is not recommended. LIMIT if the user's
+    model was measured."""
+
+    def allows(self, kind: str) -> bool:
+        """Whether `kind` is within the limit."""
+        difference, error = self.differences[kind]
+        return difference - 2 * error <= self.limit
 
 
 PUBLISHED = Quality(
@@ -71,8 +77,8 @@ PUBLISHED = Quality(
     },
 )
 """With the default options, on the model of docs/benchmarks.md."""
-MOST_ROWS = 128
-"""Rows of the data that are measured at most."""
+LEAST, MOST_ROWS = 8, 128
+"""Micro-batches that are measured at least, for a standard error that means something; rows at most."""
 
 
 def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) -> Quality:
@@ -112,7 +118,7 @@ def differences(
     seconds: float = math.inf,
 ) -> tuple[dict[str, Difference], float, int]:
     """(the difference of each of `kinds`, the mean loss of `none`, the number of targets). Micro-batches and
-    kinds take turns; after `seconds` no further micro-batch begins, but two always run.
+    kinds take turns; after `seconds` no further micro-batch begins, but LEAST always run.
 
     model: whole on one device, its weights in compute dtype, not converted. The weights are not changed.
     kinds: by name; not `none`.
@@ -121,7 +127,7 @@ def differences(
     none, targets = list[float](), list[int]()
     sums = {name: list[float]() for name in kinds}
     for number, batch in enumerate(batches):
-        if number > 1 and time.monotonic() - started > seconds:
+        if number >= LEAST and time.monotonic() - started > seconds:
             break
         none.append(_loss(model, batch))
         for name, precision in kinds.items():

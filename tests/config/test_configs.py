@@ -126,7 +126,7 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
         options = dict(zip(flags[::2], flags[1::2], strict=True))
         ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
         assert cfg.global_batch_size % (cfg.micro_batch_size * ranks) == 0
-    assert kinds == ["none", "int8_rowcol", "float8_tensorwise"]
+    assert kinds == ["none", "int8_rotated", "float8_rowwise"]
     assert len(folders) == len(kinds), "a second command would find the first one's run"
 
 
@@ -147,7 +147,7 @@ def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(
     for run in runs:
         assert run[2:5] == [RECIPES[name], "--config", name]
     cfgs = [load_config(_class(name), CONFIGS[name], run[5:]) for run in runs]
-    assert [cfg.precision.kind for cfg in cfgs] == ["none", "int8_rowcol", "float8_tensorwise"]
+    assert [cfg.precision.kind for cfg in cfgs] == ["none", "int8_rotated", "float8_rowwise"]
     assert len({cfg.output_dir for cfg in cfgs}) == len(cfgs)
 
 
