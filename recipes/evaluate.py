@@ -48,8 +48,10 @@ def main(cfg: EvaluateConfig) -> None:
             for line in held_out.report:
                 world.print(line)
             by_source = held_out.of_source.items()
-            num_targets = sum(rows.num_target_tokens for _, rows in by_source)
-            with world.phase("measuring the loss", total=num_targets) as advance:
+            num_batches = sum(
+                -(-rows.num_rows // (cfg.batch_size * world.data_size)) for _, rows in by_source
+            )
+            with world.phase("measuring the loss", total=num_batches) as advance:
                 sums = {name: evaluate(loaded.model, rows, cfg, world, advance) for name, rows in by_source}
             parts["held_out"] = inference.loss_result(sums)
 
@@ -92,14 +94,14 @@ def evaluate(
     advance: Callable[[float], object],
 ) -> tuple[float, int]:
     """The summed loss of the rows and the number of their targets, over all ranks. A collective. advance: is
-    told of targets that were done, over all ranks about.
+    told of each batch.
     """
     loss_sum = torch.zeros((), device=world.device, dtype=torch.float64)  # of any number of batches
     for batch in data.evaluation_batches(
         rows, cfg.batch_size, rank=world.data_rank, num_ranks=world.data_size
     ):
         loss_sum += batch_loss(model, batch, world)
-        advance(batch.num_targets * world.data_size)
+        advance(1)
     return world.sum(loss_sum), rows.num_target_tokens
 
 

@@ -3,7 +3,7 @@
 layers.py      the linear layers of a model by shape: those that read one input are one group
 measure.py     times each group in each kind, and the rest of the step once
 from_times.py  from these times to a step of each kind, a ranking and a recommendation
-quality.py     the held-out loss of each kind, as docs/benchmarks.md has it
+quality.py     the loss of each kind before any training: measured here, or of a published model
 from_counts.py times for a GPU that is not here, from counted bytes and FLOPs
 traffic.py     the counting
 report.py      the text

@@ -154,7 +154,7 @@ def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Adv
         reason = f"the best other kind, {about(within[0] if within else fastest)}"
         return Advice(candidates=tuple(ranked), chosen=none, reason=reason)
     as_fast = [each for each in within if each.best_speedup >= max(WORTH, SAME * within[0].best_speedup)]
-    chosen = min(as_fast, key=lambda each: (losses[each.kind].difference, -each.best_speedup))
+    chosen = min(as_fast, key=lambda each: (abs(losses[each.kind].difference), -each.best_speedup))
     reason = f"{chosen.best_speedup:.2f}x as fast as none"
     if chosen is not fastest:
         reason += f"; the fastest, {about(fastest)}"

@@ -1,6 +1,5 @@
 """The advice as text, at most 80 columns wide."""
 
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -109,9 +108,10 @@ def predicted_report(
 
 def source_text(advice: Advice, setting: Setting, how: str) -> str:
     """What a written config was chosen from, for its comment."""
+    with_quality = " --quality" if setting.quality.is_measured else ""
     return (
         f"{advice.chosen.kind}: {advice.reason}; {how} {setting.device}, {setting.tokens:,} tokens in a "
-        f"micro-batch, by `lptune advise --config {setting.config}`."
+        f"micro-batch, by `lptune advise --config {setting.config}{with_quality}`."
     )
 
 
@@ -162,27 +162,32 @@ def _by_group(advice: Advice, measured: Measured, groups: Sequence[Group]) -> li
 
 
 def _quality(advice: Advice, setting: Setting) -> list[str]:
-    """Where the differences come from, and the layers of the best kind that lose most."""
+    """Where the differences come from, and the layers that lose most in the chosen kind; if that is `none`,
+    in the kind that is nearest to it.
+    """
     quality = setting.quality
     lines = _wrapped(f"loss at step 0: the difference from none, {quality.source}", "  ")
-    kind = advice.chosen.kind
-    if kind not in quality.errors:
+    if not quality.errors:
         return lines
-    least = PRECISION_KINDS[kind].min_sqnr_db
+    nearest = min(quality.errors, key=lambda kind: abs(quality.differences[kind].difference))
+    kind = advice.chosen.kind if advice.chosen.kind in quality.errors else nearest
+    least_db = quality.least_db[kind]
     worst = sorted(quality.errors[kind].items(), key=lambda each: each[1].worst_sqnr_db)
-    bad = [(name, errors) for name, errors in worst if errors.worst_sqnr_db < least]
+    bad = [(name, errors) for name, errors in worst if errors.worst_sqnr_db < least_db]
     if not bad:
         name, errors = worst[0]
         lowest = f"the lowest is {errors.worst_sqnr_db:.1f} dB, {errors.worst_gemm} of {name}"
-        return [*lines, *_wrapped(f"{kind}: no GEMM is below {least:g} dB; {lowest}", "  ")]
+        return [*lines, *_wrapped(f"{kind}: no GEMM is below {least_db:g} dB; {lowest}", "  ")]
+    gemms = sorted({errors.worst_gemm for _, errors in bad})
+    only_backward = "" if "output" in gemms else f", or precision.{gemms[0]}=high that GEMM of all layers"
     lines += _wrapped(
-        f"{kind}: {len(bad)} of {len(worst)} layers have a GEMM below {least:g} dB; precision.skip leaves "
-        "them in high precision, precision.grad_weight=high or grad_input=high one GEMM of all layers:",
+        f"{kind}: {len(bad)} of {len(worst)} layers have a GEMM below {least_db:g} dB; precision.skip leaves "
+        f"them in high precision{only_backward}:",
         "  ",
     )
     for name, errors in bad[:_WORST_LAYERS]:
         lines.append(f"    {errors.worst_sqnr_db:6.1f} dB  {errors.worst_gemm:11}  {name}")
-    return lines
+    return [*lines, *([f"    and {len(bad) - _WORST_LAYERS} more"] if bad[_WORST_LAYERS:] else [])]
 
 
 def _exchange(setting: Setting) -> list[str]:
@@ -217,8 +222,8 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
 
 
 def _pays(setting: Setting) -> str:
-    limit = setting.quality.limit
-    return f"it pays from {WORTH:.2f}x on" + (f", up to +{100 * limit:g} %" if limit < math.inf else "")
+    quality = setting.quality
+    return f"it pays from {WORTH:.2f}x on" + (f", up to {100 * quality.limit:g} %" * quality.is_measured)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
-    help="Time nothing new after so many seconds.  [default: 60 on a CPU, 180 on a GPU]",
+    help="Time nothing new after so many seconds; --quality takes as long again.  "
+    "[default: 60 on a CPU, 180 on a GPU]",
 )
 @click.option(
     "--quality",
@@ -77,6 +78,7 @@ def advise(
     training step once; predicts a step of each kind. Reads no weights and no data without --quality, and
     writes nothing but FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
     """
+    kinds = tuple(dict.fromkeys(kinds))
     named = named_device(device_name) if device_name is not None else None
     cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
     assert config_name is not None  # `load` refuses that

@@ -14,8 +14,8 @@ want both operands of an 8-bit GEMM contiguous along the contraction ("K-major";
 `rounded_to` rounds x to another dtype first: weights are quantized from the compute dtype, and masters are
 float32. Kernels round in registers, where a separate cast would write a copy and read it again.
 
-`rotated` rotates rows by Hadamard blocks first (lptune/numerics/rotation.py). The C++ does so in the cache;
-Triton (rotation.py) and the reference make a rotated copy.
+`rotated` rotates rows by Hadamard blocks first (lptune/numerics/rotation.py), in the cache or in
+the registers that hold the row.
 
 `quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py). Quantizers
 by an amax that is known before are in by_amax.py.
@@ -69,14 +69,15 @@ def quantize_rows(
     """
     assert multiplier_1K is None or not rotated
     backend = _backend(x_MK, fmt, power_of_two)
-    if rotated and backend != "native":
-        x_MK, rounded_to = _rotated(x_MK, rounded_to), None
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
-        return QuantizedRows(*quantize(x_MK, multiplier_1K, fmt, power_of_two, transposed, rounded_to))
+        options = (fmt, power_of_two, transposed, rounded_to)
+        return QuantizedRows(*quantize(x_MK, multiplier_1K, *options, rotated=rotated))
     if backend == "native":
         q, scale = native.quantize_rows(x_MK, multiplier_1K, rounded_to, rotated=rotated)
     else:
+        if rotated:
+            x_MK, rounded_to = numerics.rotate(_rounded(x_MK, rounded_to)), None
         folded = _fold(_rounded(x_MK, rounded_to), multiplier_1K)
         q, scale = numerics.quantize_rows(folded, FORMATS[fmt], power_of_two=power_of_two)
     return QuantizedRows(stored(q, transposed), scale)
@@ -102,10 +103,9 @@ def quantize_packed_rows(
     alone, since results of an op must not share memory; `unpack_rows` returns q and scale as views of it.
     """
     backend, (m, k) = _backend(x_MK, fmt, power_of_two), x_MK.shape
-    if rotated and backend != "native":
-        x_MK, rounded_to = _rotated(x_MK, rounded_to), None
     if backend == "reference" or x_MK.numel() == 0:
         x_MK = _rounded(x_MK, rounded_to)
+        x_MK = numerics.rotate(x_MK) if rotated else x_MK
         return pack_rows(numerics.quantize_rows(x_MK, FORMATS[fmt], power_of_two=power_of_two), num_rows)
     buffer = empty_buffer(x_MK, num_rows, k)
     buffer[m:].zero_()
@@ -114,7 +114,7 @@ def quantize_packed_rows(
     if backend == "triton":
         quantize = triton_kernels().quantize_rows
         # contiguous: with `out`, the kernel needs rows that are stored row by row.
-        quantize(x_MK.contiguous(), None, fmt, power_of_two, False, rounded_to, out)
+        quantize(x_MK.contiguous(), None, fmt, power_of_two, False, rounded_to, out, rotated)
     else:
         native.quantize_rows(x_MK, None, rounded_to, out, rotated)
     return buffer
@@ -271,10 +271,13 @@ def _empty_rotated(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
 @op(fake=_empty_rotated)
 def rotate(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
     """`numerics.rotate(x_MK)`, computed in float32 and rounded once to `dtype`."""
-    if choose_backend("quantize", x_MK.device.type) == "native":
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "native":
         return native.rotate_rows(x_MK, dtype)
-    rotated = _rotated(x_MK, dtype=dtype)
-    return rotated.clone() if rotated is x_MK else rotated
+    if backend == "triton":
+        rotated: Tensor = triton_kernels().rotate(x_MK, None, dtype)
+        return rotated
+    return numerics.rotate(x_MK).to(dtype)
 
 
 def dequantize_rotated(rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -292,13 +295,6 @@ def _has_tile(x: Tensor, rows: int, columns: int) -> bool:
     """Whether Triton quantizes x: its tiles are powers of two on each side and hold whole blocks."""
     whole = all(size <= 128 and size & (size - 1) == 0 for size in (rows, columns))
     return whole and choose_backend("quantize", x.device.type) == "triton"
-
-
-def _rotated(x: Tensor, rounded_to: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    if choose_backend("quantize", x.device.type) == "triton":
-        rotated: Tensor = triton_kernels().rotate(x, rounded_to, dtype)
-        return rotated
-    return numerics.rotate(_rounded(x, rounded_to)).to(dtype)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -10,6 +10,8 @@ standard errors; `lptune advise --quality` measures more of them, in every kind.
 reads changes.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,13 @@ def check_first_loss(
     """Prints a line if low precision makes the first micro-batches' loss more than LIMIT worse. A collective.
     step: number of steps done; a run that continues has had its line.
 
-    Measures nothing where no layer can run in compute dtype: int8_weight_only keeps no other weights, and
-    tensor parallelism cuts the layers. model: parallelized, with weights. low: of `model`.
+    Measures nothing where no layer can run in compute dtype (int8_weight_only keeps no other weights, and
+    tensor parallelism cuts the layers), and for soft-capped attention on a GPU. model: parallelized, with
+    weights. low: of `model`.
     """
     kind = cfg.precision.kind
+    if model.config.attention_softcap is not None and world.device.type == "cuda":
+        return  # its attention is a compiled kernel, and these passes are eager: it would store all scores
     if step or cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
@@ -50,13 +55,16 @@ def check_first_loss(
     sums = world.sums(torch.stack([low_BS.sum(), high_BS.sum(), more_BS.square().sum(), targets]))
     low_loss, high_loss, squares, num_targets = (float(each) for each in sums)
     more = low_loss - high_loss
-    error = max(0.0, squares - more * more / max(1.0, num_targets)) ** 0.5  # of the sum over the targets
-    if more > LIMIT * high_loss and more > 2 * error:
-        other = "" if kind == "int8_rotated" else "int8_rotated bears outliers in activations; "
+    # Of the sum over the targets, as if they were independent.
+    error = max(0.0, squares - more * more / max(1.0, num_targets)) ** 0.5
+    is_worse = more > LIMIT * high_loss and more > 2 * error
+    if is_worse or (math.isfinite(high_loss) and not math.isfinite(low_loss)):
+        can_rotate = kind.startswith("int8") and kind != "int8_rotated"
+        other = "int8_rotated bears outliers in activations; " if can_rotate else ""
         world.print(
             f"warning: precision.kind={kind}: the loss of the first micro-batch is "
             f"{low_loss / num_targets:.4f}, {100 * more / high_loss:.1f} % above that of high precision "
-            f"({high_loss / num_targets:.4f}); {other}`lptune advise --quality` measures every kind"
+            f"({high_loss / num_targets:.4f}); {other}`lptune advise --quality` compares the kinds"
         )
 
 

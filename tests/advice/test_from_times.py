@@ -1,6 +1,7 @@
 """From times of parts to a ranking: the arithmetic, with times that are made up."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -133,6 +134,23 @@ def test_a_kind_that_costs_this_model_too_much_is_not_recommended() -> None:
     assert not choose(quality, int8_rowcol=1.5, int8_rotated=1.0).pays
     assert not choose(quality, int8_rowcol=1.5).pays
     assert choose(dataclasses.replace(quality, limit=0.05), int8_rowcol=1.5).pays
+
+
+@pytest.mark.parametrize(
+    ("difference", "error", "is_allowed"),
+    [
+        (0.011, 0.001, True),
+        (0.013, 0.001, False),
+        (-0.3, 0.001, False),
+        (0.3, 0.2, False),
+        (0.3, math.nan, True),
+    ],
+)
+def test_the_limit_allows_for_the_noise_and_refuses_luck(
+    difference: float, error: float, is_allowed: bool
+) -> None:
+    losses = {"int8_rowcol": Difference(difference, error)}
+    assert Quality(source="made up", differences=losses, limit=0.01).allows("int8_rowcol") == is_allowed
 
 
 def test_without_another_kind_there_is_a_reason() -> None:

@@ -67,6 +67,14 @@ def test_the_layers_with_the_outlier_are_found(model: models.Decoder) -> None:
     assert not any(each.requires_grad for each in model.parameters())
 
 
+def test_without_a_target_there_is_no_difference_and_no_error(model: models.Decoder) -> None:
+    batch = known_batch(TINY, rows=1, seq_len=16)
+    batch.labels_BS.fill_(-100)
+    kinds = {"int8_rowcol": PrecisionConfig(kind="int8_rowcol")}
+    found, _, num_targets = differences(model, kinds, [batch._replace(num_targets=0)] * 2)
+    assert num_targets == found["int8_rowcol"].difference == 0
+
+
 def test_a_difference_reads_as_percent_of_the_loss() -> None:
     assert str(Difference(0.0042, 0.0005)) == "+0.42 ± 0.05 %"
     assert str(Difference(-0.0042, math.nan)) == "-0.42 %"

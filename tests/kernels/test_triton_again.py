@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune.kernels.triton import again, block_mm, blocks, by_amax, gemm, launch, quantize, stochastic
+from lptune.kernels.triton import again, block_mm, blocks, by_amax, by_row, gemm, launch, quantize, stochastic
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
@@ -95,11 +95,11 @@ def _calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
         "scaled_mm, pointers": (mm8, [_int8(64, 260)[:, :256], b, sa, sb]),
         "scaled_mm, float32": (functools.partial(mm8, dtype=torch.float32), [a, b, sa, sb]),
         "scaled_mm, float8": (mm8, [*f8, sa, sb]),
-        "rows": (lambda x: quantize.quantize_rows(x, None, "int8", False, False), [x]),
-        "rows, multiplied": (lambda x, m: quantize.quantize_rows(x, m, "int8", False, False), [x, mk]),
-        "rows, float8": (lambda x: quantize.quantize_rows(x, None, "e4m3", True, False), [x]),
+        "rows": (lambda x: by_row.quantize_rows(x, None, "int8", False, False), [x]),
+        "rows, multiplied": (lambda x, m: by_row.quantize_rows(x, m, "int8", False, False), [x, mk]),
+        "rows, float8": (lambda x: by_row.quantize_rows(x, None, "e4m3", True, False), [x]),
         "rows, a master": (
-            lambda x: quantize.quantize_rows(x, None, "int8", False, False, torch.bfloat16),
+            lambda x: by_row.quantize_rows(x, None, "int8", False, False, torch.bfloat16),
             [w32],
         ),
         "columns": (lambda x: quantize.quantize_columns(x, None, "int8", False, True), [x]),
@@ -266,7 +266,7 @@ def test_a_tensor_that_is_not_aligned_gets_another_kernel(launched: list[Any]) -
     flat = torch.zeros(64 * 256 + 4, dtype=torch.bfloat16)
     aligned, shifted = flat[:-4].view(64, 256), flat[4:].view(64, 256)
     for x in (aligned, shifted, aligned, shifted):
-        quantize.quantize_rows(x, None, "int8", False, False)
+        by_row.quantize_rows(x, None, "int8", False, False)
     kernels = [each.kernel for each in launched]
     assert kernels[0] == kernels[2]
     assert kernels[1] == kernels[3] != kernels[0]
@@ -278,7 +278,7 @@ def test_nothing_is_remembered_of_a_launch_that_a_graph_records(
 ) -> None:
     with monkeypatch.context() as patch:  # undone before the stand-in, which patches the same function
         patch.setattr(launch, "capturing", lambda: True)
-        quantize.quantize_rows(_matrix(64, 256), None, "int8", False, False)
+        by_row.quantize_rows(_matrix(64, 256), None, "int8", False, False)
     assert launched
     assert not again._remembered
 
@@ -288,6 +288,6 @@ def test_the_number_of_remembered_launches_is_bounded(
 ) -> None:
     monkeypatch.setattr(again, "MAX_REMEMBERED", 3)
     for m in (16, 32, 48, 64, 80):
-        quantize.quantize_rows(_matrix(m, 256), None, "int8", False, False)
+        by_row.quantize_rows(_matrix(m, 256), None, "int8", False, False)
         assert 1 <= len(again._remembered) <= 3
     assert len(launched) == 5

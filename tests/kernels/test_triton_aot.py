@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lptune.kernels.triton import block_mm, blocks, gemm, quantize, rotation
+from lptune.kernels.triton import block_mm, blocks, by_row, gemm, quantize, rotation
 from lptune.numerics import FORMATS
 from tests.helpers.ahead_of_time import (
     SHARED_BYTES,
@@ -38,9 +38,13 @@ def _gemm_cases(major: int, is_int8: bool) -> list[Any]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
-@pytest.mark.parametrize("packs", [False, True])
-def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bool, packs: bool) -> None:
-    """packs: a float32 weight, rounded to bfloat16 and packed; else an input with a multiplier."""
+@pytest.mark.parametrize(("packs", "rotated"), [(False, False), (True, False), (False, True), (True, True)])
+def test_row_quantizers_compile_without_spills(
+    arch: int, block_k: int, held: bool, packs: bool, rotated: bool
+) -> None:
+    """packs: a float32 weight, rounded to bfloat16 and packed; else an input, with a multiplier if it is not
+    rotated.
+    """
     arguments = {
         "x_ptr": "*fp32" if packs else "*bf16",
         "multiplier_ptr": "*fp32",
@@ -54,13 +58,14 @@ def test_row_quantizers_compile_without_spills(arch: int, block_k: int, held: bo
         "FORMAT": "int8" if arch == 80 else "e4m3",
         "MAX": 127.0 if arch == 80 else 448.0,
         "POWER_OF_TWO": arch == 100,
-        "MULTIPLY": not packs,
+        "MULTIPLY": not packs and not rotated,
         "HARDWARE_FLOAT8": arch > 80,
         "SCALE_WIDTH": 4 if packs else 1,
         "BLOCK_K": block_k,
         "HELD": held,
+        "ROTATED": rotated,
     }
-    compiled = compile_for(arch, quantize.rows_kernel, arguments, num_warps=quantize.rows_num_warps(block_k))
+    compiled = compile_for(arch, by_row.rows_kernel, arguments, num_warps=by_row.rows_num_warps(block_k))
     check_bits(compiled)
     # The compiler must not drop the rounding, which is there and back.
     assert bool(re.search(r"cvt\.rn\.bf16", compiled.ptx)) == packs

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lptune.kernels.triton import by_amax, quantize, stochastic
+from lptune.kernels.triton import by_amax, by_row, quantize, stochastic
 from lptune.numerics import FORMATS
 from tests.helpers.ahead_of_time import check, check_bits, compile_for, some_slow
 
@@ -97,7 +97,7 @@ def test_stochastic_row_quantizers_compile_without_spills(
         "BLOCK_K": block_k,
         "HELD": held,
     }
-    num_warps = quantize.rows_num_warps(block_k)
+    num_warps = by_row.rows_num_warps(block_k)
     check_bits(compile_for(arch, stochastic.stochastic_rows_kernel, arguments, num_warps=num_warps))
 
 

@@ -12,7 +12,7 @@ from lptune.numerics import FORMATS
 from tests.helpers.hard_rows import hard_to_round
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
-from lptune.kernels.triton import launch, quantize, rotate  # isort: skip  # only once there is a device
+from lptune.kernels.triton import by_row, launch, quantize, rotate  # isort: skip  # only once there is a device
 
 pytestmark = [
     # NumPy, in the interpreter, speaks up where a GPU computes inf and NaN in silence.
@@ -74,8 +74,8 @@ def _check_all(x: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> Non
     columns = numerics.quantize_columns(x, form, power_of_two=power_of_two)
     folded_columns = numerics.quantize_columns(x32 * column_multiplier, form, power_of_two=power_of_two)
 
-    _agree(quantize.quantize_rows(on_device, None, fmt, power_of_two, transposed), rows)
-    _agree(quantize.quantize_rows(on_device, row_on_device, fmt, power_of_two, transposed), folded_rows)
+    _agree(by_row.quantize_rows(on_device, None, fmt, power_of_two, transposed), rows)
+    _agree(by_row.quantize_rows(on_device, row_on_device, fmt, power_of_two, transposed), folded_rows)
     _agree(
         quantize.quantize_columns(on_device, column_multiplier.to(DEVICE), fmt, power_of_two, transposed),
         folded_columns,
@@ -131,7 +131,7 @@ def test_zero_rows_outliers_and_what_is_not_finite(dtype: torch.dtype, fmt: str,
 
 def test_tiny_float16_keeps_its_scale() -> None:
     x = torch.full((2, 40), 1e-6, dtype=torch.float16)
-    q, scale = quantize.quantize_rows(x.to(DEVICE), None, "int8", False, False)
+    q, scale = by_row.quantize_rows(x.to(DEVICE), None, "int8", False, False)
     assert numerics.relative_error((q.float() * scale).cpu(), x) < 1e-6
 
 
@@ -141,7 +141,7 @@ def test_strides_do_not_matter() -> None:
         on_device = base.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
         for transposed in (False, True):
             _agree(
-                quantize.quantize_rows(on_device, None, "int8", False, transposed),
+                by_row.quantize_rows(on_device, None, "int8", False, transposed),
                 numerics.quantize_rows(x),
             )
             _agree(
@@ -154,7 +154,7 @@ def test_strides_do_not_matter() -> None:
 def test_an_empty_matrix_has_empty_values_and_no_scale_but_zero(shape: tuple[int, int]) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     _agree(
-        quantize.quantize_rows(x, None, "e4m3", False, False),
+        by_row.quantize_rows(x, None, "e4m3", False, False),
         numerics.quantize_rows(x.cpu(), FORMATS["e4m3"]),
     )
     _agree(quantize.quantize_columns(x, None, "int8", False, True), numerics.quantize_columns(x.cpu()))
@@ -171,7 +171,7 @@ def test_every_float8_number_and_every_tie_is_rounded_as_torch_does(fmt: str) ->
         [numbers, middles, torch.nextafter(middles, middles * 2), torch.nextafter(middles, middles / 2)]
     )
     x = torch.where(x == 0, form.max, x)[None]  # the amax is the format's own, so the scale is exactly 1
-    q, scale = quantize.quantize_rows(x.to(DEVICE), None, fmt, False, False)
+    q, scale = by_row.quantize_rows(x.to(DEVICE), None, fmt, False, False)
     assert scale.item() == 1.0
     assert same_bits(q, x.to(form.dtype))
 
@@ -188,11 +188,11 @@ def test_scales_of_amaxes_from_the_whole_range_of_float32(fmt: str, power_of_two
 
 
 def test_rows_longer_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "LONGEST_HELD_ROW", 64)
+    monkeypatch.setattr(by_row, "LONGEST_HELD_ROW", 64)
     x = _matrix(3, 4096 + 300, torch.bfloat16)
     multiplier = torch.rand(1, x.shape[1])
     _agree(
-        quantize.quantize_rows(x.to(DEVICE), multiplier.to(DEVICE), "int8", False, False),
+        by_row.quantize_rows(x.to(DEVICE), multiplier.to(DEVICE), "int8", False, False),
         numerics.quantize_rows(x.float() * multiplier),
     )
 
@@ -203,7 +203,7 @@ def test_rows_are_rounded_first_and_written_to_rows_of_any_distance(
     rounded_to: torch.dtype, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not held:
-        monkeypatch.setattr(quantize, "LONGEST_HELD_ROW", 64)
+        monkeypatch.setattr(by_row, "LONGEST_HELD_ROW", 64)
     fmt, power_of_two = ("e4m3", True) if rounded_to == FLOAT16 else ("int8", False)
     hard = hard_to_round(72)
     x = torch.cat([_hard_rows(), hard[:255:16], hard[255:]])
@@ -212,19 +212,19 @@ def test_rows_are_rounded_first_and_written_to_rows_of_any_distance(
     buffer = torch.full((m + 1, 16 + k), 0x55, dtype=torch.uint8, device=DEVICE)
     q, header = buffer[:m, 16:].view(torch.int8), buffer[:m, :16].view(torch.float32)
     arguments = (x.to(DEVICE), None, fmt, power_of_two)
-    quantize.quantize_rows(*arguments, False, rounded_to, (q, header))
+    by_row.quantize_rows(*arguments, False, rounded_to, (q, header))
     _agree((q.view(FORMATS[fmt].dtype), header[:, :1]), expected)
     assert not header[:, 1:].any()
     assert (buffer[m] == 0x55).all()
-    _agree(quantize.quantize_rows(*arguments, False, rounded_to), expected)
+    _agree(by_row.quantize_rows(*arguments, False, rounded_to), expected)
 
 
 @pytest.mark.parametrize("rounded_to", [BFLOAT16, FLOAT16])
 def test_rows_that_are_stored_by_columns_are_rounded_first(rounded_to: torch.dtype) -> None:
     x = _matrix(12, 72)
     expected = numerics.quantize_rows(x.to(rounded_to))
-    _agree(quantize.quantize_rows(x.to(DEVICE), None, "int8", False, True, rounded_to), expected)
-    _agree(quantize.quantize_rows(x.t().to(DEVICE).t(), None, "int8", False, False, rounded_to), expected)
+    _agree(by_row.quantize_rows(x.to(DEVICE), None, "int8", False, True, rounded_to), expected)
+    _agree(by_row.quantize_rows(x.t().to(DEVICE).t(), None, "int8", False, False, rounded_to), expected)
 
 
 @pytest.mark.parametrize("config", quantize.TILE_CONFIGS)
@@ -254,7 +254,7 @@ def test_a_format_that_the_kernels_do_not_round_to_does_not_compile(monkeypatch:
     e3m4 = numerics.Format("e3m4", torch.float8_e4m3fn, 15.5, mantissa_bits=4, min_exponent=-2)
     monkeypatch.setitem(FORMATS, "e3m4", e3m4)
     with pytest.raises(Exception, match="round_to knows no rounding to this format"):
-        quantize.quantize_rows(_matrix(3, 5).to(DEVICE), None, "e3m4", False, False)
+        by_row.quantize_rows(_matrix(3, 5).to(DEVICE), None, "e3m4", False, False)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((37, 300), FLOAT32), ((130, 66), FLOAT16), ((3, 0), FLOAT32)])
@@ -266,3 +266,17 @@ def test_a_rotation_has_the_reference_bits(shape: tuple[int, int], dtype: torch.
             ours = rotate(given.to(DEVICE), rounded_to, to)
             assert ours.is_contiguous()
             assert same_bits(ours, numerics.rotate(rounded).to(to))
+
+
+@pytest.mark.parametrize("longest_held", [16384, 64])
+@pytest.mark.parametrize("shape", [(3, 128), (2, 4096 + 384), (5, 300)])
+def test_rotated_rows_have_the_bits_of_one_pass_after_the_other(
+    shape: tuple[int, int], longest_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_row, "LONGEST_HELD_ROW", longest_held)
+    x = _matrix(*shape)
+    for transposed, rounded_to in ((False, None), (False, BFLOAT16), (True, None)):
+        rotated = numerics.rotate(x if rounded_to is None else x.to(rounded_to))
+        options = ("int8", False, transposed, rounded_to)
+        ours = by_row.quantize_rows(x.to(DEVICE), None, *options, rotated=True)
+        _agree(ours, numerics.quantize_rows(rotated, FORMATS["int8"]))

@@ -13,6 +13,7 @@ from lptune.cli import catalog, recipe
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from tests.helpers.outliers import fill, known_batch
 from tests.helpers.tiny_recipe import make_teacher, write_config, write_labelled, write_preferences
+from tests.recipes.conftest import Run
 
 TINY = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
 
@@ -60,6 +61,22 @@ def test_outliers_are_said_once_and_healthy_activations_are_not(
     assert out.count("warning: precision.kind=int8_rowcol: the loss of the first micro-batch is") == is_said
     assert out.count("\n") == is_said
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+def test_a_loss_that_is_finite_in_high_precision_alone_is_said(run_recipe: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.py"
+    source = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
+    fault = """
+from lptune.linear.kinds import rowwise
+real_mm = rowwise.scaled_mm
+rowwise.scaled_mm = lambda *args, **kwargs: real_mm(*args, **kwargs) * float("nan")
+"""
+    recipe.write_text(source.replace("\n\ndef main(", f"{fault}\n\ndef main(", 1), encoding="utf-8")
+    done = run_recipe(
+        "precision.kind=int8_rowcol", "num_steps=1", "export.enabled=false", "eval_every_steps=0",
+        recipe=str(recipe),
+    )  # fmt: skip
+    assert "the loss of the first micro-batch is nan" in done.stdout
 
 
 class CheckMadeError(Exception):

@@ -1,8 +1,9 @@
 """The CUDA kernels, in Triton: quantizers and GEMMs. Imported only where they run (kernels/backend.py).
 
     formats.py    from an amax to a scale, from a value to 8 bits: device functions
-    quantize.py   by row, by column, by tensor
-    rotation.py   the rotation before a quantizer
+    quantize.py   by column, by tensor, by row and column; what holds for all of them
+    by_row.py     by row
+    rotation.py   the rotation in the quantizer by row, or before it
     by_amax.py    by an amax that is known before: of a whole weight, of past steps
     stochastic.py by row, by column, by tensor, rounded stochastically
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
@@ -20,10 +21,10 @@ gpu make the same comparisons on hardware; they have not run yet.
 from lptune.kernels.triton.block_mm import block_scaled_mm
 from lptune.kernels.triton.blocks import quantize_blocks, quantize_row_and_column_blocks
 from lptune.kernels.triton.by_amax import block_amaxes, quantize_by_amax, quantize_delayed
+from lptune.kernels.triton.by_row import quantize_rows
 from lptune.kernels.triton.gemm import scaled_mm
 from lptune.kernels.triton.quantize import (
     quantize_columns,
-    quantize_rows,
     quantize_rows_and_columns,
     quantize_tensor,
     quantize_tensor_both_ways,

@@ -1,4 +1,4 @@
-"""Quantizers by row, by column and by tensor.
+"""Quantizers by column, by tensor, and by row and column; those by row alone are in by_row.py.
 
 An operand is read in 16 bits and written in 8 bits. The arithmetic costs nothing; the bytes decide the time.
 How often must x be read?
@@ -25,10 +25,8 @@ from torch import Tensor
 
 from lptune.kernels.triton import again, launch
 from lptune.kernels.triton.again import Launch
-from lptune.kernels.triton.formats import magnitude_bits, round_input, round_to, scale_from_amax
+from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
 from lptune.numerics import FORMATS
-
-LONGEST_HELD_ROW = 16384  # 32 elements in each of 512 threads
 
 
 class TileConfig(NamedTuple):
@@ -47,64 +45,6 @@ TILE_CONFIGS = (
     TileConfig(128, 32, 4),
 )
 TILES_PER_PROGRAM = 8  # tiles along the rows that a program of the first phase reduces before its atomics
-
-
-@triton.jit
-def _load(x_ptr, multiplier_ptr, at, inside, ROUNDED_TO: tl.constexpr, MULTIPLY: tl.constexpr):
-    """The elements `at` of a row in float32: rounded, times the multiplier."""
-    x = round_input(tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32), ROUNDED_TO)
-    return x * tl.load(multiplier_ptr + at, mask=inside, other=0.0) if MULTIPLY else x
-
-
-@triton.jit
-def rows_kernel(
-    x_ptr,
-    multiplier_ptr,
-    q_ptr,
-    scale_ptr,
-    K,
-    stride_m,
-    q_stride_m,
-    scale_stride_m,
-    ROUNDED_TO: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    MULTIPLY: tl.constexpr,
-    HARDWARE_FLOAT8: tl.constexpr,
-    SCALE_WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HELD: tl.constexpr,
-):
-    """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once.
-
-    ROUNDED_TO: as for `round_input`. SCALE_WIDTH: the floats of a row's scale; all but the first become 0.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_m
-    q_ptr += row * q_stride_m
-    columns = tl.arange(0, BLOCK_K)
-    if HELD:
-        inside = columns < K
-        x = _load(x_ptr, multiplier_ptr, columns, inside, ROUNDED_TO, MULTIPLY)
-        amax_bits = tl.max(magnitude_bits(x), axis=0)
-        scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
-        tl.store(q_ptr + columns, round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8), mask=inside)
-    else:
-        largest = tl.zeros((BLOCK_K,), tl.int32)
-        for start in range(0, K, BLOCK_K):
-            at = start + columns
-            x = _load(x_ptr, multiplier_ptr, at, at < K, ROUNDED_TO, MULTIPLY)
-            bits = magnitude_bits(x)
-            largest = tl.where(bits > largest, bits, largest)
-        scale, inverse = scale_from_amax(tl.max(largest, axis=0), MAX, POWER_OF_TWO)
-        for start in range(0, K, BLOCK_K):
-            at = start + columns
-            x = _load(x_ptr, multiplier_ptr, at, at < K, ROUNDED_TO, MULTIPLY)
-            q = round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8)
-            tl.store(q_ptr + at, q, mask=at < K)
-    first = tl.arange(0, SCALE_WIDTH)
-    tl.store(scale_ptr + row * scale_stride_m + first, tl.where(first == 0, scale, 0.0))
 
 
 @triton.jit
@@ -224,60 +164,11 @@ def store_kernel(
             tl.store(column_scale_ptr + columns, scale, mask=columns < K)
 
 
-def quantize_rows(
-    x_MK: Tensor,
-    multiplier_1K: Tensor | None,
-    fmt: str,
-    power_of_two: bool,
-    transposed: bool,
-    rounded_to: torch.dtype | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row.
-
-    out: int8 q and scale to write to, of an x that is not empty and stored row by row. Their rows may be any
-    distance apart. A scale may have several columns: the first is the scale, the others become 0.
-    """
-    m, k = x_MK.shape
-    if transposed or x_MK.stride(1) != 1 or m == 0 or k == 0:
-        assert out is None
-        x_MK = x_MK if rounded_to is None else x_MK.to(rounded_to)
-        q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
-        return q, scale
-    q, scale = out or (empty_q(x_MK, False), x_MK.new_empty(m, 1, dtype=torch.float32))
-    tensors = (x_MK, _vector(multiplier_1K, x_MK), q, scale)
-    numbers = (k, x_MK.stride(0), q.stride(0), scale.stride(0))
-    options = (x_MK.dtype, tensors[1].dtype, fmt, power_of_two, multiplier_1K is None, rounded_to)
-    key = ("rows", x_MK.get_device(), m, *numbers, *options, scale.shape[1])
-    if not again.again(key, tensors):
-        held = k <= LONGEST_HELD_ROW
-        block_k = triton.next_power_of_2(k) if held else 4096
-        constants = {
-            "ROUNDED_TO": launch.rounding_of_input(x_MK, rounded_to),
-            "FORMAT": launch.rounding(fmt),
-            "MAX": FORMATS[fmt].max,
-            "POWER_OF_TWO": power_of_two,
-            "MULTIPLY": multiplier_1K is not None,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
-            "SCALE_WIDTH": scale.shape[1],
-            "BLOCK_K": block_k,
-            "HELD": held,
-        }
-        rows = Launch(rows_kernel, (m,), len(tensors), numbers, constants, rows_num_warps(block_k))
-        again.first(key, [rows], tensors)
-    return q.view(FORMATS[fmt].dtype), scale
-
-
-def rows_num_warps(block_k: int) -> int:
-    """Warps of `rows_kernel`: 16 elements a thread, 32 for the longest rows; 64 spilled."""
-    return min(max(block_k // 512, 1), 16)
-
-
 def quantize_columns(
     x_MK: Tensor, multiplier_M1: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_columns` in two phases, so it reads x twice."""
-    _, _, q, scale = _in_two_phases(x_MK, fmt, power_of_two, 0, True, None, multiplier_M1, transposed)
+    _, _, q, scale = in_two_phases(x_MK, fmt, power_of_two, 0, True, None, multiplier_M1, transposed)
     return q, scale
 
 
@@ -285,22 +176,22 @@ def quantize_rows_and_columns(
     x_MK: Tensor, multiplier_1K: Tensor | None, fmt: str, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`lptune::quantize_rows_and_columns`: reads x twice, for both."""
-    return _in_two_phases(x_MK, fmt, power_of_two, 2, True, multiplier_1K, None, transposed)
+    return in_two_phases(x_MK, fmt, power_of_two, 2, True, multiplier_1K, None, transposed)
 
 
 def quantize_tensor(x_MK: Tensor, fmt: str, power_of_two: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_tensor` in two phases, so it reads x twice."""
-    q, scale, _, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, transposed)
+    q, scale, _, _ = in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, transposed)
     return q, scale
 
 
 def quantize_tensor_both_ways(x_MK: Tensor, fmt: str, power_of_two: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`lptune::quantize_tensor_both_ways`: reads x twice, for both."""
-    q, scale, by_columns, _ = _in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, True, twice=True)
+    q, scale, by_columns, _ = in_two_phases(x_MK, fmt, power_of_two, 1, False, None, None, True, twice=True)
     return q, by_columns, scale
 
 
-def _in_two_phases(
+def in_two_phases(
     x: Tensor,
     fmt: str,
     power_of_two: bool,
@@ -331,7 +222,7 @@ def _in_two_phases(
     if m == 0 or k == 0:
         return row_q.view(dtype), row_scale.zero_(), column_q.view(dtype), column_scale.zero_()
 
-    multipliers = (_vector(multiplier_1K, x), _vector(multiplier_M1, x))
+    multipliers = (vector(multiplier_1K, x), vector(multiplier_M1, x))
     tensors = (x, *multipliers, row_amax, column_amax, row_q, column_q, row_scale, column_scale)
     multiplied = multiplier_1K is not None, multiplier_M1 is not None
     options = (rows, columns, *multiplied, transposed, twice, fmt, power_of_two)
@@ -395,6 +286,6 @@ def empty_q(x: Tensor, transposed: bool) -> Tensor:
     return torch.empty(m, k, dtype=torch.int8, device=device)
 
 
-def _vector(multiplier: Tensor | None, x: Tensor) -> Tensor:
-    # A kernel needs a pointer argument; it does not read this one.
+def vector(multiplier: Tensor | None, x: Tensor) -> Tensor:
+    """`multiplier` for a kernel. It needs a pointer argument, and does not read this one if there is none."""
     return x if multiplier is None else multiplier.contiguous()

@@ -1,8 +1,9 @@
-"""The rotation by Hadamard blocks (lptune/numerics/rotation.py), as a pass of its own before a quantizer.
+"""The rotation by Hadamard blocks (lptune/numerics/rotation.py): of a row that a program holds (`rotate_row`,
+for by_row.py), and as a pass of its own, which rotates the results of GEMMs back.
 
-A tile is one block of some rows, and stays in registers. So x is
-read once and written once, in float32 for a quantizer: one pass of memory more than on CPUs, whose quantizers
-rotate by themselves.
+In a pass of its own, a tile is one block of some rows and stays in registers: x is read once and written
+once. A quantizer that cannot rotate what it holds (it stores columns, or K is no multiple of 128) makes such
+a pass before, in float32.
 
 Not run on hardware yet: interpreted, and compiled ahead of time without spills.
 """
@@ -18,6 +19,7 @@ from lptune.kernels.triton.formats import round_input
 from lptune.numerics import rotation_runs
 
 BLOCK_M, NUM_WARPS = 32, 4
+FACTOR_128 = tl.constexpr(128**-0.5)
 
 
 @triton.jit
@@ -48,6 +50,15 @@ def rotate_kernel(
         x = _butterflies(x, 1 << i, BLOCK_M, BLOCK_K)
     x = round_input(x * FACTOR, ROUNDED_OUT)
     tl.store(out_ptr + rows64 * out_stride_m + columns64 * out_stride_k, x, mask=mask)
+
+
+@triton.jit
+def rotate_row(x, BLOCK_K: tl.constexpr):
+    """Rotates the blocks of 128 of a row that a program holds, float32 (BLOCK_K,)."""
+    x = tl.reshape(x, (BLOCK_K // 128, 128))
+    for i in tl.static_range(7):
+        x = _butterflies(x, 1 << i, BLOCK_K // 128, 128)
+    return tl.reshape(x * FACTOR_128, (BLOCK_K,))
 
 
 @triton.jit

@@ -23,16 +23,9 @@ from torch import Tensor
 
 from lptune.kernels.triton import again, launch
 from lptune.kernels.triton.again import Launch
+from lptune.kernels.triton.by_row import LONGEST_HELD_ROW, rows_num_warps
 from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
-from lptune.kernels.triton.quantize import (
-    LONGEST_HELD_ROW,
-    TILE_CONFIGS,
-    TILES_PER_PROGRAM,
-    TileConfig,
-    amax_kernel,
-    empty_q,
-    rows_num_warps,
-)
+from lptune.kernels.triton.quantize import TILE_CONFIGS, TILES_PER_PROGRAM, TileConfig, amax_kernel, empty_q
 from lptune.numerics import FORMATS
 
 _NOT_SPECIALIZED = ["key", "first"]  # new values in each step must not compile new kernels

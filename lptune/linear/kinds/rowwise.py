@@ -16,8 +16,8 @@ makes or gathers q again: saved copies would keep the unsharded model in memory.
 
 The same identity in `grad_weight`, g.T @ (q * s) = (g * s).T @ q, makes it possible to save x in 8 bits. But
 then a row of x has one scale for all its channels (columns), and one outlier channel makes it coarse for all
-others. So `column` is the default there, and `folded` an option (docs/numerics.md). Rotated rows have no such
-channel, and `folded` is their default.
+others. So `column` is the default there, and `folded` an option (docs/numerics.md). A rotation spreads such a
+channel over its block, and rotated kinds have `folded`.
 
 `grad_input` needs g quantized by rows and `grad_weight` needs it quantized by columns. With the default
 options one op makes both.
