@@ -105,7 +105,7 @@ def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) 
     vocab_size, seq_len = opened.config.vocab_size, cfg.data.seq_len
     rows, _, _ = prepare(cfg.data, opened.tokenizer, seed=cfg.seed, vocab_size=vocab_size)
     none = PrecisionConfig(kind="none")
-    model = opened.load(none, cfg.compute_dtype, world, num_tokens=seq_len).model
+    model = opened.load(none, cfg.compute_dtype, world, num_tokens=seq_len, notes=False).model
     native = linear.native_kinds(world.device)
     precisions = {
         kind: dataclasses.replace(precision_of(cfg.precision, kind), emulate=kind not in native)

@@ -51,11 +51,17 @@ class OpenedModel:
         return self.trained.base.config
 
     def load(
-        self, precision: PrecisionConfig, compute_dtype: str, world: World, *, num_tokens: int
+        self,
+        precision: PrecisionConfig,
+        compute_dtype: str,
+        world: World,
+        *,
+        num_tokens: int,
+        notes: bool = True,
     ) -> LoadedModel:
-        """Reads the weights. The arguments are those of `load_model`."""
+        """Reads the weights. The arguments are those of `load_model`. notes: print those on the dtype."""
         dtype: torch.dtype = getattr(torch, compute_dtype)
-        for note in emulated_bfloat16(compute_dtype, world.device):
+        for note in emulated_bfloat16(compute_dtype, world.device) if notes else ():
             world.print(f"note: {note}")
         model = self.trained.base.build_on_meta().to(dtype)
         plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
