@@ -47,10 +47,9 @@ def main(cfg: PretrainConfig) -> None:
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         dtype = getattr(torch, cfg.compute_dtype)
         watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
-        verify = cfg.precision.verify
         # What low precision keeps from step to step. It verifies the first step against the plan.
         low = linear.LowPrecision(
-            model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
+            model, plan, optimizer, world=world, seed=cfg.seed, verify=cfg.precision.verify, watch=watch
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         step = run.load(base, model, optimizer, low)

@@ -30,7 +30,8 @@ def main(cfg: PreferenceConfig) -> None:
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            vocab_size, prepare = base.config.vocab_size, data.prepare_preferences
+            vocab_size = base.config.vocab_size
+            prepare = data.prepare_preferences
             train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
@@ -45,10 +46,9 @@ def main(cfg: PreferenceConfig) -> None:
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         dtype = getattr(torch, cfg.compute_dtype)
         watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
-        verify = cfg.precision.verify
         # What low precision keeps from step to step. It verifies the first step against the plan.
         low = linear.LowPrecision(
-            model, plan, optimizer, world=world, seed=cfg.seed, verify=verify, watch=watch
+            model, plan, optimizer, world=world, seed=cfg.seed, verify=cfg.precision.verify, watch=watch
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         kept = run.reference(held_out.digest if held_out else "")

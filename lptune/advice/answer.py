@@ -35,8 +35,8 @@ def timed(
 
     gpu: the one of this machine, None on a CPU. kinds: those to compare with `none`; empty means all that run
     natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality: reads the model and
-    the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not
-    native here, and as `measure` does.
+    the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not native here, and as
+    `measure` does.
     """
     with distributed.session(cfg.device, ParallelConfig(), cfg.seed) as world:
         native = [kind for kind in linear.native_kinds(world.device) if kind != "none"]
@@ -50,8 +50,7 @@ def timed(
         limit_s = seconds or SECONDS[world.device.type]
         if measures_quality:
             setting = _with_quality(cfg, setting, chosen, limit_s, world)
-        what = chosen[0] if len(chosen) == 1 else f"{len(chosen)} kinds"
-        progress.print_line(f"timing {what} beside none, for about {limit_s:.0f} s ...")
+        progress.print_line(f"timing {_together(chosen)} beside none, for about {limit_s:.0f} s ...")
         try:
             measured = measure.measure(cfg, model_config, chosen, limit_s, world)
         except torch.OutOfMemoryError:
@@ -121,11 +120,15 @@ def predicted_for(
     return advice, report.predicted_report(advice, ranges, setting, device)
 
 
+def _together(kinds: Sequence[str]) -> str:
+    return kinds[0] if len(kinds) == 1 else f"{len(kinds)} kinds"
+
+
 def _with_quality(
     cfg: RunConfig, setting: Setting, kinds: Sequence[str], seconds: float, world: World
 ) -> Setting:
     """`setting` with the quality of `kinds` on the model and the data of `cfg`."""
-    progress.print_line(f"measuring the loss in {len(kinds)} kinds, for about {seconds:.0f} s ...")
+    progress.print_line(f"measuring the loss in {_together(kinds)}, for about {seconds:.0f} s ...")
     try:
         return dataclasses.replace(setting, quality=quality.measure(cfg, kinds, seconds, world))
     except torch.OutOfMemoryError:

@@ -113,14 +113,17 @@ def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) 
     }
     batches = [rows.batch([rows.row_at(i, cfg.seed)]) for i in range(min(MOST, rows.num_rows))]
     found, loss, num_targets = differences(model, precisions, batches, seconds=seconds)
-    errors: dict[str, dict[str, LayerErrors]] = {}
-    for kind, precision in precisions.items():
-        if not PRECISION_KINDS[kind].stores_low:
-            with progress.in_place(f"the errors of each layer in {kind} ..."):
-                errors[kind] = errors_by_layer(model, precision, batches[0])
     source = f"measured here, {num_targets:,} targets of {cfg.model.path}, whose loss in none is {loss:.4f}"
     least_db = {kind: precision.min_sqnr_db for kind, precision in precisions.items()}
-    return Quality(source=source, differences=found, errors=errors, least_db=least_db, limit=LIMIT)
+    quality = Quality(source=source, differences=found, least_db=least_db, limit=LIMIT)
+    # Only a kind that may be recommended is reported on; without one, the nearest.
+    multiplying = [kind for kind in kinds if not PRECISION_KINDS[kind].stores_low]
+    nearest = sorted(multiplying, key=lambda kind: abs(found[kind].difference))[:1]
+    errors = {}
+    for kind in [kind for kind in multiplying if quality.allows(kind)] or nearest:
+        with progress.in_place(f"the errors of each layer in {kind} ..."):
+            errors[kind] = errors_by_layer(model, precisions[kind], batches[0])
+    return dataclasses.replace(quality, errors=errors)
 
 
 @torch.no_grad()
@@ -138,6 +141,9 @@ def differences(
     kinds: by name; not `none`.
     """
     started = time.monotonic()
+    # A kind that stores 8 bits leaves rounded weights behind.
+    stores = any(PRECISION_KINDS[precision.kind].stores_low for precision in kinds.values())
+    before = {name: each.clone() for name, each in model.named_parameters()} if stores else {}
     none, targets = list[float](), list[int]()
     sums = {name: list[float]() for name in kinds}
     for number, batch in enumerate(batches):
@@ -148,6 +154,9 @@ def differences(
             told = progress.in_place(f"the loss of micro-batch {number + 1} in {name} ...")
             with told, _converted(model, precision, batch):
                 sums[name].append(_loss(model, batch))
+            if PRECISION_KINDS[precision.kind].stores_low:
+                for parameter_name, values in before.items():
+                    model.get_parameter(parameter_name).copy_(values)
         targets.append(batch.num_targets)
     found = {name: _difference(of_kind, none, targets) for name, of_kind in sums.items()}
     return found, sum(none) / max(1, sum(targets)), sum(targets)
@@ -173,20 +182,14 @@ def errors_by_layer(
 def _converted(
     model: models.Decoder, precision: PrecisionConfig, batch: Batch
 ) -> Iterator[linear.LowPrecision]:
-    """Within it, the layers of `model` run in `precision`."""
+    """Within it, the layers of `model` run in `precision`. int8_weight_only leaves rounded weights behind."""
     precision = dataclasses.replace(precision, verify=False)
     device = next(model.parameters()).device
-    # A kind that stores 8 bits would leave rounded weights.
-    stores = PRECISION_KINDS[precision.kind].stores_low
-    kept = {name: each.detach().clone() for name, each in model.named_parameters()} if stores else {}
     plan = linear.convert(model, precision, device=device, num_tokens=batch.tokens_BS.numel())
     try:
         yield linear.LowPrecision(model, plan, verify=False)
     finally:
         linear.unconvert(model)
-        with torch.no_grad():
-            for name, values in kept.items():
-                model.get_parameter(name).copy_(values)
 
 
 def _loss(model: models.Decoder, batch: Batch) -> float:

@@ -222,8 +222,8 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
 
 
 def _pays(setting: Setting) -> str:
-    quality = setting.quality
-    return f"it pays from {WORTH:.2f}x on" + (f", up to {100 * quality.limit:g} %" * quality.is_measured)
+    limit = f", up to {100 * setting.quality.limit:g} %" if setting.quality.is_measured else ""
+    return f"it pays from {WORTH:.2f}x on{limit}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

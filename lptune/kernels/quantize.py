@@ -14,8 +14,8 @@ want both operands of an 8-bit GEMM contiguous along the contraction ("K-major";
 `rounded_to` rounds x to another dtype first: weights are quantized from the compute dtype, and masters are
 float32. Kernels round in registers, where a separate cast would write a copy and read it again.
 
-`rotated` rotates rows by Hadamard blocks first (lptune/numerics/rotation.py), in the cache or in
-the registers that hold the row.
+`rotated` rotates rows by Hadamard blocks first (lptune/numerics/rotation.py), in the cache or in the
+registers that hold the row.
 
 `quantize_packed_rows` writes rows and scales into the buffer that ranks exchange (packed_rows.py). Quantizers
 by an amax that is known before are in by_amax.py.

@@ -42,7 +42,7 @@ def rotate(x_MK: Tensor) -> Tensor:
         _rotate_blocks(x32[:, start : start + block * count].unflatten(1, (count, block))).flatten(1)
         for start, block, count in rotation_runs(x_MK.shape[1])
     ]
-    return torch.cat(parts, 1) if parts else x32
+    return torch.cat(parts, 1) if parts else torch.empty_like(x32)
 
 
 def _rotate_blocks(x_MCB: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def check_first_loss(
     if step or cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
-    with leaving_no_trace(model, low, 0, world.data_rank * loader.micro_batches_per_rank):
+    with leaving_no_trace(model, low, loader, 0):
         passes = ShadowPass(model, low.plan)
         with passes.low():
             low_BS = _losses(model, batch)

@@ -96,11 +96,10 @@ class ShadowCheck:
 
     def _run_passes(self, step: int, loss_of: LossOf) -> tuple[float, float, dict[str, LayerErrors]]:
         """(loss, loss in high precision, errors of each layer), the same on all ranks."""
-        world, batches = self._world, self._loader.micro_batches(step)
-        batch, number_of_all_ranks = batches[0], world.data_rank * len(batches)
+        world, batch = self._world, self._loader.micro_batches(step)[0]
         # As the recipes multiply the loss: float8 rounds a gradient of another size in another way.
         factor = world.data_size / max(1, self._loader.num_targets(step))
-        with leaving_no_trace(self._model, self._low, step, number_of_all_ranks):
+        with leaving_no_trace(self._model, self._low, self._loader, step):
             errors = ShadowPass(self._model, self._low.plan)
             with errors.comparing():
                 loss = loss_of(batch, factor)
@@ -129,8 +128,8 @@ class ShadowCheck:
             action = f"; {'they run' if bad[1:] else 'it runs'} in high precision from this step on"
         return (
             f"warning: shadow check of step {step}: {bad[0]}: the SQNR of {worst.worst_gemm} is "
-            f"{worst.worst_sqnr_db:.1f} dB, "
-            f"below precision.shadow_min_sqnr_db={self._precision.min_sqnr_db:g}{others}{action}"
+            f"{worst.worst_sqnr_db:.1f} dB, below precision.shadow_min_sqnr_db="
+            f"{self._precision.min_sqnr_db:g}{others}{action}"
         )
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -141,13 +140,13 @@ class ShadowCheck:
 
 
 @contextmanager
-def leaving_no_trace(model: nn.Module, low: LowPrecision, step: int, number: int) -> Iterator[None]:
+def leaving_no_trace(model: nn.Module, low: LowPrecision, loader: Loader, step: int) -> Iterator[None]:
     """Surrounds passes before the step `step` (counted from 0) that update nothing, with the random bits of
-    the micro-batch `number`, counted over all ranks. The step then finds what it would find without them:
-    weights to be gathered, scales to be measured.
+    this rank's first micro-batch. The step then finds what it would find without them: weights to be
+    gathered, scales to be measured.
     """
     reshard(model)
-    with keep_compute_weights(model), low.outside_of_steps(step, number):
+    with keep_compute_weights(model), low.outside_of_steps(step, loader.rank * loader.micro_batches_per_rank):
         yield
     reshard(model)
     weights_changed(model)

@@ -119,7 +119,8 @@ def test_where_nothing_pays_none_is_recommended_and_written(
     code, out, _ = command("advise", *SMALL, "precision.kind=int8_rowcol", "--write", "my.yaml")
     assert code == 0
     # The layers that lose could be left out, which leaves o, and that gains nothing.
-    assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 1.00x of" in out
+    text = " ".join(out.split())
+    assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 1.00x of its speed" in text
     assert "precision" not in [
         line.partition(":")[0] for line in Path("my.yaml").read_text(encoding="utf-8").splitlines()
     ]
@@ -248,6 +249,19 @@ def test_the_quality_of_the_model_decides_if_it_is_measured(
     monkeypatch.setattr("lptune.advice.quality.LIMIT", -1.0)
     code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")
     assert "advice: precision.kind=none: the best other kind, int8_rowcol" in out
+
+
+def test_a_note_on_the_device_is_in_the_report_alone(
+    command: Command, timings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("lptune.advice.answer", "lptune.inference.model"):
+        monkeypatch.setattr(f"{module}.emulated_bfloat16", lambda *_: ["bfloat16 is slow here. " * 5])
+    command("new-checkpoint", "llama3_2/tiny", "tiny")
+    small = ("--config", "llama3_2/1b", "model.path=tiny", *TINY[4:], *SMALL[len(TINY) :])
+    code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")
+    assert code == 0
+    assert out.count("note: bfloat16 is slow here.") == 1
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_too_little_memory_is_said_in_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def test_what_an_outlier_leaves_of_the_others(kind: str) -> None:
         assert _planted_db(kind, outlier, size) == pytest.approx(expected, abs=0.5), outlier
 
 
-def test_a_channel_of_a_hundred_times_the_size_costs_a_rotated_layer_half_of_what_it_costs_rows() -> None:
+def test_a_rotation_spares_output_a_channel_and_brings_it_to_grad_weight() -> None:
     assert _planted_db("int8_rowcol", "channel", 100) == pytest.approx((12.5, 40.1), abs=0.5)
     assert _planted_db("int8_rotated", "channel", 100) == pytest.approx((25.7, 29.5), abs=0.5)
 
@@ -261,6 +261,15 @@ def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind
     ).items():
         # The outlier makes up the output; against it the bias and its rounding are nothing.
         assert numerics.relative_error(ours[gemm], truth[gemm]) <= predicted.bound, gemm
+
+
+def test_a_weight_between_two_steps_is_no_fault_of_the_quantizer() -> None:
+    # x * (1 / scale) rounds twice: 0.500005 of a step away from where the second rounding puts it.
+    row, column = 1.0507670640945435, 1.0130901336669922
+    w_NK = torch.tensor([[row, 121 * row / 127], [0.5, column]])
+    spec = linear.LinearSpec.from_config(PrecisionConfig(kind="int8_rowcol", grad_input="requantized"))
+    predicted = linear.predicted_errors(spec, torch.ones(3, 2), w_NK, torch.ones(3, 2))
+    assert 0 < predicted["grad_input"].bound < 0.1
 
 
 @pytest.mark.parametrize("grad_input", ["folded", "requantized"])

@@ -54,7 +54,8 @@ def test_outliers_are_said_once_and_healthy_activations_are_not(
     fill(model, factor)
     batch = known_batch(TINY, rows=8, seq_len=64)
     low = linear.LowPrecision(model, plan, world=world)
-    loader = cast(data.Loader, SimpleNamespace(micro_batches=lambda _: [batch], micro_batches_per_rank=1))
+    fake = SimpleNamespace(micro_batches=lambda _: [batch], micro_batches_per_rank=1, rank=0)
+    loader = cast(data.Loader, fake)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     training.check_first_loss(model, low, loader, cfg, world, 0)
     out = capsys.readouterr().out
