@@ -184,16 +184,14 @@ def _join_timeout_s(rdzv_conf: str) -> float:
 
 
 def quieten() -> None:
-    """Keeps torch's C++ code from printing a stack for each failure of a store. Call it before torch is
-    imported. The ranks, which read the variable as they start, get it as it was.
-
-    In a launcher every such failure is caught and told in one line.
+    """Keeps torch's C++ code from printing a stack for each failure of a store, which a launcher catches and
+    tells in one line. Call it before torch is imported. In the ranks only warnings are kept back.
     """
     if "torch" not in sys.modules and "TORCH_CPP_LOG_LEVEL" not in os.environ:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         import torch  # noqa: F401
 
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 
 def _is_set(flag: str, given: set[str]) -> bool:

@@ -136,14 +136,16 @@ class _Arrival(threading.Thread):
             while self.meeting is None:
                 try:
                     self.meeting = self._try()
+                except _NotYetError as error:
+                    self.waits_for = str(error)
                 except (OSError, RuntimeError) as error:  # RuntimeError: all errors of torch's store
-                    self.waits_for = _first_line(error)
+                    self.waits_for = f"machine 0 does not answer there ({_first_line(error)})"
                 time.sleep(_POLL_S)
         except BaseException as error:
             self.error = error
 
     def _try(self) -> Meeting:
-        """One attempt. OSError and RuntimeError: another may succeed, since machines start apart."""
+        """One attempt. Others may succeed after it fails, since machines start apart."""
         point = self._point
         here, there = _route(point)
         is_host = point.machine == 0 or (point.machine is None and here == there)
@@ -154,12 +156,13 @@ class _Arrival(threading.Thread):
                 if error.errno != errno.EADDRINUSE or point.machine == 0:
                     raise _refused(point, f"{_first_line(error)}; choose a port that is free there") from None
             else:
-                return self._host(store, Meeting(store, here, port, 0, [], point.run_id, here))
+                odd = f"; {point.host} is {there}, and this is {here}, machine 0" if here != there else ""
+                return self._host(store, Meeting(store, here, port, 0, [], point.run_id, here), odd)
         return self._join(Meeting(_client(there, point.port), there, point.port, -1, [], point.run_id, here))
 
     # ---- machine 0
 
-    def _host(self, root: "Store", meeting: Meeting) -> Meeting:
+    def _host(self, root: "Store", meeting: Meeting, odd: str) -> Meeting:
         store = _of_run(root, meeting.run_id)
         root.set("lptune/run", meeting.run_id)
         waiting: dict[int, _Waiting] = {}
@@ -173,7 +176,7 @@ class _Arrival(threading.Thread):
             names = ", ".join(each.host for each in there.values())
             missing = self._point.num_machines - 1 - len(there)
             self.waits_for = (
-                f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'})"
+                f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'}){odd}"
             )
             if why := self._why_not(there):
                 store.set("refused", why)
@@ -213,13 +216,13 @@ class _Arrival(threading.Thread):
     def _join(self, meeting: Meeting) -> Meeting:
         root, point = meeting.store, self._point
         if (run_id := self._run_id(root)) != point.run_id:
-            raise ConnectionError(
+            raise _NotYetError(
                 f"another run, {run_id!r:.80}, meets there, and this one is {point.run_id!r:.80}"
             )
         store = _of_run(root, point.run_id)
         number = store.add("came", 1)
         store.set(f"came/{number}", json.dumps([point.machine, socket.gethostname(), self._told]))
-        self.waits_for = "that machine waits for others"
+        self.waits_for = "machine 0 waits for others"
         signed_s = 0.0
         while True:
             now_s = time.monotonic()
@@ -240,9 +243,13 @@ class _Arrival(threading.Thread):
         deadline_s = time.monotonic() + _CONNECT_S
         while not root.check(["lptune/run"]):
             if time.monotonic() > deadline_s:
-                raise ConnectionError("another program answers there")
+                raise _NotYetError("another program answers there")
             time.sleep(_POLL_S)
         return root.get("lptune/run").decode()
+
+
+class _NotYetError(Exception):
+    """What may be mended while a launcher waits."""
 
 
 @dataclass
@@ -338,7 +345,7 @@ def _route(point: MeetingPoint) -> tuple[str, str]:
     try:
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
-        raise OSError(f"{point.host} does not resolve here ({error.strerror})") from None
+        raise _NotYetError(f"{point.host} does not resolve here ({error.strerror})") from None
     refusal: OSError | None = None
     for family, kind, _, _, address in found:
         there = str(address[0])

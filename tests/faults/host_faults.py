@@ -239,7 +239,8 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     yield tried("host-0 calls itself 127.0.1.1", f"host-0:{PORT}", twos, hosts=own)
     yield tried("an address as the endpoint", f"{address(0)}:{PORT}", " ".join("0" * num_hosts), hosts=own)
     program = network.start(0, [sys.executable, "-c", _SILENT], folder=bench.folder)
-    time.sleep(0.5)
+    while not network.listening(0):
+        time.sleep(0.1)
     yield tried("another program has the port, and is silent", f"host-0:{PORT}", twos)
     program.kill()
     for number, flags in (
@@ -273,11 +274,11 @@ def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 CHANGES = (
     "optimizer.lr=2e-3", "optimizer.weight_decay=0.3", "max_grad_norm=0.5", "schedule.kind=wsd",
     "schedule.warmup_steps=1", "precision.kind=int8_rowcol", "precision.grad_weight=bf16",
-    "export.dtype=float32", "micro_batch_size=1", "global_batch_size=4", "num_steps=4", "num_samples=1", "early_stop_after=1",
-    "parallel.replicate=2", "parallel.tensor=2", "export.enabled=false", "compute_dtype=bfloat16",
-    "freeze=[layers.*]", "eval_every_steps=2", "ema_decay=0.9", "seed=7", "data.seq_len=64",
-    "data.packing=true",
-    "resume=none", "checkpoint.every_steps=3", "deterministic=true", "activation_checkpointing=none",
+    "export.dtype=float32", "export.enabled=false", "micro_batch_size=1", "global_batch_size=4",
+    "num_steps=4", "num_samples=1", "early_stop_after=1", "parallel.replicate=2", "parallel.tensor=2",
+    "compute_dtype=bfloat16", "freeze=[layers.*]", "eval_every_steps=2", "ema_decay=0.9", "seed=7",
+    "data.seq_len=64", "data.packing=true", "resume=none", "checkpoint.every_steps=3",
+    "deterministic=true", "activation_checkpointing=none",
 )  # fmt: skip
 
 
