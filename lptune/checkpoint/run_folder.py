@@ -22,9 +22,9 @@ from typing import Any
 
 from lptune import launch
 from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
+from lptune.checkpoint.hosts import check_one_config, check_shared
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.checkpoint.retention import MAX_LINE_BYTES, evaluations
-from lptune.checkpoint.shared_folder import check_shared
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -365,6 +365,7 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     failed or was removed, and saved checkpoints stay. Other OSErrors are raised unchanged.
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
+    check_one_config(cfg, world)
     try:
         with run.together():
             if world.is_main:

@@ -12,7 +12,6 @@ so that no value of an environment variable leaves its machine.
 import hashlib
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lptune import __version__
@@ -27,18 +26,13 @@ LOCAL = frozenset({
 """Keys whose values are paths that may differ."""
 
 
-def tell(cfg: Any, recipe: Path, num_machines: int) -> Told:
-    """What this machine is about to run. cfg: a config dataclass."""
+def tell(cfg: Any, **others: object) -> Told:
+    """What this machine is about to run. cfg: a config dataclass. others: what else must be the same."""
     import torch
 
-    values = {
-        "--nnodes": num_machines,
-        "lptune": __version__,
-        "torch": torch.__version__,
-        "Python": ".".join(map(str, sys.version_info[:2])),
-    }
-    told = {name: [_digest(value), f"{value}"] for name, value in values.items()}
-    told[recipe.name] = [hashlib.sha256(recipe.read_bytes()).hexdigest()[:16], "one text"]
+    version = ".".join(map(str, sys.version_info[:2]))
+    values = {"lptune": __version__, "torch": torch.__version__, "Python": version, **others}
+    told = {name: [_digest(value), f"{value!s:.80}"] for name, value in values.items()}
     written = as_written(cfg)
     for key in key_paths(type(cfg)):
         if key not in LOCAL:

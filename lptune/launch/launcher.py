@@ -14,6 +14,7 @@ Signals (preemption.py). The launcher passes the first signal on to the ranks, w
 only sees that they end. A second signal after the grace interval ends everything at once.
 """
 
+import hashlib
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from lptune.launch import agreement, flags, preemption, rendezvous
+from lptune.launch import agreement, flags, network, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
 from lptune.launch.outcome import LAUNCHER, OUTCOMES
 from lptune.launch.watch import Watch
@@ -63,8 +64,10 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
     code = 2
     try:
         _listen(signals, watch, leave)
-        met = rendezvous.meet(point, agreement.tell(cfg, recipe, point.num_machines))
-        if (name := rendezvous.interface_of(met.local_address)) is not None:
+        digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
+        told = agreement.tell(cfg, nnodes=point.num_machines, recipe=f"{recipe.name} ({digest})")
+        met = rendezvous.meet(point, told)
+        if (name := network.interface_of(met.local_address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         handler: Any = rendezvous.Handler(met)
         rendezvous_handler_registry.register(rendezvous.BACKEND, lambda _: handler)

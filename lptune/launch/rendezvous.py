@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lptune.config import UserError, printable
+from lptune.launch import network
 from lptune.launch.agreement import Told, difference
 
 if TYPE_CHECKING:
@@ -319,27 +320,6 @@ class Handler:
         return True
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has `address` (`eth0`); None if it cannot be told."""
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    if ":" in address:
-        wanted = ipaddress.ip_address(address).packed.hex()
-        with open("/proc/net/if_inet6", encoding="ascii") as lines:
-            return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(any_socket, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
-            except OSError:  # it has no address of this family
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
-
-
 def _route(point: MeetingPoint) -> tuple[str, str]:
     """This machine's address on the route to the endpoint, and the endpoint's address."""
     try:
@@ -349,7 +329,7 @@ def _route(point: MeetingPoint) -> tuple[str, str]:
     refusal: OSError | None = None
     for family, kind, _, _, address in found:
         there = str(address[0])
-        if ipaddress.ip_address(there.partition("%")[0]).is_loopback and not is_loopback(point.host):
+        if ipaddress.ip_address(there.partition("%")[0]).is_loopback and not network.is_loopback(point.host):
             raise _refused(
                 point, f"{point.host} is {there} on this machine, an address that no other machine reaches "
                 "(see /etc/hosts); give the address of its network interface as the endpoint, on all machines"
@@ -365,14 +345,6 @@ def _route(point: MeetingPoint) -> tuple[str, str]:
     if refusal.errno == errno.ENETUNREACH:
         raise _refused(point, "this machine has no route to it")
     raise refusal
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is written as an address of this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _serve(address: str, port: int) -> tuple["Store", int]:

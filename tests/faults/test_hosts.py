@@ -4,7 +4,6 @@
 differs, and code that somebody else brings.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.faults.host_faults import Bench, finish, wait_for
 from tests.faults.hosts import Network, address, missing
+from tests.helpers import cold
 from tests.helpers.cold import ROOT
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
@@ -113,7 +113,7 @@ def test_who_reaches_every_port_of_a_run_executes_nothing(
             )  # fmt: skip
             here = address(host) if num_hosts > 1 else "127.0.0.1"  # on one machine, by another user of it
             targets = [f"{here if 'any' in where else where}:{port}" for where, port in ports]
-            attack = [sys.executable, str(tmp_path / "attack.py"), str(made), guessed, *targets]
+            attack = cold.command(str(tmp_path / "attack.py"), str(made), guessed, *targets)
             from_host = host if num_hosts == 1 else 1 - host
             attackers.append(network.start(from_host, attack, folder=tmp_path))
         network.wait(*attackers, timeout_s=60)
