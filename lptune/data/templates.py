@@ -171,6 +171,8 @@ def _environment(today: Date) -> Sandbox:
         )
 
     def strftime_now(pattern: str) -> str:
+        if len(pattern) > 1000:  # "%c" a million times would be as large a text
+            raise jinja2.TemplateError("strftime_now has a pattern of more than 1,000 characters")
         return datetime.combine(today, datetime.now().time()).strftime(pattern)
 
     environment = Sandbox(

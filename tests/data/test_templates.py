@@ -273,6 +273,21 @@ def test_a_template_that_would_run_for_hours_is_stopped_and_named(kind: str) -> 
         "''.maketrans(long, long)",
         "2 ** 99999",
         "(('f' * 99999) | int(base=16)) * 3",
+        "['%*d'] | format(999999999, 1)",
+        "'%*d' | escape | format(999999999, 1)",
+        "['%*d'] | map('format', 999999999, 1) | list",
+        "['x'] | map('center', 999999999) | list",
+        "'x'.center(*[999999999])",
+        "'x'.rjust(true * 999999999)",
+        "'x' * ('999999999' | int)",
+        "([999999999] | first) * [1]",
+        "[1] | tojson(**{'indent': 999999999})",
+        "1 | round(-999999999, 'ceil')",
+        "'{0[}]:{1}}'.format({'}': 1}, 999999999)",
+        "('{0[}]:{1}}' | escape).format({'}': 1}, 999999999)",
+        "('a ' * 999) | wordwrap(999999999, wrapstring=long)",
+        "('{:b}' * 9999).format(*([2 ** 2000] * 9999))",
+        "strftime_now('%c' * 30000000)",
     ],
 )
 def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None:
@@ -280,6 +295,36 @@ def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None
         (RowError, UserError), match=r"too large|takes a width from a value|no text|more than|do not need"
     ):
         template(LONG + "{{ " + expression + " }}").render(ONE)
+
+
+@pytest.mark.parametrize("number", [67_108_864, 4_155_550_123, -(10**18), 10**300])
+def test_a_number_in_a_tool_call_weighs_its_digits(number: int) -> None:
+    by_argument = (
+        "{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}"
+        "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": dict.fromkeys("abcdefgh", number)}}
+    messages = [ONE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = template(by_argument)
+    assert chat.render(messages).text.count(f">{number}<") == 8
+    assert MAX_WORK - chat.work_left < 100_000
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'%s' % 4155550123", "4155550123"),
+        ("'%d {\"a\": {\"b\": 1}}' | format(4155550123)", '4155550123 {"a": {"b": 1}}'),
+        ("'{:d} {{}}'.format(4155550123)", "4155550123 {}"),
+        ("4155550123 | center(14)", "  4155550123  "),
+        ("4155550123 | round | int", "4155550123"),
+        ("[4155550123, 1] | join(4155550123)", "415555012341555501231"),
+        ("'short' | truncate(4155550123)", "short"),
+        ("'two words' | wordwrap(4155550123)", "two words"),
+    ],
+)
+def test_a_large_number_that_is_no_count_is_written(expression: str, text: str) -> None:
+    assert template("{{ " + expression + " }}").render(ONE).text == text
 
 
 @pytest.mark.parametrize(
