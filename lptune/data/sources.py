@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from lptune import hub_requests
 from lptune.config import UserError, data_files, how_to_install
 from lptune.data.errors import BadRows, RowError
-from lptune.data.text_files import JsonText, lines, read_text
+from lptune.data.text_files import DECODER, JsonFloat, JsonText, lines, read_text
 
 
 class Row(NamedTuple):
@@ -100,7 +100,7 @@ def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row
 
 def _json_object(line: str) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise RowError(f"not valid JSON: {_json_problem(error)}; fix the line") from None
     except RecursionError:
@@ -123,7 +123,8 @@ def _json_type(value: Any) -> str:
         str: "string",
         bool: "boolean",
         int: "number",
-        float: "number",
+        JsonFloat: "number",
+        float: "number",  # NaN
         type(None): "null",
         dict: "object",
     }

@@ -11,6 +11,7 @@ import pytest
 from lptune.config import UserError
 from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
+from lptune.data.messages import read_messages
 from lptune.data.sandbox import MAX_WORK
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
 from tests.helpers.chat_templates import (
@@ -310,11 +311,63 @@ def test_a_number_in_a_tool_call_weighs_its_digits(number: int) -> None:
     assert MAX_WORK - chat.work_left < 100_000
 
 
+CALLS = (
+    "{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[{{ c.function.name }}WRITE]{% endfor %};{% endfor %}"
+)
+WRITE_TEXT = [
+    "{{ ' ' + c.function.arguments }}",
+    " {{ c.function.arguments }}",
+    "{{ ' ' ~ c.function.arguments }}",
+]
+OWN_TEXT = '{"city":  "Köln", "x": 1.50, "u": null}'
+
+
+def with_call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [
+        ONE[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+    ]
+
+
+@pytest.mark.parametrize("write", WRITE_TEXT)
+def test_a_template_that_takes_arguments_as_text_gets_the_rows_own(
+    write: str, tokenizer_folder: Callable[..., Path]
+) -> None:
+    folder = tokenizer_folder(chat_template=CALLS.replace("WRITE", write))
+    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for upto in (1, 2):  # a conversation without a call says nothing of the template
+        messages = with_call(OWN_TEXT)[:upto]
+        expected = theirs.apply_chat_template(messages, tokenize=False)
+        assert ours.render_chat(read_messages(messages, "m")) == expected
+    chat = template(CALLS.replace("WRITE", write))
+    for arguments, text in ((OWN_TEXT, OWN_TEXT), ("", "{}"), ({"city": "Köln"}, '{"city": "Köln"}')):
+        assert f"[f {text}]" in chat.render(read_messages(with_call(arguments), "m")).text
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        " {{ c.function.arguments | tojson }}",
+        " {{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+        "{% if c.function.arguments is string %}{{ raise_exception('text') }}{% endif %}"
+        " {{ c.function.arguments | tojson }}",
+    ],
+)
+def test_a_template_that_takes_arguments_as_an_object_gets_one(write: str) -> None:
+    chat = template(CALLS.replace("WRITE", write))
+    # The user's text is how Python writes what the probe would be.
+    messages = [{"role": "user", "content": str({"city": "Köln"})}, *with_call('{"city":"Köln"}')]
+    for _ in range(2):
+        assert '[f {"city": "Köln"}]' in chat.render(read_messages(messages, "m")).text
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
         ("'%s' % 4155550123", "4155550123"),
-        ("'%d {\"a\": {\"b\": 1}}' | format(4155550123)", '4155550123 {"a": {"b": 1}}'),
+        ('\'%d {"a": {"b": 1}}\' | format(4155550123)', '4155550123 {"a": {"b": 1}}'),
         ("'{:d} {{}}'.format(4155550123)", "4155550123 {}"),
         ("4155550123 | center(14)", "  4155550123  "),
         ("4155550123 | round | int", "4155550123"),
