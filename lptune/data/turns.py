@@ -83,6 +83,12 @@ class TurnFinder:
                 # A space before the content is part of its first token in many tokenizers.
                 spaced = given is not None and is_prefix and not before[len(given) :].strip()
                 return len(given) if given is not None and spaced else len(before)
+        # The prompt closes its reasoning and this turn shows some: they part behind `<think>`.
+        earlier = self._try(messages[:i], tools) if i else None
+        if given is not None and earlier is not None and given.startswith(earlier):
+            start = _common_prefix(given, whole)
+            if start > len(earlier) and whole[start - 1] in ">\n":
+                return start
         raise RowError(
             f"the start of assistant message {i + 1} cannot be found in the chat template's text; "
             f"{_ASK_FOR_MARKS}"
