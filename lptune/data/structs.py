@@ -32,67 +32,53 @@ class StructReader:
         """schema: pyarrow's. is_decoded: JSON text is an object already, as datasets yields it."""
         import pyarrow
 
-        self._types = pyarrow.types
-        self._is_decoded = is_decoded
-        self._num_left_out = 0
-        readers = {field.name: self._field(field, _DATA, 0) for field in schema}
-        self._readers = {name: reader for name, reader in readers.items() if reader is not None}
+        self._types, self._is_decoded, self._num_left_out = pyarrow.types, is_decoded, 0
+        self._readers = {field.name: self._reader(field, _DATA, 0) for field in schema}
 
     def read(self, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The row `values` without null fields, and how many it had. Those of the outermost structs are not
         counted: messages have them in any file, and null means missing there.
         """
         before = self._num_left_out
-        read = {
-            name: reader(value) if (reader := self._readers.get(name)) else value
-            for name, value in values.items()
-        }
+        read = {name: self._readers[name](value) for name, value in values.items()}
         return read, self._num_left_out - before
 
-    def _field(self, field: Any, kind: str, depth: int) -> _Reader | None:
-        """The reader for the values of `field`; None if they stay as they are. kind: of the struct around it.
-        depth: number of structs around it.
-        """
+    def _reader(self, field: Any, kind: str, depth: int) -> _Reader:
+        """Reads the values of `field`. kind: of the innermost of the `depth` structs around it."""
         if kind == _SCHEMA and field.name in _OF_VALUES:
-            return None
+            return _same
         if kind == _NAMES or field.name.lower() in TOOLS_NAMES:
             kind = _SCHEMA
         elif kind == _SCHEMA and field.name in _OF_NAMES:
             kind = _NAMES
-        return self._value(field.type, kind, depth)
-
-    def _value(self, type_: Any, kind: str, depth: int) -> _Reader | None:
-        types = self._types
-        if types.is_struct(type_):
+        type_ = field.type
+        if self._types.is_struct(type_):
             return self._struct(type_, kind, depth)
-        if types.is_map(type_):
-            read = self._value(type_.item_type, kind, depth) or _same
-            return lambda pairs: pairs if pairs is None else {key: read(value) for key, value in pairs}
-        if hasattr(type_, "value_type") and not types.is_dictionary(type_):  # each of the kinds of list
-            each = self._value(type_.value_type, kind, depth)
-            return None if each is None else lambda items: items if items is None else [*map(each, items)]
-        if getattr(type_, "extension_name", None) == "arrow.json" and not self._is_decoded:
-            return lambda text: text if text is None else json.loads(text)
-        return None
+        if self._types.is_map(type_):
+            of_item = self._reader(type_.item_field, kind, depth)
+            return _or_null(lambda pairs: {key: of_item(value) for key, value in pairs})
+        if hasattr(type_, "value_field"):  # a list of any kind
+            of_item = self._reader(type_.value_field, kind, depth)
+            return of_item if of_item is _same else _or_null(lambda items: [*map(of_item, items)])
+        is_json = getattr(type_, "extension_name", None) == "arrow.json" and not self._is_decoded
+        return _or_null(json.loads) if is_json else _same
 
     def _struct(self, type_: Any, kind: str, depth: int) -> _Reader:
-        readers = {field.name: self._field(field, kind, depth + 1) or _same for field in type_}
-        written = {
-            field.name
-            for field in type_
-            if kind == _SCHEMA and field.name in _OF_VALUES and self._types.is_null(field.type)
-        }
+        readers = {field.name: self._reader(field, kind, depth + 1) for field in type_}
+        values = _OF_VALUES if kind == _SCHEMA else ()
+        written = [field.name for field in type_ if field.name in values and self._types.is_null(field.type)]
 
-        def read(value: Any) -> Any:
-            if not isinstance(value, dict):  # null, or an object that datasets makes of it
-                return value
+        def read(value: dict[str, Any]) -> dict[str, Any]:
             kept = {name: each for name, each in value.items() if each is not None or name in written}
-            if depth:
-                self._num_left_out += len(value) - len(kept)
+            self._num_left_out += len(value) - len(kept) if depth else 0
             return {name: readers[name](each) for name, each in kept.items()}
 
-        return read
+        return _or_null(read)
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _or_null(read: _Reader) -> _Reader:
+    return lambda value: None if value is None else read(value)

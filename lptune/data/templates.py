@@ -36,6 +36,7 @@ MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 MAX_SOURCE_CHARS = 256 * 1024
 """Largest template, ten times the longest in use: compiling one takes time and stack."""
 
+_Objects = Sequence[Mapping[str, Any]]
 _PROBE = {"qzx": "zxq"}
 _PROBE_TEXT = json.dumps(_PROBE)
 
@@ -74,7 +75,7 @@ class ChatTemplate:
         self.date = date or datetime.now().date()
         self._environment = environment = _environment(self.date)
         self._compiled = {}
-        self._takes_text: dict[str, bool] = {}
+        self._text_arguments: dict[str, bool] = {}
         for name, source in self.sources.items():
             if len(source) > MAX_SOURCE_CHARS:
                 raise UserError(
@@ -110,42 +111,30 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> Rendered:
         """`messages` as text. If the template refuses them, raises RowError with the template's message."""
-        if any(message.get("tool_calls") for message in messages) and self._takes_text_for(messages, tools):
+        if any(message.get("tool_calls") for message in messages) and self._takes_text(messages, tools):
             messages = [_with_arguments(message, arguments_text) for message in messages]
         return self._render(messages, tools, add_generation_prompt)
 
-    def _takes_text_for(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> bool:
+    def _takes_text(self, messages: _Objects, tools: _Objects | None) -> bool:
         """Whether the template reads the arguments of calls as JSON text. `messages` have a call."""
         name = self._name(tools)
-        if name not in self._takes_text:
-            as_object = self._try_arguments(messages, tools, _PROBE)
+        if name not in self._text_arguments:
+            as_object, as_text = (self._try(messages, tools, probe) for probe in (_PROBE, _PROBE_TEXT))
             if "zxq" in as_object and str(_PROBE) not in as_object:
-                self._takes_text[name] = False
-            elif _PROBE_TEXT in self._try_arguments(messages, tools, _PROBE_TEXT):
-                self._takes_text[name] = True
-        return self._takes_text.get(name, False)
+                self._text_arguments[name] = False
+            elif _PROBE_TEXT in as_text:
+                self._text_arguments[name] = True
+        return self._text_arguments.get(name, False)
 
-    def _try_arguments(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        arguments: Any,
-    ) -> str:
+    def _try(self, messages: _Objects, tools: _Objects | None, arguments: Any) -> str:
         """The text of `messages` with `arguments` in each call; empty if the template refuses them."""
-        tried = [_with_arguments(message, lambda _: arguments) for message in messages]
         try:
+            tried = [_with_arguments(message, lambda _: arguments) for message in messages]
             return self._render(tried, tools, False).text
         except RowError:
             return ""
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-    ) -> Rendered:
+    def _render(self, messages: _Objects, tools: _Objects | None, add_generation_prompt: bool) -> Rendered:
         compiled = self._compiled[self._name(tools)]
         variables = {
             **self.special_tokens,
@@ -238,13 +227,13 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_arguments(message: Mapping[str, Any], make: Callable[[Any], Any]) -> Mapping[str, Any]:
     """`message`, in which the arguments of each call are what `make` makes of them."""
-    if not message.get("tool_calls"):
-        return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": make(call["function"].get("arguments", {}))}}
-        for call in message["tool_calls"]
+        {**call, "function": {**call["function"], "arguments": make(call["function"]["arguments"])}}
+        if "arguments" in call.get("function", {})
+        else call
+        for call in message.get("tool_calls") or []
     ]
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _take_marks(text: str) -> Rendered:

@@ -363,6 +363,13 @@ def test_a_template_that_takes_arguments_as_an_object_gets_one(write: str) -> No
         assert '[f {"city": "Köln"}]' in chat.render(read_messages(messages, "m")).text
 
 
+def test_a_call_in_another_form_is_the_templates_business() -> None:
+    chat = template("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}")
+    for call in ({"name": "f"}, {"function": {"name": "f"}}, {"name": "f", "arguments": {"x": 1}}):
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert chat.render(messages).text == str([call])
+
+
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
