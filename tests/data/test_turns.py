@@ -204,7 +204,9 @@ def test_a_prompt_that_closes_its_reasoning_parts_from_a_turn_that_shows_some(
         {"role": "user", "content": "c"},
         {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nd"},
     ]
-    assert find(folder, inline)[1] == ["b<|im_end|>", "second\n</think>\n\nd<|im_end|>"]
+    apart = [*inline[:3], {"role": "assistant", "reasoning_content": "second", "content": "d"}]
+    for messages in (inline, apart):
+        assert find(folder, messages)[1] == ["b<|im_end|>", "second\n</think>\n\nd<|im_end|>"]
 
 
 def test_turns_under_a_prompt_that_opens_reasoning_hold_tool_calls(
