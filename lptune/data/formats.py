@@ -8,6 +8,7 @@ detect.py finds the kind and the meaning of each column by the first rows of a s
 """
 
 import dataclasses
+import json
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 from lptune.config import UserError, closest
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES, earlier_turns, refuse_unlearnable
 from lptune.data.errors import RowError
+from lptune.data.messages import TOOLS_NAMES as TOOLS_NAMES
 from lptune.data.messages import is_messages, is_missing, read_messages, read_tools
 from lptune.data.sources import Row
+from lptune.data.text_files import JsonFloat
 
 PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_input", "source")
 INPUT_NAMES = ("input", "context")
@@ -26,7 +29,6 @@ LABEL_NAMES = ("label", "kto_tag")
 RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "target", "reply")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
-TOOLS_NAMES = ("tools", "functions")
 NO_COLUMN = "none"
 """Value of `data.input_column` or `data.system_column`: no column is used, whatever the names are."""
 _PART_NAMES = {
@@ -181,7 +183,8 @@ class Format:
 
     def _answered(self, values: dict[str, Any]) -> Conversation | Pair:
         refuse_unlearnable(values, self._parts().values())
-        system = optional_text(values, self.system).strip() and values[self.system] if self.system else ""
+        system = optional_text(values, self.system) if self.system else ""
+        system = system if system.strip() else ""
         history = earlier_turns(values.get(self.history), self.history) if self.history else []
         if self.kind == "chat":
             conversation = self._conversation(values)
@@ -315,12 +318,16 @@ def required_text(values: Mapping[str, Any], name: str) -> str:
 
 
 def optional_text(values: Mapping[str, Any], name: str) -> str:
-    """The text of column `name`, a number as text; empty if it is missing. Raises RowError for a list."""
+    """The text of column `name`, a number as JSON writes it; empty if it is missing. Raises RowError for a
+    list.
+    """
     value = values.get(name)
     if is_missing(value):
         return ""
+    if isinstance(value, JsonFloat):
+        return value.text
     if isinstance(value, (bool, int, float)):
-        return str(value)
+        return json.dumps(value)
     if not isinstance(value, str):
         raise RowError(
             f"column {name!r} must be text, found a {type(value).__name__}; flatten it or choose another "

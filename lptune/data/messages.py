@@ -4,7 +4,8 @@ OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, conte
 answer that is context only. ShareGPT: `conversations` of {"from", "value"} with human, gpt, system,
 function_call, observation. The common form is transformers': roles system, user, assistant, tool; a call is
 `{"type": "function", "function": {"name": …, "arguments": {…}}}` with its arguments as an object, not as a
-string of JSON, because templates write them with `tojson`; a tool is `{"type": "function", "function": {…}}`.
+string of JSON, because most templates write them with `tojson` (`ChatTemplate` gives the text to those that
+take text); a tool is `{"type": "function", "function": {…}}`.
 Several keys are in use to mark an answer as not learned; the common form has `weight` 0 for all of them.
 """
 
@@ -32,9 +33,18 @@ LOSS_KEYS = (*_LEARNED_KEYS, *HIDDEN_KEYS)
 """Keys that say whether a message is learned: 0, 1, false, true. The last two mean the opposite."""
 ANSWER_ROLES = {*_CALL_ROLES, *(role for role, common in _ROLES.items() if common == "assistant")}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+TOOLS_NAMES = ("tools", "functions")
 _TEXT_KEYS = ("text", "value", "content")
 PART_KEYS = ("type", *_TEXT_KEYS)
 _TEXT_TYPES = (None, "text", "input_text", "output_text")
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call that the row has as JSON text, in `text`."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
 
 
 def is_missing(value: Any) -> bool:
@@ -187,19 +197,42 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"{where} has a function call without a name: {_short(call)}")
-    arguments = function.get("arguments", function.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+    arguments = _read_arguments(function.get("arguments", function.get("parameters")), where)
     extra = {
         key: value
         for key, value in call.items()
         if key not in ("function", "name", "arguments", "parameters", "type")
     }
     return {**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _read_arguments(value: Any, where: str) -> dict[str, Any]:
+    """The arguments of a call as an object; empty if they are missing. Raises RowError if they are no object
+    of JSON.
+    """
+    if is_missing(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    arguments = value
+    try:
+        if isinstance(value, str):
+            arguments = json.loads(value)
+        json.dumps(arguments, allow_nan=False)  # NaN, Infinity and 1e400 would be written as no JSON
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"{where} has a function call whose arguments are no JSON object: {_short(value)}; write "
+            '{"name": value, …}'
+        )
+    return Arguments(arguments, value) if isinstance(value, str) else arguments
+
+
+def arguments_text(arguments: Any) -> str:
+    """The arguments of a call as JSON text: the row's own text if it has one."""
+    if isinstance(arguments, str):
+        return arguments
+    text: str | None = getattr(arguments, "text", None)
+    return json.dumps(arguments, ensure_ascii=False) if text is None else text
 
 
 def call_text(call: dict[str, Any]) -> str:

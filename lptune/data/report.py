@@ -30,6 +30,11 @@ def losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
             f"{cfg.seq_len} tokens"
         )
     lines += answer_losses(cfg, counts)
+    if counts.num_null_fields:
+        lines.append(
+            f"left out {counts.num_null_fields:,} null fields within messages and tools: Arrow stores in "
+            "each row the keys of all rows"
+        )
     if counts.num_unknown_tokens:
         lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
     if counts.num_placeholder_rows:

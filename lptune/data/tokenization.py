@@ -44,6 +44,8 @@ class Counts:
     """Documents that were dropped because they have no target."""
     num_placeholder_rows: int = 0
     """Rows that hold {{name}}."""
+    num_null_fields: int = 0
+    """Null fields of structs that were left out of tool calls and tools."""
     num_unknown_tokens: int = 0
     """Tokens for characters that the tokenizer does not know (<unk>)."""
     num_long_preferences: int = 0
@@ -107,6 +109,7 @@ def _write(
     rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, counts: Counts
 ) -> Iterator[Written]:
     for row in rows:
+        counts.num_null_fields += row.num_left_out
         try:
             if fmt.label or fmt.is_unpaired:
                 found = [layout.write(each)._replace(label=label) for each, label in fmt.labelled(row)]

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lptune.data.errors import RowError
+from lptune.data.messages import REASONING_KEYS
 from lptune.data.templates import ChatTemplate, Rendered
 
 # Two contents with different first and last characters, which no template treats specially.
@@ -77,12 +78,20 @@ class TurnFinder:
         is_prefix = given is not None and whole.startswith(given)
         if given is not None and is_prefix and self._heeds_generation_prompt(tools):
             return len(given)
-        # Without a generation prompt, the turn starts where its content does.
+        # Without a generation prompt, the turn starts where its content does, or its reasoning before that.
+        texts = [str(messages[i].get(key, "")).strip() for key in REASONING_KEYS]
         for before, _ in self._around(messages, tools, i):
-            if whole.startswith(before):
+            own = before[_common_prefix(before, given or "") :]
+            if whole.startswith(before) and not any(text and text in own for text in texts):
                 # A space before the content is part of its first token in many tokenizers.
                 spaced = given is not None and is_prefix and not before[len(given) :].strip()
                 return len(given) if given is not None and spaced else len(before)
+        # The prompt closes its reasoning and this turn shows some: they part behind `<think>`.
+        earlier = self._try(messages[:i], tools) if i else None
+        if given is not None and earlier is not None and given.startswith(earlier):
+            start = _common_prefix(given, whole)
+            if start > len(earlier) and whole[start - 1] in ">\n":
+                return start
         raise RowError(
             f"the start of assistant message {i + 1} cannot be found in the chat template's text; "
             f"{_ASK_FOR_MARKS}"

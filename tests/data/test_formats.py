@@ -215,9 +215,23 @@ def test_an_unusable_pair_names_column_and_problem(row: dict, message: str) -> N
         fmt.document(Row("x", row))
 
 
-def test_numbers_and_booleans_are_text() -> None:
+@pytest.mark.parametrize(
+    "text", ["true", "false", "3", "-0.0", "1.10", "1e400", "12345678901234567890.123456789", "2.50E+1"]
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_number_in_a_pair_is_written_as_the_row_writes_it(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    row = f'{{"question": {text}, "answer": {text}, "system": {text}}}'
+    path.write_text(row if name == "rows.jsonl" else f"[{row}]")
+    (found,) = read_rows(str(path), BadRows("error"))
+    assert detect(found.values).document(found) == Pair(text, "", text, None, text)
+    fmt = detect(found.values, prompt_template="{question}?")
+    assert fmt.document(found) == Pair(f"{text}?", "", text, f"{text}?", text)
+
+
+def test_a_number_that_has_no_text_is_written_as_json_writes_it() -> None:
     fmt = detect({"question": "q", "answer": "a"})
-    assert fmt.document(Row("x", {"question": 3, "answer": True})) == Pair("3", "", "True", None)
+    assert fmt.document(Row("x", {"question": 1.1, "answer": True})) == Pair("1.1", "", "true", None)
 
 
 def test_sharegpt_becomes_the_common_form() -> None:
@@ -278,6 +292,42 @@ def test_openai_messages_become_the_common_form() -> None:
         "role": "assistant",
         "content": '{"name": "f", "arguments": {"x": 1}}',
     }
+
+
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [SAY[0], {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (None, {}), ("", {}), (" \n", {}), (float("nan"), {}), ("{}", {}), ({}, {}),
+        ({"x": None}, {"x": None}), (' {"x": [null, 1.50]} ', {"x": [None, 1.5]}),
+    ],
+)  # fmt: skip
+def test_missing_arguments_of_a_call_are_none(arguments: Any, read: dict[str, Any]) -> None:
+    for key in ("arguments", "parameters"):
+        answer = {"role": "assistant", "function_call": {"name": "f", key: arguments}}
+        function = read_messages([SAY[0], answer], "messages")[1]["tool_calls"][0]["function"]
+        assert function == {"name": "f", "arguments": read}
+    nothing = [SAY[0], {"role": "assistant", "function_call": {"name": "f"}}]
+    assert read_messages(nothing, "messages")[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "x", "[1]", "null", '"{}"', '{"x": 1', "{'x': 1}", "[" * 99999, [], ["x"], 3, True, '{"x": NaN}',
+        {"x": float("inf")}, '{"x": 1e400}', {"x": b"bytes"},
+    ],
+    ids=lambda arguments: f"{arguments!r:.12}",
+)  # fmt: skip
+def test_arguments_that_are_no_object_are_a_bad_row(arguments: Any) -> None:
+    with pytest.raises(
+        RowError, match="message 2 of 'm' has a function call whose arguments are no JSON obj"
+    ):
+        read_messages(call(arguments), "m")
 
 
 @pytest.mark.parametrize(

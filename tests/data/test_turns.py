@@ -193,6 +193,22 @@ def test_a_prompt_that_opens_reasoning_is_no_part_of_the_turn(tokenizer_folder: 
     assert spans == ["\n\nb</s>", "d</s>"]
 
 
+def test_a_prompt_that_closes_its_reasoning_parts_from_a_turn_that_shows_some(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    silent = QWEN3.replace("{%- if enable_thinking is false %}", "{%- if true %}")
+    folder = tokenizer_folder(chat_template=silent, eos_token="<|im_end|>")
+    inline = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nd"},
+    ]
+    apart = [*inline[:3], {"role": "assistant", "reasoning_content": "second", "content": "d"}]
+    for messages in (inline, apart):
+        assert find(folder, messages)[1] == ["b<|im_end|>", "second\n</think>\n\nd<|im_end|>"]
+
+
 def test_turns_under_a_prompt_that_opens_reasoning_hold_tool_calls(
     tokenizer_folder: Callable[..., Path],
 ) -> None:
