@@ -82,10 +82,11 @@ class TurnFinder:
 
     def _is_closed(self, text: str, spans: Sequence[tuple[int, int]], tools: Any) -> bool:
         stop = spans[-1][1] if spans else 0
-        closing = self.closing_token(tools)
-        # The token at the end may be another one, such as </tool_call>, with the closing token behind it.
-        is_left_out = closing is not None and text[stop:].lstrip().startswith(closing)
-        return self._ends_special(text[:stop]) and not is_left_out
+        ended, closing = text[:stop].rstrip(), self.closing_token(tools)
+        # Another token at the end, such as </tool_call>, is the answer's own.
+        if closing is not None and text[stop:].lstrip().startswith(closing):
+            return ended.endswith(closing)
+        return self._ends_special(ended) and (closing is not None or self._closing(tools) is None)
 
     def _start(
         self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
