@@ -31,6 +31,9 @@ from lptune.data.messages import ANSWER_ROLES, is_messages, is_missing
 from lptune.data.sources import Row
 from lptune.data.transcripts import is_chat, is_transcript
 
+_PLAIN_NAMES = (("chosen",), ("rejected",))
+"""Names of preferences' columns that are refused beside any others; the rest, where nothing else is found."""
+
 
 def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
     """The format of a source, by its first `rows` and the overrides of the config. Raises UserError if it is
@@ -223,7 +226,7 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
             f"with {prompts[0]!r} and a "
             f"response column"
         )
-    _refuse_preferences(columns, first, source, CHOSEN_NAMES, REJECTED_NAMES)
+    _refuse_preferences(columns, first, source, (CHOSEN_NAMES, REJECTED_NAMES))
     if prompts:
         missing = "a response column; set data.response_column"
     elif responses:
@@ -237,18 +240,14 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
 
 
 def _refuse_preferences(
-    columns: Sequence[str],
-    first: dict[str, Any],
-    source: str,
-    chosen_names: Sequence[str] = ("chosen",),
-    rejected_names: Sequence[str] = ("rejected",),
+    columns: Sequence[str], first: dict[str, Any], source: str, names: Sequence[Sequence[str]] = _PLAIN_NAMES
 ) -> None:
-    chosen, rejected = _present(columns, chosen_names), _present(columns, rejected_names)
-    if chosen and rejected:
-        key = "messages" if _is_conversation(first[chosen[0]]) else "response"
+    found = [name for each in names for name in _present(columns, each)[:1]]
+    if len(found) == 2:
+        key = "messages" if _is_conversation(first[found[0]]) else "response"
         raise UserError(
-            f"{source}: holds preferences (columns {chosen[0]}, {rejected[0]}), and this recipe learns from "
-            f"one response per prompt; use full_dpo or full_kto, or set data.{key}_column={chosen[0]} or "
+            f"{source}: holds preferences (columns {listed(found)}), and this recipe learns from one "
+            f"response per prompt; use full_dpo or full_kto, or set data.{key}_column={found[0]} or "
             f"another of {listed(columns)}"
         )
 

@@ -11,6 +11,7 @@ import pytest
 from lptune.config import DataConfig, PromptsConfig, SourceConfig, UserError
 from lptune.data import Loader, Prepared, PromptWriter, Rows, Tokenizer, cache_key, prepare
 from lptune.data.sources import Row
+from tests.helpers.docs_pages import ROOT, blocks
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,6 +79,17 @@ def test_transcripts_are_read_by_every_recipe(jsonl: Callable, chat: Tokenizer) 
     assert writer.of_row(Row("x", TRANSCRIPT)).ids == labelled.prompt_and_answer(0)[0]
     with pytest.raises(UserError, match=r"line 1: message 2 of 'rejected' is an empty assistant message"):
         run(jsonl({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant:"}), chat)
+
+
+def test_the_template_of_the_page_writes_transcripts(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    (block,) = blocks(ROOT / "docs" / "preferences.md", "jinja")
+    rows = run(jsonl(TRANSCRIPT), tokenizer.with_chat_template(block.text), chat_template=block.text).train
+    eos = tokenizer.special_tokens["eos_token"]
+    earlier, last = HUMAN.split("Two.")
+    assert texts(rows, tokenizer) == [
+        (f"{earlier}Two.{eos}{last}{answer}{eos}", f"{answer}{eos}")
+        for answer in (" Four: two\n\nplus two.", " Paris")
+    ]
 
 
 def test_columns_of_whole_conversations_are_found_by_their_names(jsonl: Callable, chat: Tokenizer) -> None:
