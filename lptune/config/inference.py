@@ -75,7 +75,7 @@ class SamplingConfig:
             raise UserError(f"sampling.top_p: must be above 0 and at most 1, found {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"sampling.min_p: must be within 0 and 1, found {self.min_p}")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"sampling.repetition_penalty: must be above 0, found {self.repetition_penalty}")
         if "" in self.stop:
             raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")

@@ -53,10 +53,10 @@ def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS
     Raises RowError for a value that is neither yes nor no, for contradicting keys, and for an unknown key
     that may say so, like axolotl's `train_detail`.
     """
-    for key in values.keys() - set(keys):
-        value = values[key]
+    for key, value in values.items():
         says_no = isinstance(value, (bool, int, float)) and value == ("mask" in key.lower())
-        if _ABOUT_LOSS.search(key) and (says_no or (isinstance(value, (list, dict)) and value)):
+        may_say_no = says_no or (isinstance(value, (list, dict)) and value)
+        if may_say_no and key not in keys and _ABOUT_LOSS.search(key):
             raise RowError(
                 f"{where} has {key}: {_short(value)}, which may say that it, or a part of it, is not "
                 "learned; remove the key, or write weight 0 for a message that is not learned"

@@ -62,8 +62,8 @@ class TurnFinder:
         whole = self.template.render(messages, tools)
         if self.template.has_marks(tools):
             marks = [mark for mark in _marks_to_learn(whole.marks, messages) if mark[0] < mark[1]]
-            prompt = self._generation_prompt(tools)
-            follow = [bool(prompt) and whole.text.endswith(prompt or "", 0, start) for start, _ in marks]
+            prompt = self._generation_prompt(tools) or ""
+            follow = [bool(prompt) and whole.text.endswith(prompt, 0, start) for start, _ in marks]
             return Turns(whole.text, marks, 0, follow, self._is_closed(whole.text, marks, tools))
         spans: list[tuple[int, int]] = []
         follow = []
