@@ -20,11 +20,13 @@ from lptune.data.messages import TOOLS_NAMES as TOOLS_NAMES
 from lptune.data.messages import is_messages, is_missing, read_messages, read_tools
 from lptune.data.sources import Row
 from lptune.data.text_files import JsonFloat
+from lptune.data.transcripts import read_chat
 
 PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_input", "source")
 INPUT_NAMES = ("input", "context")
-CHOSEN_NAMES = ("chosen", "chosen_response", "preferred")
-REJECTED_NAMES = ("rejected", "rejected_response", "dispreferred")
+_WHOLE_OR_ANSWER = ("response", "messages", "conversation", "conversations", "answer", "completion")
+CHOSEN_NAMES = ("chosen", *(f"chosen_{what}" for what in _WHOLE_OR_ANSWER), "preferred")
+REJECTED_NAMES = ("rejected", *(f"rejected_{what}" for what in _WHOLE_OR_ANSWER), "dispreferred")
 LABEL_NAMES = ("label", "kto_tag")
 RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "target", "reply")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
@@ -90,6 +92,8 @@ class Format:
     label: str | None = None
     """Of answers with a label: the column of the label."""
     messages: str | None = None
+    is_transcript: bool = False
+    """Whether `messages` held a transcript in the first rows (transcripts.py)."""
     tools: str | None = None
     text: str | None = None
     system: str | None = None
@@ -111,7 +115,8 @@ class Format:
 
     def describe(self) -> str:
         """Text for the report: `pairs (prompt: question, response: answer)`."""
-        return f"{self.kind} ({', '.join(f'{name}: {column}' for name, column in self._parts().items())})"
+        kind = f"{self.kind} in transcripts" if self.is_transcript else self.kind
+        return f"{kind} ({', '.join(f'{name}: {column}' for name, column in self._parts().items())})"
 
     def is_used(self, column: str) -> bool:
         """Whether a column of this name is read."""
@@ -226,7 +231,7 @@ class Format:
         assert self.messages
         if self.messages not in values:
             raise RowError(_lacks(values, self.messages))
-        messages = read_messages(values[self.messages], self.messages)
+        messages = read_chat(values[self.messages], self.messages)
         if self.response:
             answer = values.get(self.response)
             if isinstance(answer, str):

@@ -30,9 +30,10 @@ from lptune.data.formats import (
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import inline_calls, is_messages, is_missing, read_messages, read_tools
+from lptune.data.messages import inline_calls, is_messages, is_missing, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
+from lptune.data.transcripts import read_chat
 from lptune.data.turns import TurnFinder
 
 _DETECTION_ROWS = 32
@@ -118,7 +119,7 @@ class PromptWriter:
         """The prompt of a row. Raises RowError if the row cannot be used."""
         values = row.values
         if self.kind == "messages":
-            messages = read_messages(values.get(self.column), self.column)
+            messages = read_chat(values.get(self.column), self.column)
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()  # the answer that the row has
             if not messages:

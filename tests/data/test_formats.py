@@ -335,6 +335,7 @@ def test_arguments_that_are_no_object_are_a_bad_row(arguments: Any) -> None:
     [
         {"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"trainable": False}, {"loss": False},
         {"masked": True}, {"mask": 1}, {"weight": 0, "train": False, "masked": True},
+        {"train_on_turn": False}, {"training": 0},
     ],
 )  # fmt: skip
 def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[str, Any]) -> None:
@@ -345,6 +346,9 @@ def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[s
     call = {"from": "function_call", "value": '{"name": "f"}', **flag}
     assert read_messages([call], "conversations")[0]["weight"] == 0
     assert read_messages([SAY[0] | flag, SAY[1]], "messages") == SAY  # a prompt is not learned anyway
+    assert read_messages([SAY[0], SAY[1] | {"is_trained": True, "mask_id": None}], "messages")[1][
+        "is_trained"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -353,6 +357,34 @@ def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[s
 )
 def test_content_parts_are_text_under_any_of_their_keys(part: Any) -> None:
     assert read_messages([SAY[0], {"role": "assistant", "content": [part]}], "messages") == SAY
+
+
+THOUGHT, SAID = "I think.", {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "text": THOUGHT},
+        {"type": "reasoning", "reasoning": THOUGHT, "signature": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": THOUGHT}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": THOUGHT}]},
+        {"type": "thinking", "thinking": THOUGHT},
+        {"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]},
+    ],
+)
+def test_reasoning_parts_before_the_text_are_the_reasoning_of_the_message(part: dict[str, Any]) -> None:
+    said = SAY[1] | {"reasoning_content": THOUGHT}
+    assert read_messages([SAY[0], SAY[1] | {"content": [part, SAID]}], "messages") == [SAY[0], said]
+    halves = [part, part, SAID]
+    assert read_messages([SAY[1] | {"content": halves}], "messages")[0]["reasoning_content"] == 2 * THOUGHT
+    for content, more in (([SAID, part], {}), ([part, SAID], {"thinking": "other"})):
+        with pytest.raises(
+            RowError, match=r"not text .(reasoning|thinking)|reasoning as a part .*and as a key"
+        ):
+            read_messages([SAY[1] | {"content": content} | more], "messages")
+    with pytest.raises(RowError, match="content parts that are not text"):
+        read_messages([SAY[0] | {"content": [part, SAID]}], "messages")
 
 
 def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
@@ -391,6 +423,16 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         (
             [SAY[0], SAY[1] | {"loss_weight": "no"}],
             "message 2 of 'messages' has the loss_weight 'no'; only 0",
+        ),
+        *(
+            ([SAY[0], SAY[1] | flag], "may say that it, or a part of it, is not learned; remove the key, or")
+            for flag in (
+                {"is_trained": False},
+                {"train_message": 0},
+                {"is_masked": True},
+                {"loss_factor": 0.0},
+                {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+            )
         ),
         ([SAY[0], SAY[1] | {"masked": 3}], "has masked: 3; only true .not learned. and false"),
         (

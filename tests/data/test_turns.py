@@ -280,6 +280,31 @@ def test_a_template_without_special_tokens_has_no_closing_token() -> None:
     assert TurnFinder(ChatTemplate({"default": CHATML}, {}, ["<|im_end|>"])).closing_token() == "<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("inside", "behind", "expected"),
+    [("</s>", "", True), ("", "</s>", False), ("</s>", "</s>", True), ("", "", False)],
+)
+def test_a_turn_is_closed_by_the_token_that_closes_turns(inside: str, behind: str, expected: bool) -> None:
+    """Also where the answer itself ends with a token of the tokenizer."""
+    marked = "{% generation %}{{ m.content }}" + inside + "{% endgeneration %}" + behind
+    source = "{% for m in messages %}{{ m.role }}: " + marked + "\n{% endfor %}"
+    finder = TurnFinder(ChatTemplate({"default": source}, {}, ["</s>", "</call>"]))
+    turns = finder.find([{"role": "user", "content": "q"}, {"role": "assistant", "content": "f(x)</call>"}])
+    assert turns.is_closed == expected
+
+
+def test_a_template_that_closes_the_last_turn_alone_teaches_to_stop() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    source += "{% if messages[-1].role == 'assistant' %}</s>{% endif %}"
+    finder = TurnFinder(ChatTemplate({"default": source}, {}, ["</s>"]))
+    for messages in CONVERSATIONS["one turn"], CONVERSATIONS["three turns"]:
+        turns = finder.find(messages)
+        written = [m["content"] + "\n" for m in messages if m["role"] == "assistant"]
+        assert [turns.text[a:b] for a, b in turns.spans] == [*written[:-1], written[-1] + "</s>"]
+        assert turns.is_closed
+    assert finder.closing_token() == "</s>"
+
+
 def test_spans_agree_with_a_search_for_each_content_on_real_conversations(
     assets: Path, tokenizer_folder: Callable[..., Path]
 ) -> None:
