@@ -26,9 +26,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from lptune.config import UserError
 from lptune.launch import agreement, flags, network, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
-from lptune.launch.outcome import LAUNCHER, OUTCOMES
+from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome
+from lptune.launch.report import print_own
 from lptune.launch.watch import Watch
 
 
@@ -58,10 +60,11 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
 
     def leave(code: int) -> NoReturn:
         _tidy(folder, getattr(cfg, "output_dir", None), code)
-        os._exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a thread may wait for a store, where Python's own exit aborts the process
 
     watch = Watch(folder, leave)
-    code = 2
     try:
         _listen(signals, watch, leave)
         digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
@@ -78,10 +81,14 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
         code = watch.conclude({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (torch.distributed.DistError, TimeoutError):
         code = watch.conclude({})  # the store's host is gone
-    finally:
-        watch.stop()
-        _tidy(folder, getattr(cfg, "output_dir", None), code)
-    sys.exit(code)
+    except UserError as error:
+        code = error.exit_code
+        print_own(Outcome(-1, code, 0, "", str(error)))
+    except BaseException:
+        _tidy(folder, getattr(cfg, "output_dir", None), 2)
+        raise
+    watch.stop()
+    leave(code)
 
 
 def let_ranks_find_lptune() -> None:

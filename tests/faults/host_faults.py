@@ -345,7 +345,7 @@ def fewer(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     launchers = [
         network.start(n, bench.command(num_hosts, *keys), folder=bench.folder) for n in range(num_hosts)
     ]
-    wait_for(network, launchers[0], "step 45/")
+    wait_for(network, launchers[0], "step 40/")
     os.kill(launchers[-1].pid, signal.SIGKILL)
     network.wait(*launchers)
     again = network.start(0, bench.command(1, *keys), folder=bench.folder)
