@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lptune.checkpoint.files import Scratch, num_threads, read_bytes, sha256, why, write_text
+from lptune.base.files import read_bytes, write_text
+from lptune.checkpoint.files import Scratch, num_threads, sha256, why
 from lptune.config import MEBI, UserError, kind_of
 
 NAME = "SHA256SUMS"

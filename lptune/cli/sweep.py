@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import click
 
+from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
@@ -271,9 +272,7 @@ def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, n
     shape = Shape(int(nnodes or 1), nproc or "gpu")
     job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
     text = script(str(path), job, os.getcwd(), [each.arguments for each in planned], shape)
-    try:
+    with write_errors(f"{path}:", "choose another name"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        write_text(path, text, shared=True)
     click.echo(f"wrote {path}: look at its #SBATCH lines, then: sbatch {shlex.quote(str(path))}")

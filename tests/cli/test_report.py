@@ -122,7 +122,7 @@ def test_each_chart_becomes_a_png_file(command: Command, tmp_path: Path) -> None
         (("bad",), "none of its 2 lines is a row of metrics"),
         (("a", "--output", "empty"), "--output: empty is a folder"),
         (("a", "--output", "no/x.html"), "--output: there is no folder no"),
-        (("a", "--svg", "file"), "file: cannot be made"),
+        (("a", "--svg", "file"), "file: cannot be written"),
         (("a", "--reference", "nowhere"), "nowhere: no such folder"),
     ],
 )
