@@ -95,10 +95,10 @@ def read_reference(
     found = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
     if found != {name: (torch.float32, shape) for name, shape in shapes.items()}:
         return "its tensors have other names, shapes or dtypes than this run's"
-    if not all(each.isfinite().all() for each in tensors.values()):
-        return "some of its numbers are not finite"
     if digest != _digest(tensors):
         return "it is damaged: its numbers do not match their digest"
+    if not all(each.isfinite().all() for each in tensors.values()):
+        return "some of its numbers are not finite"
     changed = [
         f"{key} {stored.get(key)} (now {value})"
         for key, value in made_with.items()

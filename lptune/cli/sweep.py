@@ -22,7 +22,7 @@ from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file
+from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file, open_regular
 from lptune.launch import flags, launcher, preemption
 
 _OWN_FLAGS = (
@@ -239,7 +239,7 @@ def _locked(folder: Path) -> int:
     """Makes the folder and locks it against a second sweep; returns the descriptor that holds the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT)
         lock_file(descriptor, wait=False)
     except BlockingIOError:
         raise UserError(f"{folder}: another sweep runs there; wait, or choose --output-dir") from None

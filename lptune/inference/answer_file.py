@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from lptune.base.files import is_deep, object_of, read_object, write_errors, write_text
+from lptune.base.files import MAX_BYTES, is_deep, object_of, read_object, write_errors, write_text
 from lptune.config import UserError, kind_of, lock_file, open_regular
 from lptune.data import Prompt
 from lptune.distributed import World
@@ -61,7 +61,11 @@ class AnswerFile:
             raise UserError(f"output: {path} is being written by another job; choose another") from None
         except OSError as error:
             raise UserError(f"output: {path} cannot be written: {error.strerror}; choose another") from None
-        self._check_settings(json.loads(json.dumps(settings)))
+        try:
+            self._check_settings(json.loads(json.dumps(settings)))
+        except UserError:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -136,19 +140,20 @@ class AnswerFile:
                 self._file.truncate()
                 return num_complete, batch
             num_complete, self.num_answers = num_complete + 1, self.num_answers + len(batch)
-        if self._file.readline():
+        if self._file.read(1):
             raise UserError(
                 f"output: {self.path} has more answers than prompts.source has rows; choose another output"
             )
         return num_complete, []
 
     def _has_answer(self, prompt: Prompt) -> bool:
-        line = self._file.readline()
+        row = _json(prompt.row.values, prompt)
+        line = self._file.readline(len(row) + MAX_BYTES)  # no answer is longer
         if not line.endswith(b"\n"):
             return False
         found = object_of(line) or {}
         answer = found.pop(self._column, None)
-        if not isinstance(answer, str) or _json(found, prompt) != _json(prompt.row.values, prompt):
+        if not isinstance(answer, str) or _json(found, prompt) != row:
             raise UserError(
                 f"output: {self.path}: an answer is not that of {prompt.row.place}; the source has changed "
                 "since, or something else wrote there: choose another output"

@@ -59,16 +59,18 @@ def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))
     if file.suffix == ".json":
-        return read_object(file, max_bytes=_MAX_BYTES)
+        return read_object(file, max_bytes=_MAX_BYTES, todo="mend the file")
     content = read_bytes(file, _MAX_BYTES)
     try:
         values = tomllib.loads(content.decode())
+        if is_deep(values):  # by dotted keys, which TOML's reader takes at any depth
+            raise RecursionError
     except UnicodeDecodeError:
         raise UserError(f"{file}: is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{file}: cannot be read as TOML: {error}") from None
-    if is_deep(values):  # by dotted keys, which TOML's reader takes at any depth
-        raise UserError(f"{file}: cannot be read as TOML: its sections are nested too deep")
+    except RecursionError:
+        raise UserError(f"{file}: cannot be read as TOML: it is nested too deep") from None
     return values
 
 
