@@ -45,8 +45,8 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     if (found := kind_of(path, follow=True)) not in ("", "a file"):
         raise OSError(errno.EINVAL, f"it is {found}, not a file", str(path))
-    name = f"lptune-{secrets.token_hex(6)}" if shared else path.name
-    partial = path.with_name(f"{TEMPORARY}{name}")
+    suffix = f"-{secrets.token_hex(6)}" if shared else ""
+    partial = path.with_name(f"{TEMPORARY}{path.name}{suffix}")
     with named(partial):
         with suppress(FileNotFoundError):  # left by a kill, or put there by another program
             partial.unlink()

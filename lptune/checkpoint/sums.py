@@ -73,7 +73,7 @@ def is_as_written(folder: Path) -> bool:
 def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
     """(digests by file name, digest of the original README.md). Both are empty without SHA256SUMS."""
     path = folder / NAME
-    if not path.is_file():
+    if not kind_of(path):
         return {}, ""
     lines = read_bytes(path, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     entries = [_LINE.fullmatch(line) for line in lines if not line.startswith("#")]
