@@ -3,8 +3,8 @@
 import json
 import os
 import resource
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -148,23 +148,13 @@ def test_a_full_disk_or_an_error_leaves_the_old_file_alone(tmp_path: Path, share
 
 
 def test_several_writers_at_once_leave_the_whole_content_of_one(tmp_path: Path) -> None:
-    path, texts = tmp_path / "x", {letter * 100_000 for letter in "abc"}
-    failed = list[Exception]()
-
-    def write(text: str) -> None:
-        try:
-            for _ in range(20):
-                write_text(path, text, shared=True)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        with suppress(FileNotFoundError):
-            assert path.read_text(encoding="utf-8") in texts
-    assert not failed
+    path, texts = tmp_path / "x", [letter * 100_000 for letter in 20 * "abc"]
+    with ThreadPoolExecutor(3) as pool:
+        written = [pool.submit(write_text, path, text, shared=True) for text in texts]
+        while not all(each.done() for each in written):
+            with suppress(FileNotFoundError):
+                assert path.read_text(encoding="utf-8") in texts
+    assert [each.exception() for each in written] == 60 * [None]
     assert os.listdir(tmp_path) == ["x"]
 
 
