@@ -24,6 +24,7 @@ from lptune.base.files import lines_of, object_of, read_json, write_bytes, write
 from lptune.checkpoint.files import remove_leftover, set_aside
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.checkpoint.retention import evaluations
+from lptune.checkpoint.shared_folder import check_shared
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -167,6 +168,7 @@ class RunFolder:
         with self.together():
             if self._world.is_main:
                 self._create(resumed, say)
+        check_shared(self.path, self._world)
         launch.keep_log(self.path / "logs")
 
     def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
@@ -199,10 +201,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"output_dir: {self.path} cannot be made ({error.strerror}); "
-                f"{remedy(error, 'choose another folder')}"
-            ) from None
+            line = f"{self.path} cannot be made ({error.strerror}); {remedy(error, 'choose another folder')}"
+            raise UserError(f"output_dir: {line}") from None
 
     def _is_own(self, resumed: Manifest) -> bool:
         """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
@@ -323,12 +323,8 @@ def _owner(path: Path) -> str:
 
 
 def _form(cfg: ExportConfig) -> dict[str, Any]:
-    return {
-        "dtype": cfg.dtype,
-        "max_shard_gib": float(cfg.max_shard_gib),
-        "average_checkpoints": cfg.average_checkpoints,
-        "ema": cfg.ema,
-    }
+    averages = {"average_checkpoints": cfg.average_checkpoints, "ema": cfg.ema}
+    return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib), **averages}
 
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
@@ -364,6 +360,8 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
                     run.hold()
                 if run.is_a_run():
                     run.lock()
+        if any(world.gather(run.path.is_dir())):
+            check_shared(run.path, world)
         with _errors_of(run.path):
             yield run
     finally:

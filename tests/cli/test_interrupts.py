@@ -25,6 +25,8 @@ raise AttributeError("half imported")
 def test_a_signal_while_modules_are_imported_ends_a_command_without_a_word(
     lptune: Lptune, tmp_path: Path, name: str, code: int
 ) -> None:
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and name == "SIGHUP":
+        pytest.skip("SIGHUP is ignored here, as under nohup, and stays so in a command")
     (tmp_path / "click.py").write_text(DISTURBED.format(name=name))
     done = lptune("ls", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
