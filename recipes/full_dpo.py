@@ -52,7 +52,7 @@ def main(cfg: PreferenceConfig) -> None:
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         kept = run.reference(held_out.digest if held_out else "")
-        reference = kept.read() if cfg.preference.has_reference else {}
+        reference = kept.read(train, held_out) if cfg.preference.has_reference else {}
         if reference is None:  # of the weights before training, also where the run continues a checkpoint
             run.load_base(base, model)
             reference = training.reference_log_p(model, {"train": train, "held_out": held_out}, cfg, world)

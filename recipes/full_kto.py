@@ -52,7 +52,7 @@ def main(cfg: KtoConfig) -> None:
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         kept = run.reference(held_out.digest if held_out else "", mismatched=train.mismatched.digest)
-        reference = kept.read()
+        reference = kept.read(train, held_out, 2)
         if reference is None:  # of the weights before training, also where the run continues a checkpoint
             run.load_base(base, model)
             reference = training.kto_reference(model, {"train": train, "held_out": held_out}, cfg, world)

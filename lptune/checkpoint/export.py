@@ -22,20 +22,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
+from lptune.base.files import fsync_path, read_json, write_json, write_text
 from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     Scratch,
     free_bytes,
-    fsync_path,
     publish_folder,
-    read_json,
     save_tensors,
     set_aside,
     why,
-    write_json,
-    write_text,
 )
 from lptune.checkpoint.hf import TIED, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads

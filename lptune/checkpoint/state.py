@@ -23,7 +23,8 @@ from typing import Any, get_type_hints
 import torch
 
 import lptune
-from lptune.checkpoint.files import read_json, sha256
+from lptune.base.files import read_json
+from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
 from lptune.config import RunConfig, SourceConfig, UserError, as_written, source_names

@@ -9,13 +9,13 @@ with the tokens that the tokenizer puts before a text.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lptune.config import MEBI, PromptsConfig, UserError, check_sources, closest, entries, read_text
+from lptune.base.files import read_object
+from lptune.config import PromptsConfig, UserError, check_sources, closest, entries
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import (
     INPUT_NAMES,
@@ -183,12 +183,7 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     found = {tokenizer.eos_id}
     for name in ("generation_config.json", "config.json"):
         path = tokenizer.folder / name
-        try:
-            value = json.loads(read_text(path, 16 * MEBI)).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: cannot be read as a JSON object: {error}; copy it again") from None
+        value = read_object(path, todo="copy it again", missing={}).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         if any(type(each) not in (int, type(None)) for each in ids):
             raise UserError(f"{path}: eos_token_id: expected a token id or a list of them, found {value!r}")

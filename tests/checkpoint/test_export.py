@@ -348,7 +348,7 @@ def test_a_pipe_in_an_export_is_named_and_not_waited_for(tmp_path: Path, base: P
     assert verify_sums(folder) == len(list(folder.iterdir())) - 2
     (tmp_path / "t").unlink()
     _pipe(tmp_path / "t")
-    with pytest.raises(UserError, match=r"tokenizer\.json: is a link, where a regular file is needed"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: is a pipe, where a regular file is needed"):
         verify_sums(folder)
 
 
