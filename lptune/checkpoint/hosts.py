@@ -41,9 +41,10 @@ def check_one_config(cfg: Any, world: World) -> None:
             )
 
 
-def check_shared(folder: Path, world: World, patience_s: float = PATIENCE_S) -> None:
-    """Raises UserError if `folder`, which some rank has, is not one for all ranks: if one does not see
-    what rank 0 writes there within `patience_s`. A collective; without another machine it does nothing.
+def check_shared(key: str, folder: Path, world: World, patience_s: float = PATIENCE_S) -> None:
+    """Raises UserError if `folder`, which some rank has and `key` names, is not one for all ranks: if one
+    does not see what rank 0 writes there within `patience_s`. A collective; without another machine it does
+    nothing.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size:
         return
@@ -61,7 +62,7 @@ def check_shared(folder: Path, world: World, patience_s: float = PATIENCE_S) -> 
             file.unlink(missing_ok=True)
     if blind := sorted({host for host, sees in found if not sees}):
         raise UserError(
-            f"output_dir: what {found[0][0]} writes to {folder} does not appear on {', '.join(blind)} within "
+            f"{key}: what {found[0][0]} writes to {folder} does not appear on {', '.join(blind)} within "
             f"{patience_s:.0f} s; choose a folder in a file system that all machines share"
         )
 

@@ -168,7 +168,7 @@ class RunFolder:
         with self.together():
             if self._world.is_main:
                 self._create(resumed, say)
-        check_shared(self.path, self._world)
+        check_shared("output_dir", self.path, self._world)
         launch.keep_log(self.path / "logs")
 
     def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
@@ -362,7 +362,7 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
                 if run.is_a_run():
                     run.lock()
         if any(world.gather(run.path.is_dir())):
-            check_shared(run.path, world)
+            check_shared("output_dir", run.path, world)
         with _errors_of(run.path):
             yield run
     finally:

@@ -56,7 +56,7 @@ def _share(rank: int, num_ranks: int, folders: list[str], ranks_here: int) -> st
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)
     with distributed.session("cpu") as world:
         try:
-            check_shared(Path(folders[rank]), world, patience_s=0.5)
+            check_shared("output_dir", Path(folders[rank]), world, patience_s=0.5)
         except UserError as error:
             return str(error)
     return ""
