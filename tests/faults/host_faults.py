@@ -253,7 +253,7 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         yield finish(network, number, twos, *processes)
 
 
-_SILENT = f"import socket, time; s = socket.socket(); s.bind(('', {PORT})); s.listen(); time.sleep(100)"
+_SILENT = f"import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', {PORT})); s.listen(); time.sleep(100)"
 
 
 def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
