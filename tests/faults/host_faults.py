@@ -123,14 +123,14 @@ def wait_for(network: Network, process: "subprocess.Popen[bytes]", text: str, ti
 
 
 def finish(
-    network: Network, fault: str, wanted: str, *processes: "subprocess.Popen[bytes]", wrong: str = ""
+    network: Network, fault: str, wanted: str, *processes: "subprocess.Popen[bytes]", but: int = 0
 ) -> Row:
     """Waits for all ends, and counts the seconds from now."""
     started_s = time.monotonic()
     ends = network.wait(*processes)
-    while (left := network.left_over()) and time.monotonic() - started_s < 90:
+    while (left := network.left_over(but=but)) and time.monotonic() - started_s < 90:
         time.sleep(0.1)
-    return Row(fault, len(processes), wanted, ends, time.monotonic() - started_s, len(left), wrong)
+    return Row(fault, len(processes), wanted, ends, time.monotonic() - started_s, len(left))
 
 
 def ranks_of(launcher: "subprocess.Popen[bytes]") -> list[int]:
@@ -221,14 +221,16 @@ def late(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     """Endpoints that are wrong on one host or on all."""
 
-    def tried(fault: str, endpoint: str, wanted: str, *, hosts: str | None = None, other: str = "") -> Row:
+    def tried(
+        fault: str, endpoint: str, wanted: str, *, hosts: str | None = None, other: str = "", but: int = 0
+    ) -> Row:
         bench.fresh()
         flags = ["--rdzv-conf", "join_timeout=20"]
         here = bench.command(num_hosts, flags=[*flags, f"--rdzv-endpoint={endpoint}"])
         there = bench.command(num_hosts, flags=[*flags, f"--rdzv-endpoint={other or endpoint}"])
         processes = [network.start(0, here, folder=bench.folder, hosts=hosts)]
         processes += [network.start(n, there, folder=bench.folder) for n in range(1, num_hosts)]
-        return finish(network, fault, wanted, *processes)
+        return finish(network, fault, wanted, *processes, but=but)
 
     twos = " ".join("2" * num_hosts)
     yield tried("the endpoint's name does not resolve", f"host-9:{PORT}", twos)
@@ -241,7 +243,7 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     program = network.start(0, cold.command("-c", _SILENT), folder=bench.folder)
     while not network.listening(0):
         time.sleep(0.1)
-    yield tried("another program has the port, and is silent", f"host-0:{PORT}", twos)
+    yield tried("another program has the port, and is silent", f"host-0:{PORT}", twos, but=program.pid)
     program.kill()
     for number, flags in (
         ("both are machine 0", ["--node-rank=0"]),
@@ -253,7 +255,8 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         yield finish(network, number, twos, *processes)
 
 
-_SILENT = f"import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', {PORT})); s.listen(); time.sleep(100)"
+_SILENT = "import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', 29500)); s.listen()"
+_SILENT += "; time.sleep(100)"
 
 
 def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:

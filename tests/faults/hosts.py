@@ -158,13 +158,13 @@ class Network:
             time.sleep(0.05)
         return [ends[number] for number in range(len(processes))]
 
-    def left_over(self) -> list[int]:
-        """Processes that still run on any host."""
+    def left_over(self, *, but: int = 0) -> list[int]:
+        """Processes that still run on any host, without the process `but`."""
         found = (
             subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
             for name in self._names
         )
-        return [int(pid) for text in found for pid in text.split()]
+        return [int(pid) for text in found for pid in text.split() if int(pid) != but]
 
     def cut(self, host: int, *, again: bool = False) -> None:
         """Pulls out the cable of `host`, or puts it in again."""
