@@ -129,7 +129,7 @@ def batch_losses(
     return torch.stack([-log_p_BS.where(source_BS == i, 0.0).sum() for i in range(num_sources)])
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder, rows: data.Rows, cfg: PretrainConfig, world: distributed.World
 ) -> dict[str, float]:

@@ -132,7 +132,7 @@ def batch_loss(
     return loss
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(model: models.Decoder, rows: data.Rows, cfg: DistillConfig, world: distributed.World) -> float:
     """The mean cross-entropy of held-out targets, over all ranks, without the teacher. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0

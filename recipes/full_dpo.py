@@ -133,7 +133,7 @@ def batch_loss(
     return training.preference_loss(answers, cfg.preference)
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder,
     rows: data.Rows,

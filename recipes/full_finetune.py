@@ -129,7 +129,7 @@ def batch_loss(
     return loss
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(model: models.Decoder, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
     """The mean loss over held-out targets, over all ranks, in the precision of training. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0

@@ -131,7 +131,7 @@ def batch_loss(
     return training.kto_loss(log_p_BS, batch, rows, reference_N2, z, cfg.kto)
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder, rows: data.Rows, reference_N2: Tensor, cfg: KtoConfig, world: distributed.World
 ) -> dict[str, float]:

@@ -71,7 +71,7 @@ class OpenedModel:
         low = linear.LowPrecision(model, plan, world=world, verify=False)
         self.trained.load(model, low.state())
         low.loaded()
-        model.requires_grad_(False)
+        model.requires_grad_(False).train(False)
         return LoadedModel(model, self.tokenizer, self.trained, plan, low)
 
 
