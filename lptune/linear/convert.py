@@ -112,8 +112,8 @@ def convert(
         _group_readers(model)
     plan = Plan(precision.kind, tuple(layers), _frozen(model), _others(model))
     if not plan.converted:
-        reasons_found = {f"{each.reason}" for each in (*plan.layers, *plan.others)}
-        why = "; ".join(sorted(reasons_found)) or "the model has no nn.Linear"
+        found = [each.reason for each in plan.layers] + [each.reason for each in plan.others]
+        why = "; ".join(sorted(set(map(str, found)))) or "the model has no nn.Linear"
         raise UserError(
             f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in "
             "compute dtype. Change precision.skip or set precision.kind=none"

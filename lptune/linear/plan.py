@@ -61,7 +61,7 @@ class OtherWeight:
     is_frozen: bool = False
 
     def columns(self) -> tuple[str, str, str, str, str]:
-        """As `LayerPlan.columns`."""
+        """The cells of the plan table, as of a LayerPlan."""
         return " x ".join(map(str, self.shape)), "high", "high", _FROZEN if self.is_frozen else "high", "high"
 
     @property
@@ -164,7 +164,8 @@ class Plan:
         share a row: `model.layers.0-27.mlp.up_proj`.
         """
         groups: dict[tuple[str, ...], list[LayerPlan | OtherWeight]] = {}
-        for layer in (*self.layers, *self.others):
+        weights: list[LayerPlan | OtherWeight] = [*self.layers, *self.others]
+        for layer in weights:
             name = without_number(layer.name)
             key = (name, *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
