@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lptune.base.files import read_object
 from lptune.config import PromptsConfig, UserError, check_sources, closest, entries
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import (
@@ -34,7 +33,6 @@ from lptune.data.messages import inline_calls, is_messages, is_missing, read_too
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.transcripts import read_chat
-from lptune.data.turns import TurnFinder
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
@@ -174,26 +172,6 @@ class PromptWriter:
                 f"{self.vocab_size}; use the tokenizer that belongs to the model"
             )
         return ids
-
-
-def end_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an answer: those of generation_config.json or, without it, of config.json; the
-    tokenizer's end token; and the token that closes the assistant's turn in the chat template.
-    """
-    found = {tokenizer.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        path = tokenizer.folder / name
-        value = read_object(path, todo="copy it again", missing={}).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if any(type(each) not in (int, type(None)) for each in ids):
-            raise UserError(f"{path}: eos_token_id: expected a token id or a list of them, found {value!r}")
-        found |= set(ids)
-        if value is not None:
-            break
-    if tokenizer.template is not None:
-        closing = TurnFinder(tokenizer.template).closing_token()
-        found.add(None if closing is None else tokenizer.backend.token_to_id(closing))
-    return sorted(each for each in found if each is not None)
 
 
 def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | None]:

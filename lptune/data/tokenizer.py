@@ -62,6 +62,8 @@ class Tokenizer:
 
     infill_token: str = ""
     """A text with this token is refused: transformers splits such a text into prefix and suffix."""
+    learned_stops: tuple[int, ...] = ()
+    """Ids that end an answer besides those of the files: of a run's checkpoint, what its rows taught."""
     given_template: str | None = None
     """`data.chat_template` of the config, which `template` was made from; None: it is that of the folder."""
 

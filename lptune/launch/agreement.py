@@ -20,7 +20,7 @@ from lptune.config import as_written, key_paths
 Told = dict[str, list[str]]
 """Name -> [digest, what a message shows]."""
 LOCAL = frozenset({
-    "model.path", "teacher.path", "logits.folder", "data.source", "data.eval_source", "data.cache",
+    "model.path", "teacher.path", "logits.folder", "data.source", "data.cache",
     "data.chat_template", "prompts.source", "prompts.chat_template", "harness.task_folder",
 })  # fmt: skip
 """Keys whose values are paths that may differ."""
