@@ -275,11 +275,11 @@ def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 
 
 CHANGES = (
-    "optimizer.lr=2e-3", "optimizer.weight_decay=0.3", "max_grad_norm=0.5", "schedule.kind=wsd",
-    "schedule.warmup_steps=1", "precision.kind=int8_rowcol", "precision.grad_weight=bf16",
+    "optimizer.lr=2e-3", "optimizer.weight_decay=0.3", "max_grad_norm=0.5", "schedule.kind=constant",
+    "schedule.warmup_steps=1", "precision.kind=int8_rowcol", "precision.grad_weight=high",
     "export.dtype=float32", "export.enabled=false", "micro_batch_size=1", "global_batch_size=4",
-    "num_steps=4", "num_samples=1", "early_stop_after=1", "parallel.replicate=2", "parallel.tensor=2",
-    "compute_dtype=bfloat16", "freeze=[layers.*]", "eval_every_steps=2", "ema_decay=0.9", "seed=7",
+    "num_steps=4", "num_samples=1", "data.eval_fraction=0.1", "parallel.replicate=2", "parallel.tensor=2",
+    "compute_dtype=bfloat16", "freeze=[layers.*]", "eval_every_steps=2", "optimizer.ema_decay=0.9", "seed=7",
     "data.seq_len=64", "data.packing=true", "resume=none", "checkpoint.every_steps=3",
     "deterministic=true", "activation_checkpointing=none",
 )  # fmt: skip
@@ -289,7 +289,9 @@ def changes(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     """Another value of a key on the last host."""
     for change in CHANGES:
         bench.fresh()
-        commands = [bench.command(num_hosts)] * (num_hosts - 1) + [bench.command(num_hosts, change)]
+        flags = ["--rdzv-conf", "join_timeout=40"]
+        commands = [bench.command(num_hosts, flags=flags)] * (num_hosts - 1)
+        commands.append(bench.command(num_hosts, change, flags=flags))
         processes = [network.start(n, each, folder=bench.folder) for n, each in enumerate(commands)]
         row = finish(network, f"{change} on host-{num_hosts - 1}", " ".join("2" * num_hosts), *processes)
         key = change.partition("=")[0]
