@@ -68,10 +68,10 @@ class DelayedScaling:
         self._reach_L3 = torch.tensor(
             [list(map(_reach, _formats(each))) for each in self._layers], device=device
         )
-        self.num_saturated: Tensor | None = None
+        self.num_saturated = torch.zeros((), dtype=torch.int64, device=device) if self._layers else None
         """Number of tensors (x, w or g of a layer) that the last step's scales were too small for: values
         beyond the largest number of the format by more than half its step, on any rank. On the device; None
-        before the first step, and for kinds without histories.
+        for kinds without histories.
         """
         self._index: dict[int, int] = {}
         # For each layer, whether its weight has a history. The host needs this at a gather, equal on all
@@ -110,7 +110,9 @@ class DelayedScaling:
         self._all_reduce_max(amaxes)
         # An amax that is not finite would spoil the scales of the next HISTORY steps.
         amaxes = torch.where(amaxes.isinf(), 0.0, amaxes)
-        self.num_saturated = ((self._past_L3 > 0) & (amaxes > self._past_L3 * self._reach_L3)).sum()
+        assert self.num_saturated is not None
+        is_beyond_L3 = (self._past_L3 > 0) & (amaxes > self._past_L3 * self._reach_L3)
+        self.num_saturated.copy_(is_beyond_L3.sum())
         amaxes /= self._factor_3
         self._has_stepped = True
         self._before_LH3.copy_(self._history_LH3)

@@ -120,7 +120,6 @@ def test_tensors_with_values_beyond_their_scale_are_counted() -> None:
     """By more than half a step of the largest number: 448 + 16 in e4m3, 57,344 + 4,096 in e5m2."""
     model, plan = _model(DELAYED)
     low = linear.LowPrecision(model, plan, verify=False)
-    assert low.metrics() == {}
     x, g = _batch()
 
     def after(x_times: float, g_times: float) -> int:
