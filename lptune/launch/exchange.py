@@ -104,6 +104,8 @@ class Exchange(threading.Thread):
                 store.set(f"outcome/{store.add('outcomes', 1)}", json.dumps(message))
         self._beat(store)
         for number in range(self._num_read + 1, store.add("outcomes", 0) + 1):
+            if not store.check([f"outcome/{number}"]):
+                break  # its number is taken, and it is being written
             machine, values = json.loads(store.get(f"outcome/{number}"))
             if machine != self._meeting.machine:
                 self._received.put(Outcome(**values))

@@ -19,6 +19,7 @@ endpoint's address is machine 0, and the others are numbered as they come.
 import errno
 import ipaddress
 import json
+import math
 import socket
 import sys
 import threading
@@ -41,10 +42,10 @@ LOOPBACK = "127.0.0.1"
 BACKEND = "lptune"
 """The name under which torchrun knows this rendezvous."""
 _POLL_S = 0.2
-_ALIVE_S = 1.0  # time between two signs of life of a launcher that waits
+_ALIVE_S = 0.5  # time between two signs of life of a launcher that waits
 _DEAD_S = 10.0  # without a sign of life
 _HINT_S = 15.0
-_LINGER_S = 2.0  # for other launchers to read a refusal, which ends with the store
+_LINGER_S = 30.0  # for other launchers to come and read a refusal, which ends with the store
 _CONNECT_S = 5.0
 _STORE_S = 600.0
 
@@ -166,28 +167,39 @@ class _Arrival(threading.Thread):
     def _host(self, root: "Store", meeting: Meeting, odd: str) -> Meeting:
         store = _of_run(root, meeting.run_id)
         root.set("lptune/run", meeting.run_id)
+        num_others = self._point.num_machines - 1
         waiting: dict[int, _Waiting] = {}
+        all_here_s = math.inf
         while True:
-            for number in range(len(waiting) + 1, store.add("came", 0) + 1):
-                waiting[number] = _Waiting(*json.loads(store.get(f"came/{number}")))
+            for number in range(1, store.add("came", 0) + 1):
+                if number not in waiting and store.check([f"came/{number}"]):
+                    waiting[number] = _Waiting(*json.loads(store.get(f"came/{number}")))
             now_s = time.monotonic()
             for number, each in waiting.items():
                 each.see(store.add(f"alive/{number}", 0), now_s)
             there = {number: each for number, each in waiting.items() if now_s - each.seen_s < _DEAD_S}
             names = ", ".join(each.host for each in there.values())
-            missing = self._point.num_machines - 1 - len(there)
+            order = _in_order(there)[:num_others]
+            missing = num_others - len(order)
             self.waits_for = (
                 f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'}){odd}"
             )
             if why := self._why_not(there):
                 store.set("refused", why)
-                time.sleep(_LINGER_S)
+                self._linger(store, num_others)
                 raise UserError(why)
-            if missing <= 0:
-                order = _in_order(there)[: self._point.num_machines - 1]
+            all_here_s = min(all_here_s, now_s) if not missing else math.inf
+            # One more sign of each: a launcher that has died was here, too.
+            if not missing and all(there[number].seen_s > all_here_s for number in order):
                 meeting.hosts = [socket.gethostname(), *(there[number].host for number in order)]
                 store.set("start", json.dumps([order, meeting.hosts]))
                 return meeting
+            time.sleep(_POLL_S)
+
+    def _linger(self, store: "Store", num_others: int) -> None:
+        """Waits until the other launchers, of which some are still to come, have read the refusal."""
+        deadline_s = time.monotonic() + _LINGER_S
+        while store.add("told", 0) < num_others and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
 
     def _why_not(self, there: Mapping[int, "_Waiting"]) -> str:
@@ -231,6 +243,7 @@ class _Arrival(threading.Thread):
                 signed_s = now_s
                 store.add(f"alive/{number}", 1)
             if store.check(["refused"]):
+                store.add("told", 1)
                 raise UserError(printable(store.get("refused").decode()))
             if store.check(["start"]):
                 order, meeting.hosts = json.loads(store.get("start"))
