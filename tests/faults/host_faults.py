@@ -84,6 +84,8 @@ class Bench:
             self.checkpoint,
             folder / "out",
             data={"source": str(self.rows), "seq_len": 128, "packing": False},
+            micro_batch_size=1,
+            global_batch_size=12,  # for one rank, two and three
             num_steps=6,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )
@@ -277,7 +279,7 @@ def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 CHANGES = (
     "optimizer.lr=2e-3", "optimizer.weight_decay=0.3", "max_grad_norm=0.5", "schedule.kind=constant",
     "schedule.warmup_steps=1", "precision.kind=int8_rowcol", "precision.grad_weight=high",
-    "export.dtype=float32", "export.enabled=false", "micro_batch_size=1", "global_batch_size=4",
+    "export.dtype=float32", "export.enabled=false", "micro_batch_size=2", "global_batch_size=4",
     "num_steps=4", "data.eval_fraction=0.1", "parallel.replicate=2", "parallel.tensor=2",
     "compute_dtype=bfloat16", "freeze=[layers.*]", "eval_every_steps=2", "optimizer.ema_decay=0.9", "seed=7",
     "data.seq_len=64", "data.packing=true", "resume=none", "checkpoint.every_steps=3",
