@@ -387,16 +387,14 @@ def files(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 
 def fewer(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     """Killed, and resumed on one host."""
+    # Another number of ranks adds in another order. At the config's rate of 3e-3 that grows 10-fold a step
+    # for some steps, to 7e-4 of the loss; at 1e-4 it stays at 2e-7.
+    keys = ("num_steps=60", "checkpoint.every_steps=20", "optimizer.lr=1e-4")
     undisturbed = bench.fresh()
-    whole = network.start(
-        0, bench.command(1, "num_steps=60", "checkpoint.every_steps=20"), folder=bench.folder
-    )
-    network.wait(whole)
+    network.wait(network.start(0, bench.command(1, *keys), folder=bench.folder))
     out = bench.fresh()
-    keys = ("num_steps=60", "checkpoint.every_steps=20")
-    launchers = [
-        network.start(n, bench.command(num_hosts, *keys), folder=bench.folder) for n in range(num_hosts)
-    ]
+    command = bench.command(num_hosts, *keys)
+    launchers = [network.start(n, command, folder=bench.folder) for n in range(num_hosts)]
     wait_for(network, launchers[0], "step 40/")
     os.kill(launchers[-1].pid, signal.SIGKILL)
     network.wait(*launchers)
@@ -404,7 +402,7 @@ def fewer(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     row = finish(network, f"of {num_hosts} hosts one dies, one goes on alone", "0", again)
     pairs = zip(bench.losses(out), bench.losses(undisturbed), strict=True)
     apart = max(abs(a - b) / b for a, b in pairs)
-    yield row._replace(num_hosts=num_hosts, wrong="" if apart < 1e-4 else f"losses {apart:.1e} apart")
+    yield row._replace(num_hosts=num_hosts, wrong="" if apart < 1e-6 else f"losses {apart:.1e} apart")
 
 
 GROUPS: dict[str, Callable[[Bench, Network, int], Iterator[Row]]] = {
