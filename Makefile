@@ -120,6 +120,8 @@ faults: .venv/.installed
 	$(BIN)/python -m tests.faults.preemption --num-signals 50
 	$(BIN)/python -m tests.faults.malformed --num-mutations 20000 --seed 1
 	$(BIN)/python -m tests.faults.adversary
+	$(BIN)/python -m tests.faults.host_faults
+	$(BIN)/python -m pytest tests/faults/test_hosts.py
 	$(BIN)/python -m tests.proofs.fuzz_configs --num-configs 3000
 
 # All cells; the suite runs pairwise subsets of them.

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from lptune import linear, models
-from lptune.checkpoint.files import write_json
+from lptune.base.files import write_json
 from lptune.config import PrecisionConfig
 from lptune.kernels import OPERANDS
 from lptune.linear.weights.master_weight import gather_bytes

@@ -36,7 +36,8 @@ def main(cfg: PretrainConfig) -> None:
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.given_num_steps or loader.num_steps(cfg.num_epochs)
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template)
+        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
@@ -128,7 +129,7 @@ def batch_losses(
     return torch.stack([-log_p_BS.where(source_BS == i, 0.0).sum() for i in range(num_sources)])
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder, rows: data.Rows, cfg: PretrainConfig, world: distributed.World
 ) -> dict[str, float]:

@@ -41,7 +41,9 @@ def main(cfg: DistillConfig) -> None:
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
         others = {"the teacher's weights": teacher.digest}
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, others=others)
+        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
+        template = tokenizer.chat_template
+        run.check_continues(plan, num_steps, train.digest, template, others=others, stops=stops)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
@@ -130,7 +132,7 @@ def batch_loss(
     return loss
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(model: models.Decoder, rows: data.Rows, cfg: DistillConfig, world: distributed.World) -> float:
     """The mean cross-entropy of held-out targets, over all ranks, without the teacher. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0

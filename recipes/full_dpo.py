@@ -30,12 +30,12 @@ def main(cfg: PreferenceConfig) -> None:
         run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            vocab_size = base.config.vocab_size
-            prepare = data.prepare_preferences
-            train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+            prepare = partial(data.prepare_preferences, seed=cfg.seed, vocab_size=base.config.vocab_size)
+            train, held_out, report = prepare(cfg.data, tokenizer)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template)
+        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
@@ -52,7 +52,7 @@ def main(cfg: PreferenceConfig) -> None:
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         kept = run.reference(held_out.digest if held_out else "")
-        reference = kept.read() if cfg.preference.has_reference else {}
+        reference = kept.read(train, held_out) if cfg.preference.has_reference else {}
         if reference is None:  # of the weights before training, also where the run continues a checkpoint
             run.load_base(base, model)
             reference = training.reference_log_p(model, {"train": train, "held_out": held_out}, cfg, world)
@@ -133,7 +133,7 @@ def batch_loss(
     return training.preference_loss(answers, cfg.preference)
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder,
     rows: data.Rows,

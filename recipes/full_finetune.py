@@ -35,7 +35,8 @@ def main(cfg: FinetuneConfig) -> None:
             train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template)
+        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
@@ -128,7 +129,7 @@ def batch_loss(
     return loss
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(model: models.Decoder, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
     """The mean loss over held-out targets, over all ranks, in the precision of training. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0

@@ -35,7 +35,8 @@ def main(cfg: KtoConfig) -> None:
             train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
         loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
         num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template)
+        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
+        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
         num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
         if run.is_finished(num_steps):
             return
@@ -52,7 +53,7 @@ def main(cfg: KtoConfig) -> None:
         )
         update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
         kept = run.reference(held_out.digest if held_out else "", mismatched=train.mismatched.digest)
-        reference = kept.read()
+        reference = kept.read(train, held_out, 2)
         if reference is None:  # of the weights before training, also where the run continues a checkpoint
             run.load_base(base, model)
             reference = training.kto_reference(model, {"train": train, "held_out": held_out}, cfg, world)
@@ -130,7 +131,7 @@ def batch_loss(
     return training.kto_loss(log_p_BS, batch, rows, reference_N2, z, cfg.kto)
 
 
-@torch.no_grad()
+@training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
     model: models.Decoder, rows: data.Rows, reference_N2: Tensor, cfg: KtoConfig, world: distributed.World
 ) -> dict[str, float]:

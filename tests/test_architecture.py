@@ -17,33 +17,38 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "": {"config"},  # the modules beside the parts, which every part may ask
     "config": set(),
+    "base": {"config"},
     "hardware": {"config"},
     "launch": {"config"},
-    "migrate": {"config"},
+    "migrate": {"base", "config"},
     "numerics": {"config"},
-    "kernels": {"config", "hardware", "numerics"},
+    "kernels": {"base", "config", "hardware", "numerics"},
     "linear": {"config", "hardware", "numerics", "kernels"},
-    "models": {"config", "hardware"},
-    "data": {"config"},
+    "models": {"base", "config", "hardware"},
+    "data": {"base", "config"},
     "doctor": {"config", "hardware", "launch", "kernels", "linear"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
-    "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
-    "report": {"config"},
-    "sweep": {"config"},
-    "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
-    "inference": {"config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint"},
-    "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
+    "checkpoint": {"base", "config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
+    "report": {"base", "config"},
+    "sweep": {"base", "config"},
+    "training": {
+        "base", "config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed",
+    },
+    "inference": {
+        "base", "config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint",
+    },
+    "distillation": {"base", "config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "advice": {
         "config", "hardware", "kernels", "linear", "models", "data", "distributed", "inference", "training",
     },
     "cli": {
-        "advice", "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint",
+        "base", "advice", "config", "doctor", "hardware", "launch", "migrate", "models", "data", "checkpoint",
         "report", "sweep", "training",
     },
 }  # fmt: skip
 PEERS = {"transformers", "torchao", "torchtune"}
 HEAVY = re.compile(
-    r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!cli|config|hardware|launch)"
+    r"torch|numpy|tokenizers|safetensors|huggingface_hub|lptune\.(?!base|cli|config|hardware|launch)"
 )
 MAX_LINES = {"recipes": 150, "lptune": 400}
 

@@ -103,9 +103,11 @@ def model_card(
     parts: Sequence[Part],
     fingerprint: Mapping[str, Any],
     weights: str | None = None,
+    stops: Mapping[str, int] | None = None,
 ) -> str:
     """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests.
-    weights: which average of weights is exported; None: the weights are those of `step`.
+    weights: which average of weights is exported; None: the weights are those of `step`. stops: the tokens
+    that end the answers of the training rows.
     """
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
@@ -127,6 +129,7 @@ def model_card(
         ),
         "steps": step,
         "weights": weights,
+        "answers end with": ", ".join(f"{text} ({each})" for text, each in (stops or {}).items()) or None,
         "lptune": ", ".join(dict.fromkeys(part.lptune for part in parts)),
         "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),
     }

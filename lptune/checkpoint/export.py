@@ -11,7 +11,7 @@ written beside its final path, and is published by a rename after all ranks have
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from pathlib import Path
@@ -22,20 +22,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
+from lptune.base.files import fsync_path, read_json, write_json, write_text
 from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     Scratch,
     free_bytes,
-    fsync_path,
     publish_folder,
-    read_json,
     save_tensors,
     set_aside,
     why,
-    write_json,
-    write_text,
 )
 from lptune.checkpoint.hf import TIED, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
@@ -45,6 +42,7 @@ from lptune.checkpoint.sums import is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
 from lptune.distributed import SideGroup, World, side_group, whole_piece
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
+from lptune.stop_ids import generation_config, read_stop_ids
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -84,7 +82,7 @@ def export_hf(
     """Writes the weights of a verified checkpoint as a Hugging Face folder; returns `folder`.
 
     base: the index of the base checkpoint. Tensor names and files stay the same; config.json and tokenizer
-    files are copied.
+    files are copied, and generation_config.json gets the tokens that the training rows end answers with.
     cfg.average_checkpoints: the mean of this and earlier checkpoints in its folder is exported (average.py).
     cfg.ema: the moving averages of the weights are exported, where the checkpoint has them.
     world: all of its ranks call this. None: this process alone exports.
@@ -142,8 +140,13 @@ def _export(
         with _together(group, checkpoint, folder):
             if group.rank == 0:
                 weights = _which(files, averaged)
-                card = model_card(about, state.step, read_parts(state), state.fingerprint, weights)
+                parts = read_parts(state)
+                card = model_card(about, state.step, parts, state.fingerprint, weights, state.stop_tokens)
                 _write_rest(scratch, base, files, cfg, about.chat_template, card)
+                _write_stops(scratch, state.stop_tokens, say)
+                write_sums(scratch)
+                for path in scratch.iterdir():
+                    fsync_path(path)
                 assert made is not None
                 made.unmark()
                 _publish(scratch, folder, replace, say)
@@ -318,9 +321,25 @@ def _write_rest(
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     write_text(scratch / "README.md", card)
-    write_sums(scratch)
-    for path in scratch.iterdir():
-        fsync_path(path)
+
+
+def _write_stops(scratch: Path, learned: Mapping[str, int] | None, say: Callable[[str], None]) -> None:
+    """Adds the tokens that the answers of the training rows end with to the stop ids of the export. Without
+    them, a base model that has learned chats runs on after its answer in every other program.
+    """
+    if learned is None:
+        say(
+            "note: the checkpoint does not say which tokens end an answer (an older version made it, or a "
+            "recipe that passes no `stops`); generation_config.json stays that of the base"
+        )
+        return
+    stop_ids = read_stop_ids(scratch)
+    added = {text: each for text, each in learned.items() if each not in stop_ids}
+    if added:
+        content = generation_config(scratch, [*stop_ids, *added.values()])
+        write_json(scratch / "generation_config.json", content)
+        names = ", ".join(f"{text} ({each})" for text, each in added.items())
+        say(f"generation_config.json: generation ends at {names}, too, as the answers of the data do")
 
 
 def _publish(scratch: Path, folder: Path, replace: bool, say: Callable[[str], None]) -> None:

@@ -1,36 +1,24 @@
-"""Durable writes: a file or folder is published by a rename, after its bytes have reached the disk.
+"""Folders that are published by a rename, after their bytes have reached the disk (files: base/files.py).
 
-So a reader, or a run that resumes after a kill, sees a file completely or not at all.
+So a reader, or a run that resumes after a kill, sees a folder completely or not at all.
 """
 
 import errno
 import glob
 import hashlib
-import json
 import os
 import re
 import secrets
 import shutil
 from contextlib import suppress
-from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.config import MEBI, TEMPORARY, UserError, kind_of, lock_file, named, open_regular, read_text
-
-
-def fsync_path(path: Path) -> None:
-    """Flushes a file's data or a folder's entries to disk."""
-    with named(path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+from lptune.base.files import fsync_path
+from lptune.config import TEMPORARY, UserError, kind_of, lock_file, named, open_regular
 
 
 def num_threads() -> int:
@@ -59,67 +47,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     fsync_path(path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `text` durably. `path` has the old or the new content, never a part of it. Follows no link."""
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
-    with named(partial):
-        with suppress(FileNotFoundError):  # left by a kill, or put there by another program
-            partial.unlink()
-        with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-            file.write(text)
-    fsync_path(partial)
-    partial.replace(path)
-    fsync_path(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON, by `write_text`."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path, max_chars: int = 64 * MEBI) -> Any:
-    """The JSON at `path`. Raises UserError with file, line and problem.
-
-    max_chars: the default is eight times the size of the index of a model with 90,000 tensors.
-    """
-    try:
-        return json.loads(read_text(path, max_chars))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8 text, as JSON is") from None
-    except RecursionError:
-        raise UserError(f"{path}: cannot be read: its brackets are nested too deep") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        what = "a number in it is too long" if "integer string" in str(error) else error
-        raise UserError(f"{path}: cannot be read: {what}") from None
-
-
-def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The bytes of the file at `path`. Raises UserError if there are more than `max_bytes`."""
-    try:
-        with _open(path) as file:
-            content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(content) > max_bytes:
-        raise UserError(f"{path}: is larger than {max_bytes:,} bytes, so it is something else")
-    return content
-
-
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes; follows a link. Raises UserError if it is not a regular file."""
-    with named(path), _open(path) as file:
+    with named(path), open(open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _open(path: Path) -> BufferedReader:
-    """Opens a regular file, or a link to one, as in the hub's cache. Not a pipe, which would block."""
-    return open(open_regular(path, os.O_RDONLY, follow=True), "rb")
 
 
 def publish_folder(partial: Path, final: Path) -> None:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 import lptune
-from lptune.checkpoint.files import num_threads, read_bytes, sha256, why, write_text
+from lptune.base.files import parse_json, read_bytes, write_text
+from lptune.checkpoint.files import num_threads, sha256, why
 from lptune.checkpoint.tiling import check_rows, check_tiling
 from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup
@@ -199,9 +200,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: has no {NAME}; it is no finished checkpoint")
     sealed = read_bytes(path, _MAX_BYTES)
     try:
-        content = json.loads(sealed)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not valid JSON: {error}; the file was changed") from None
+        content = parse_json(sealed)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; the file was changed") from None
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version not in (_RECTANGLES, _BOXES):
         raise UserError(

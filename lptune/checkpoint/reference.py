@@ -10,24 +10,31 @@ damaged, the run computes the numbers again, from the base checkpoint.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lptune.checkpoint.files import fsync_path, read_bytes
+from lptune.base.files import parse_json, read_bytes, write_bytes
 from lptune.checkpoint.run_folder import RunFolder
-from lptune.config import MEBI, TEMPORARY, UserError, kind_of, named, open_regular
+from lptune.config import MEBI, kind_of
 from lptune.distributed import World
 
 _KEY = "lptune"
 """One key, since the order of several is random, and equal numbers are to give equal bytes."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, which is JSON."""
+
+
+class Rows(Protocol):
+    """What the file asks of the rows of a run (data.Rows)."""
+
+    @property
+    def num_documents(self) -> int: ...
 
 
 class ReferenceFile:
@@ -39,11 +46,15 @@ class ReferenceFile:
         self._made_with = {key: str(value) for key, value in made_with.items()}
         self._is_current = False
 
-    def read(self) -> dict[str, Tensor] | None:
+    def read(self, train: Rows, held_out: Rows | None, *sizes: int) -> dict[str, Tensor] | None:
         """The tensors of an earlier launch, on the CPU; None if they are to be computed. Prints a line if
         there is a file that cannot be used. A collective.
+
+        sizes: the shape of what belongs to one document; none for a number.
         """
-        found = read_reference(self._folder.reference, self._made_with)
+        rows = {"train": train, "held_out": held_out}
+        shapes = {name: (each.num_documents, *sizes) for name, each in rows.items() if each is not None}
+        found = read_reference(self._folder.reference, self._made_with, shapes)
         failed = torch.tensor(float(isinstance(found, str)), device=self._world.device)
         self._world.max_(failed)
         self._is_current = not failed.item()
@@ -64,23 +75,30 @@ class ReferenceFile:
                     write_reference(self._folder.reference, tensors, self._made_with)
 
 
-def read_reference(path: Path, made_with: Mapping[str, str]) -> dict[str, Tensor] | str:
+def read_reference(
+    path: Path, made_with: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor] | str:
     """The tensors of the file, or why it cannot be used; an empty text if there is no file.
 
-    made_with: what the numbers depend on, by name.
+    made_with: what the numbers depend on, by name. shapes: of the tensors.
     """
     if not kind_of(path):
         return ""
     try:
-        content = read_bytes(path, 1024 * MEBI)
+        content = read_bytes(path, 1024 * MEBI, follow=False)
         tensors = load(content)
         stop = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-        about = json.loads(json.loads(content[_LENGTH_BYTES:stop])["__metadata__"][_KEY])
+        about = parse_json(parse_json(content[_LENGTH_BYTES:stop])["__metadata__"][_KEY])
         digest, stored = about["digest"], dict(about["made_with"])
-    except (SafetensorError, UserError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"it cannot be read ({error!s:.80})"
+    found = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    if found != {name: (torch.float32, shape) for name, shape in shapes.items()}:
+        return "its tensors have other names, shapes or dtypes than this run's"
     if digest != _digest(tensors):
         return "it is damaged: its numbers do not match their digest"
+    if not all(each.isfinite().all() for each in tensors.values()):
+        return "some of its numbers are not finite"
     changed = [
         f"{key} {stored.get(key)} (now {value})"
         for key, value in made_with.items()
@@ -92,14 +110,7 @@ def read_reference(path: Path, made_with: Mapping[str, str]) -> dict[str, Tensor
 def write_reference(path: Path, tensors: Mapping[str, Tensor], made_with: Mapping[str, str]) -> None:
     """Writes the file durably; `path` has the old or the new content. The tensors are on the CPU."""
     about = {"digest": _digest(tensors), "made_with": dict(made_with)}
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
-    with named(partial):
-        partial.unlink(missing_ok=True)
-        with open(open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(save(dict(tensors), metadata={_KEY: json.dumps(about)}))
-    fsync_path(partial)
-    partial.replace(path)
-    fsync_path(path.parent)
+    write_bytes(path, save(dict(tensors), metadata={_KEY: json.dumps(about)}))
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -26,6 +26,7 @@ from lptune.config import (
 )
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
+from lptune.stop_ids import read_stop_ids
 
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",
@@ -135,17 +136,21 @@ def state_of_run(
     started_on: date,
     chat_template: str | None,
     others: Mapping[str, str] = MappingProxyType({}),
+    stops: Mapping[str, int] | None = None,
 ) -> RunState:
     """The state.json of the checkpoints that this run will write, without their step.
 
     plan: the precision of the steps to come. saved: the state of the checkpoint that the run continues; None
     for a new run. num_steps: the number of steps that `cfg` resolves to. data_digest: of the training rows.
     started_on: the day that chat templates print; the same after a resume. chat_template: the tokenizer's
-    template, as the run uses it. others: further digests for the fingerprint, by name.
+    template, as the run uses it. others: further digests for the fingerprint, by name. stops: the tokens that
+    end the answers of the rows. Raises UserError if the model's files name stop ids that cannot be read.
 
     Precision, compilation, ranks and number of steps may change when a run is resumed. The values in
     `fingerprint` may not.
     """
+    if stops:
+        read_stop_ids(Path(cfg.model.path).expanduser())  # the export adds to them
     fingerprint = {
         # Settings that change the data come before the data, so that an error names the cause.
         "seed": cfg.seed,
@@ -168,6 +173,7 @@ def state_of_run(
         "parts": run_parts(cfg, plan, saved),
         # A parameter that an earlier part of the run trained is not the base's, frozen now or not.
         "frozen": [name for name in plan.frozen if saved is None or name in saved.frozen],
+        "stop_tokens": None if stops is None else dict(stops),
     }
     return RunState(content)
 

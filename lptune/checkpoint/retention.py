@@ -4,9 +4,7 @@ A checkpoint is renamed before it is removed, so that a kill during the removal 
 Files in it that lptune did not write are kept, in a folder `old-step-…`.
 """
 
-import json
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -14,22 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.checkpoint.files import read_json, remove_folder, remove_leftover, set_aside
+from lptune.base.files import lines_of, object_of, read_json
+from lptune.checkpoint.files import remove_folder, remove_leftover, set_aside
 from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
-from lptune.config import (
-    MEBI,
-    CheckpointConfig,
-    LongLineError,
-    UserError,
-    kind_of,
-    named,
-    open_regular,
-    raw_lines,
-)
+from lptune.config import CheckpointConfig, LongLineError, UserError
 from lptune.progress import print_line
 
-MAX_LINE_BYTES = MEBI
-"""Of a line of metrics.jsonl; a run writes less than a thousandth."""
 _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")
 
 
@@ -116,18 +104,13 @@ def evaluations(metrics: Path) -> dict[int, float | None]:
     Lines that no run writes are passed over. Raises UserError for one without an end, OSError as open does.
     """
     found = dict[int, float | None]()
-    if not kind_of(metrics):
-        return found
-    with named(metrics), open(open_regular(metrics, os.O_RDONLY), "rb") as file:
-        try:
-            for line in raw_lines(file, MAX_LINE_BYTES):
-                if b'"eval_loss"' in line:
-                    with suppress(ValueError, RecursionError):
-                        record = json.loads(line)
-                        if isinstance(record, dict) and type(record.get("step")) is int:
-                            found[record["step"]] = _number(record)
-        except LongLineError as error:
-            raise UserError(f"{metrics}: a line of it {error}; move the file away") from None
+    try:
+        for line in lines_of(metrics):
+            record = object_of(line) if b'"eval_loss"' in line else None
+            if record is not None and type(record.get("step")) is int:
+                found[record["step"]] = _number(record)
+    except LongLineError as error:
+        raise UserError(f"{metrics}: a line of it {error}; move the file away") from None
     return found
 
 

@@ -81,8 +81,7 @@ class Run:
         self._state: RunState | None = None
         self._num_steps, self._data_digest = 0, ""
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
-        self._stops_early = False
-        self._has_base = False
+        self._stops_early = self._has_base = False
         self._fell_back: dict[str, int] = {}
 
     @property
@@ -119,19 +118,20 @@ class Run:
         chat_template: str | None,
         *,
         others: Mapping[str, str] = MappingProxyType({}),
+        stops: Mapping[str, int] | None = None,
     ) -> None:
         """Raises UserError if ranks differ, or the run differs from the checkpoint that it continues, in
         data, model or seed. Also prepares state.json for the checkpoints of this run. A collective.
 
         plan: the precision of the steps to come. num_steps: the step after which the run ends. data_digest:
         of the training rows. chat_template: the tokenizer's template, as the run uses it. others: digests of
-        what else a recipe trains on, by a name for messages.
+        what else a recipe trains on, by a name for messages. stops: `data.learned_stops`, for the export.
         """
         check_num_averaged(self._cfg, num_steps)
         self._num_steps, self._data_digest = num_steps, data_digest
-        plan = plan.with_high(self._fell_back)
+        plan, day = plan.with_high(self._fell_back), self.started_on
         self._state = state_of_run(
-            self._cfg, plan, self._saved, num_steps, data_digest, self.started_on, chat_template, others
+            self._cfg, plan, self._saved, num_steps, data_digest, day, chat_template, others, stops
         ).with_fallen_back(self._fell_back)
         check_fingerprint(self._saved, self._state, self._world)
 

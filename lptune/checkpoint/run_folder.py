@@ -13,7 +13,6 @@ run continues in its folder only from a checkpoint in this folder. Any other sta
 it finds there, of a run or of another tool, and never overwrites them.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from lptune import launch
-from lptune.checkpoint.files import read_json, remove_leftover, set_aside, write_json, write_text
+from lptune.base.files import lines_of, object_of, read_json, write_bytes, write_json, write_text
+from lptune.checkpoint.files import remove_leftover, set_aside
+from lptune.checkpoint.hosts import check_one_config, check_shared
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
-from lptune.checkpoint.retention import MAX_LINE_BYTES, evaluations
+from lptune.checkpoint.retention import evaluations
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -40,7 +41,6 @@ from lptune.config import (
     lock_file,
     named,
     open_regular,
-    raw_lines,
     remedy,
     to_yaml,
 )
@@ -103,24 +103,21 @@ class RunFolder:
         """Removes the metrics of steps after `step`, which the resumed run writes again, and an incomplete
         last line. If the file has lines that no run writes, the original is renamed and `say` gets a line.
         """
-        kept, num_odd, why_odd = list[str](), 0, ""
-        if self.metrics.exists():
-            descriptor = open_regular(self.metrics, os.O_RDONLY)
-            with named(self.metrics), open(descriptor, "rb") as file:
-                try:
-                    for line in raw_lines(file, MAX_LINE_BYTES):
-                        at = _step_of_line(line)
-                        if at is None:
-                            num_odd += line.endswith(b"\n")
-                        elif at <= step:
-                            kept.append(line.decode().rstrip("\r\n") + "\n")
-                except LongLineError as error:
-                    why_odd = f"a line of it {error}"
+        kept, num_odd, why_odd = list[bytes](), 0, ""
+        try:
+            for line in lines_of(self.metrics):
+                at = (object_of(line) or {}).get("step")
+                if type(at) is not int:  # no run wrote it
+                    num_odd += line.endswith(b"\n")
+                elif at <= step:
+                    kept.append(line.rstrip(b"\r\n") + b"\n")
+        except LongLineError as error:
+            why_odd = f"a line of it {error}"
         why_odd = why_odd or (f"{num_odd} of its lines are no metrics of a run" if num_odd else "")
         if why_odd:
             aside = set_aside(self.metrics).name
             say(f"set aside: {self.metrics} -> {aside}: {why_odd}")
-        write_text(self.metrics, "".join(kept))
+        write_bytes(self.metrics, b"".join(kept))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the metrics have an eval_loss for `step`, as the main rank reads them. A collective."""
@@ -171,6 +168,7 @@ class RunFolder:
         with self.together():
             if self._world.is_main:
                 self._create(resumed, say)
+        check_shared("output_dir", self.path, self._world)
         launch.keep_log(self.path / "logs")
 
     def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
@@ -203,10 +201,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"output_dir: {self.path} cannot be made ({error.strerror}); "
-                f"{remedy(error, 'choose another folder')}"
-            ) from None
+            line = f"{self.path} cannot be made ({error.strerror}); {remedy(error, 'choose another folder')}"
+            raise UserError(f"output_dir: {line}") from None
 
     def _is_own(self, resumed: Manifest) -> bool:
         """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
@@ -312,16 +308,6 @@ class RunFolder:
                 )
 
 
-def _step_of_line(line: bytes) -> int | None:
-    """The step of a line of the metrics; None: no run wrote it."""
-    try:
-        record = json.loads(line.decode())  # what is no UTF-8 is no run's
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if type(step) is int else None
-
-
 def _leftovers(checkpoints: Path) -> list[Path]:
     """Files and folders that a killed run left among its checkpoints, by their temporary names."""
     return [
@@ -337,12 +323,8 @@ def _owner(path: Path) -> str:
 
 
 def _form(cfg: ExportConfig) -> dict[str, Any]:
-    return {
-        "dtype": cfg.dtype,
-        "max_shard_gib": float(cfg.max_shard_gib),
-        "average_checkpoints": cfg.average_checkpoints,
-        "ema": cfg.ema,
-    }
+    averages = {"average_checkpoints": cfg.average_checkpoints, "ema": cfg.ema}
+    return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib), **averages}
 
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
@@ -369,6 +351,7 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     failed or was removed, and saved checkpoints stay. Other OSErrors are raised unchanged.
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
+    check_one_config(cfg, world)
     try:
         with run.together():
             if world.is_main:
@@ -378,6 +361,8 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
                     run.hold()
                 if run.is_a_run():
                     run.lock()
+        if any(world.gather(run.path.is_dir())):
+            check_shared("output_dir", run.path, world)
         with _errors_of(run.path):
             yield run
     finally:

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import torch
 
 import lptune
-from lptune.checkpoint.files import read_json, write_json, write_text
-from lptune.config import MEBI, UserError, read_text
+from lptune.base.files import MAX_BYTES, lines_of, object_of, read_object, write_bytes, write_json
+from lptune.config import UserError
 from lptune.distributed import World
 from lptune.progress import RECIPE
 
@@ -37,10 +37,9 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
 
     step, num_steps: where the launch begins and where the run ends.
     """
-    before: Any = {}
+    held: dict[str, Any] = {}
     with suppress(UserError):
-        before = read_json(path)
-    held = before if isinstance(before, dict) else {}
+        held = read_object(path)
     run_id, launches = held.get("id"), held.get("launches")
     # Trackers name a run by it, in an address or as a file, so no other text will do.
     is_id = isinstance(run_id, str) and re.fullmatch("[0-9a-f]{8}", run_id)
@@ -71,14 +70,10 @@ def keep_checks_until(path: Path, step: int) -> None:
     """Removes the shadow checks after `step` from shadow.jsonl at `path`, and lines that no run wrote. A run
     that goes on from `step` makes them again, or makes none.
     """
-    text = ""
-    with suppress(OSError, ValueError):
-        text = read_text(path, 64 * MEBI)
-    kept = [
-        line for line in text.splitlines() if (at := _value(line, "step", int)) is not None and at <= step
-    ]
-    if len(kept) < text.count("\n"):
-        write_text(path, "".join(f"{line}\n" for line in kept))
+    lines = _lines(path)
+    kept = [line for line in lines if (at := _value(line, "step", int)) is not None and at <= step]
+    if len(kept) < len(lines):
+        write_bytes(path, b"".join(kept))
 
 
 def _recipe() -> dict[str, str]:
@@ -93,19 +88,19 @@ def _recipe() -> dict[str, str]:
 
 def write_samples(path: Path, samples: Sequence[Mapping[str, object]]) -> None:
     """Writes `samples` to samples.jsonl at `path`, in place of earlier ones with the same `when`."""
-    text = ""
-    with suppress(OSError, ValueError):
-        text = read_text(path, 64 * MEBI)
     replaced = {sample["when"] for sample in samples}
-    kept = [line for line in text.splitlines() if _value(line, "when", str) not in (None, *replaced)]
-    write_text(path, "\n".join([*kept, *map(json.dumps, samples)]) + "\n")
+    kept = [line for line in _lines(path) if _value(line, "when", str) not in (None, *replaced)]
+    write_bytes(path, b"".join([*kept, *(f"{json.dumps(sample)}\n".encode() for sample in samples)]))
 
 
-def _value(line: str, key: str, kind: type[_T]) -> _T | None:
+def _lines(path: Path) -> list[bytes]:
+    """The lines of the file; none if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return [line.rstrip(b"\r\n") + b"\n" for line in lines_of(path, MAX_BYTES)]
+    return []
+
+
+def _value(line: bytes, key: str, kind: type[_T]) -> _T | None:
     """The value of `key` in the JSON object of `line`; None: no run wrote the line."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    value = found.get(key) if isinstance(found, dict) else None
+    value = (object_of(line) or {}).get(key)
     return value if type(value) is kind else None

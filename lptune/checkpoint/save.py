@@ -36,17 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lptune.base.files import read_json, write_json
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
     fresh_folder,
     num_threads,
     publish_folder,
-    read_json,
     save_tensors,
     set_aside,
     why,
-    write_json,
 )
 from lptune.checkpoint.manifest import (
     Shard,

@@ -8,6 +8,7 @@
     parts                                                     precision and versions of all steps (card.py)
     frozen                                                    parameters that were frozen in all steps
     fell_back                                                 layers that a shadow check switched to high
+stop_tokens                                               text and id of the tokens that end learned answers
     about                                                     path of the base checkpoint, export settings
 
 A `RunState` is the content of this file, read or to be written. Each block is checked when it is used,
@@ -23,7 +24,8 @@ from typing import Any, get_type_hints
 import torch
 
 import lptune
-from lptune.checkpoint.files import read_json, sha256
+from lptune.base.files import read_json
+from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
 from lptune.config import RunConfig, SourceConfig, UserError, as_written, source_names
@@ -155,6 +157,18 @@ class RunState:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f"{self.path}: frozen: expected names of parameters, found {names!r:.60}")
         return frozenset(names)
+
+    @property
+    def stop_tokens(self) -> dict[str, int] | None:
+        """The tokens that end the answers of the training rows: text -> id. None if the recipe, or an older
+        version, did not say.
+        """
+        found = self.content.get("stop_tokens")
+        if found is None:
+            return None
+        if not isinstance(found, dict) or any(type(each) is not int or each < 0 for each in found.values()):
+            raise UserError(f"{self.path}: stop_tokens: expected ids by text, found {found!r:.60}")
+        return dict(found)
 
     @property
     def about(self) -> About:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lptune.checkpoint.files import Scratch, num_threads, read_bytes, sha256, why, write_text
+from lptune.base.files import read_bytes, write_text
+from lptune.checkpoint.files import Scratch, num_threads, sha256, why
 from lptune.config import MEBI, UserError, kind_of
 
 NAME = "SHA256SUMS"
@@ -72,7 +73,7 @@ def is_as_written(folder: Path) -> bool:
 def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
     """(digests by file name, digest of the original README.md). Both are empty without SHA256SUMS."""
     path = folder / NAME
-    if not path.is_file():
+    if not kind_of(path):
         return {}, ""
     lines = read_bytes(path, _MAX_BYTES).decode("utf-8", errors="replace").splitlines()
     entries = [_LINE.fullmatch(line) for line in lines if not line.startswith("#")]

@@ -39,6 +39,8 @@ class Trained:
     None: the tokenizer's."""
     started_on: date | None
     """The day on which the run began, for chat templates that print a date; None without a checkpoint."""
+    learned_stops: tuple[int, ...] = ()
+    """Of a checkpoint: ids that end the answers of its training rows. The files of a folder have its own."""
 
     @property
     def folder(self) -> Path:
@@ -94,4 +96,5 @@ def _of_checkpoint(checkpoint: Manifest, say: Callable[[str], None]) -> Trained:
     # `about` has the text of a template. That a run used none is said by the settings of its rows alone.
     of_rows = state.content.get("decides_rows")
     has_none = isinstance(of_rows, dict) and of_rows.get("data.chat_template") == "none"
-    return Trained(base, checkpoint, "none" if has_none else about.chat_template, state.started_on)
+    template = "none" if has_none else about.chat_template
+    return Trained(base, checkpoint, template, state.started_on, tuple((state.stop_tokens or {}).values()))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune import progress
+from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.config import (
@@ -128,7 +129,9 @@ def advise(
         how = "timed on" if is_here else "predicted, not measured, for"
         comment = source_text(advice, setting, how)
         text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
-        _write(write, text)
+        _check_write(write)  # once more: the answer took minutes
+        with write_errors(f"--write: {write}:", "choose another name"):
+            write_text(write, text, shared=True)
         click.echo(f"written: {write}")
 
 
@@ -202,13 +205,3 @@ def _written(
     ]
     heading = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{heading}\n{changed_yaml(type(cfg), path, overrides, changes)}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"--write: {path} exists; choose another name") from None
-    except OSError as error:
-        raise UserError(f"--write: {path}: cannot be written: {error.strerror}") from None

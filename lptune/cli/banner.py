@@ -5,14 +5,15 @@ slow network disk.
 """
 
 import hashlib
-import json
 import os
 import textwrap
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from lptune import progress
-from lptune.config import MEBI, RunConfig, read_text
+from lptune.base.files import read_object
+from lptune.config import RunConfig
 
 _PRINTED = "LPTUNE_BANNER_PRINTED"  # in the environment of the ranks of a launcher that has printed it
 _WIDTH = 80
@@ -40,11 +41,11 @@ def note_other_recipe(cfg: object, file: Path) -> None:
     """
     if not isinstance(cfg, RunConfig) or not _is_main():
         return
-    about: object = None
     folder = Path(cfg.output_dir).expanduser()
-    with suppress(OSError, ValueError, RecursionError):
-        about = json.loads(read_text(folder / "run.json", MEBI))
-    if not isinstance(about, dict) or not isinstance(before := about.get("recipe_sha256"), str):
+    about: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        about = read_object(folder / "run.json", missing={}, follow=False)
+    if not isinstance(before := about.get("recipe_sha256"), str):
         return
     if before != hashlib.sha256(file.read_bytes()).hexdigest():
         name = str(about.get("recipe"))

@@ -1,14 +1,14 @@
 """`lptune cp`: copy a recipe or a config, to change the copy. The copy runs by its path."""
 
-import os
 from pathlib import Path
 
 import click
 
+from lptune.base.files import MAX_BYTES, read_bytes, write_bytes, write_errors
 from lptune.cli import catalog, interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import TEMPORARY, UserError, kind_of
+from lptune.config import UserError, kind_of
 
 
 @click.command()
@@ -29,20 +29,8 @@ def cp(name: str, dest: Path, force: bool, parents: bool) -> None:
         raise UserError(f"{dest}: exists; add --force to overwrite it")
     if dest.exists() and (not dest.is_file() or dest.samefile(source)):  # /dev/stdout is a link, to a pipe
         raise UserError(f"{dest}: cannot be overwritten by {name}; choose another DEST")
-    # Renamed into place, so that the target of a link, or a hard link of DEST, is not written to.
-    partial = dest.with_name(f"{TEMPORARY}lptune-{os.getpid()}")
-    with interrupts.Undoing():
-        try:
-            dest.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with partial.open("xb") as file:
-                    file.write(source.read_bytes())
-                partial.replace(dest)
-            except FileExistsError:  # another process made it, so it stays
-                raise
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            raise UserError(f"{name}: cannot be copied to {dest}: {error.strerror}") from None
+    content = read_bytes(source, MAX_BYTES)
+    with interrupts.Undoing(), write_errors(f"{dest}:", "choose another DEST"):
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(dest, content, shared=True)
     click.echo(f"copied {name} to {dest}")

@@ -1,14 +1,14 @@
 """`lptune migrate`: a config of torchtune, torchtitan or axolotl becomes one of lptune, without torch."""
 
-import os
 from pathlib import Path
 
 import click
 
+from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, interrupts, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import TEMPORARY, UserError, kind_of
+from lptune.config import UserError, kind_of
 
 _TOOLS = ("torchtune", "torchtitan", "axolotl")
 
@@ -64,17 +64,9 @@ def _check_new(output: Path) -> None:
 
 
 def _write(output: Path, text: str) -> None:
-    partial = output.with_name(f"{TEMPORARY}lptune-{os.getpid()}")
-    with interrupts.Undoing():
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(text, encoding="utf-8")
-                partial.rename(output)
-            finally:
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    with interrupts.Undoing(), write_errors(f"{output}:", "choose another --output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, text, shared=True)
 
 
 def _problem(output: Path, recipe_name: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lptune import progress
+from lptune.base.files import write_json
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
@@ -64,7 +65,7 @@ def new_checkpoint(
     preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
 ) -> None:
     """Write a checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) with random weights to the new folder DEST."""
-    from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why, write_json
+    from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why
 
     config = _preset(preset)
     check_new_folder(dest)
@@ -168,7 +169,6 @@ def _write_weights(folder: Path, seed: int, dtype: str) -> int:
     from safetensors.torch import save_file
 
     from lptune import models
-    from lptune.checkpoint.files import write_json
 
     model = models.build_on_meta(models.read_config(folder))
     item_bytes = {"float32": 4, "bfloat16": 2}[dtype]

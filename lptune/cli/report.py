@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lptune.base.files import write_errors, write_text
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.config import UserError, is_within, kind_of, printable
@@ -156,18 +157,16 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
 
 def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:
     from lptune.report import png, svg
-    from lptune.report.files import write_in_one_piece
     from lptune.report.page import arrange
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
     shown = arrange(runs, reference)
     charts = [*shown.main, *shown.others]
-    for chart in charts:
-        if of_svg:
-            write_in_one_piece(folder / f"{chart.slug}.svg", svg.standalone(chart, shown.names, shown.looks))
-        else:
-            png.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
+    with write_errors(f"{folder}:", "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            if of_svg:
+                text = svg.standalone(chart, shown.names, shown.looks)
+                write_text(folder / f"{chart.slug}.svg", text, shared=True)
+            else:
+                png.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
     click.echo(f"{len(charts)} charts as {'SVG' if of_svg else 'PNG'}: {folder.absolute()}")

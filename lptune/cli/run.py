@@ -81,7 +81,8 @@ def run(
         launcher.torchrun(
             torchrun_flags,
             ["run", str(recipe_path), "--config", str(config_path), *overrides],
-            getattr(cfg, "output_dir", None),
+            cfg,
+            recipe_path,
         )
     flags.stay_on_loopback()
     _run_here(cfg, *names)

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import click
 
+from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file
+from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file, open_regular
 from lptune.launch import flags, launcher, preemption
 
 _OWN_FLAGS = (
@@ -238,7 +239,7 @@ def _locked(folder: Path) -> int:
     """Makes the folder and locks it against a second sweep; returns the descriptor that holds the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT)
         lock_file(descriptor, wait=False)
     except BlockingIOError:
         raise UserError(f"{folder}: another sweep runs there; wait, or choose --output-dir") from None
@@ -271,9 +272,7 @@ def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, n
     shape = Shape(int(nnodes or 1), nproc or "gpu")
     job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
     text = script(str(path), job, os.getcwd(), [each.arguments for each in planned], shape)
-    try:
+    with write_errors(f"{path}:", "choose another name"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        write_text(path, text, shared=True)
     click.echo(f"wrote {path}: look at its #SBATCH lines, then: sbatch {shlex.quote(str(path))}")

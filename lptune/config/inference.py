@@ -53,12 +53,17 @@ class SamplingConfig:
     max_new_tokens: int = 256
     """Largest number of tokens of an answer."""
     temperature: float = 0.0
-    """Logits are divided by this before they become probabilities. 0: always the most probable token; top_k
-    and top_p then have no effect."""
+    """Logits are divided by this before they become probabilities. 0: always the most probable token; top_k,
+    top_p and min_p then have no effect."""
     top_k: int = 0
     """Draw from this number of most probable tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest most probable tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Draw from tokens with at least this share of the largest probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the answer already has are divided by this where they are positive,
+    and multiplied elsewhere. Above 1: fewer repetitions, at temperature 0, too."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
 
@@ -68,6 +73,10 @@ class SamplingConfig:
         at_least("sampling.top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise UserError(f"sampling.top_p: must be above 0 and at most 1, found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"sampling.min_p: must be within 0 and 1, found {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"sampling.repetition_penalty: must be above 0, found {self.repetition_penalty}")
         if "" in self.stop:
             raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")
 

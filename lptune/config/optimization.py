@@ -47,11 +47,13 @@ class ScheduleConfig:
     warmup_steps: int = 0
     """Steps in which the rate rises from 0 to the peak."""
     decay_steps: int = 0
-    """Number of steps at the end of the run in which the rate decays (wsd)."""
+    """Number of steps at the end of the run in which the rate decays (wsd). The first of them is still at the
+    peak, so a decay has at least 2."""
     decay_shape: str = "linear"
     """linear | cosine | 1-sqrt: how the rate falls in these steps (wsd)."""
     min_lr_ratio: float = 0.0
-    """Rate of the last step, as a share of the peak (cosine, linear, wsd)."""
+    """Rate at which the decay ends, as a share of the peak (cosine, linear, wsd). The step after the last one
+    would have it: a linear decay of 5 steps to 0.1 takes its last step at 0.28 of the peak."""
 
     def __post_init__(self) -> None:
         one_of("schedule.kind", self.kind, ("cosine", "linear", "constant", "wsd"))

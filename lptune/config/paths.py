@@ -113,11 +113,11 @@ def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = Fa
         descriptor = os.open(path, flags, mode)
     except OSError:
         if kind_of(path) not in ("", "a file", "a link" if follow else ""):
-            raise _not_regular(path) from None
+            raise _not_regular(path, follow) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _not_regular(path)
+        raise _not_regular(path, follow)
     return descriptor
 
 
@@ -148,8 +148,8 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def _not_regular(path: Path) -> UserError:
-    return UserError(f"{path}: is {kind_of(path)}, where a regular file is needed; remove it")
+def _not_regular(path: Path, follow: bool) -> UserError:
+    return UserError(f"{path}: is {kind_of(path, follow=follow)}, where a regular file is needed; remove it")
 
 
 class HeldFolder:

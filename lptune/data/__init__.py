@@ -21,9 +21,10 @@ from lptune.data.prepare import (
     prepare_labelled,
     prepare_preferences,
 )
-from lptune.data.prompts import Prompt, PromptWriter, end_ids, read_prompts
+from lptune.data.prompts import Prompt, PromptWriter, read_prompts
 from lptune.data.rows import Batch, Rows
 from lptune.data.same_tokens import check_same_tokens
+from lptune.data.stops import end_ids, learned_stops
 from lptune.data.templates import ChatTemplate
 from lptune.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,6 +43,7 @@ __all__ = [
     "check_same_tokens",
     "end_ids",
     "evaluation_batches",
+    "learned_stops",
     "load_tokenizer",
     "pack",
     "prepare",

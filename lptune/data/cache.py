@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lptune.base.files import fsync_path, parse_json, write_bytes
 from lptune.config import UserError, lock_file, remedy
 from lptune.data.documents import Documents, concatenated
 
@@ -166,10 +167,9 @@ def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
             manifest = {"format": FORMAT, "key": key, "facts": facts, "arrays": writer.finish()}
         manifest["digest"] = _digest(manifest)
         with _own_files():
-            _write_file(partial / _MANIFEST, json.dumps(manifest).encode())
-            _sync(partial)
+            write_bytes(partial / _MANIFEST, json.dumps(manifest).encode(), mode=0o600)
             _publish(partial, folder / key)
-            _sync(folder)
+            fsync_path(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -248,10 +248,10 @@ def _read_manifest(entry: int, key: str) -> dict[str, Any]:
     with _open_file(entry, _MANIFEST) as file:
         content = file.read(_MAX_MANIFEST_BYTES + 1)
     try:
-        manifest = json.loads(content[:_MAX_MANIFEST_BYTES])
+        manifest = parse_json(content[:_MAX_MANIFEST_BYTES])
         digest = manifest.pop("digest")
         same = (manifest["format"], manifest["key"], digest) == (FORMAT, key, _digest(manifest))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         same = False
     if not same:
         raise _DamagedError(f"{_MANIFEST} does not match its digest")
@@ -328,21 +328,6 @@ def _create(path: Path) -> Any:
 def _close(file: Any) -> None:
     with suppress(OSError):  # the buffer may hold bytes that failed before
         file.close()
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with _create(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

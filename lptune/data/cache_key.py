@@ -22,6 +22,7 @@ from lptune.config import DataConfig, data_files
 from lptune.data.cache import FORMAT
 from lptune.data.errors import BadRows
 from lptune.data.sources import read_rows
+from lptune.data.text_files import JsonFloat
 from lptune.data.tokenizer import Tokenizer
 
 MIN_BYTES = 1024 * 1024
@@ -67,7 +68,8 @@ def content_of(source: str, cfg: DataConfig) -> Content | None:
     num_bytes = 0
     for row in read_rows(source, BadRows(cfg.on_bad_row), split=cfg.split, max_rows=cfg.max_rows):
         try:
-            data = json.dumps([row.place, row.values], default=_encoded).encode() + b"\0"
+            texts = [each.text for each in row.values.values() if isinstance(each, JsonFloat)]
+            data = json.dumps([*row, texts], default=_encoded).encode() + b"\0"
         except (TypeError, ValueError, RecursionError):
             return None
         sha.update(data)

@@ -29,6 +29,10 @@ from lptune.data.formats import (
 )
 from lptune.data.messages import ANSWER_ROLES, is_messages, is_missing
 from lptune.data.sources import Row
+from lptune.data.transcripts import is_chat, is_transcript
+
+_PLAIN_NAMES = (("chosen",), ("rejected",))
+"""Names of preferences' columns that are refused beside any others; the rest, where nothing else is found."""
 
 
 def detect_format(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format:
@@ -133,7 +137,7 @@ def detect_labelled(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format
 def _is_conversation(value: Any) -> bool:
     """Whether `value` holds messages that begin with those of a prompt, not with an answer."""
     if not is_messages(value):
-        return False
+        return is_transcript(value)
     role = value[0].get("role", value[0].get("from"))
     return str(role).lower() not in ANSWER_ROLES
 
@@ -201,8 +205,8 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
             is_messages(first[name]) for name in _present(columns, MESSAGES_NAMES)
         )
         return "chat" if chat else "pairs"
-    _refuse_preferences(columns, source)
-    if any(is_messages(first[name]) for name in _present(columns, MESSAGES_NAMES)):
+    _refuse_preferences(columns, first, source)
+    if any(is_chat(first[name]) for name in _present(columns, MESSAGES_NAMES)):
         return "chat"
     prompts, responses = _present(columns, (*PROMPT_NAMES, *INPUT_NAMES)), _present(columns, RESPONSE_NAMES)
     if prompts and responses:
@@ -222,6 +226,7 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
             f"with {prompts[0]!r} and a "
             f"response column"
         )
+    _refuse_preferences(columns, first, source, (CHOSEN_NAMES, REJECTED_NAMES))
     if prompts:
         missing = "a response column; set data.response_column"
     elif responses:
@@ -234,25 +239,32 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
     raise UserError(f"{source}: cannot tell {missing}; its columns: {listed(columns)}")
 
 
-def _refuse_preferences(columns: Sequence[str], source: str) -> None:
-    if {"chosen", "rejected"} <= set(columns):
+def _refuse_preferences(
+    columns: Sequence[str], first: dict[str, Any], source: str, names: Sequence[Sequence[str]] = _PLAIN_NAMES
+) -> None:
+    found = [name for each in names for name in _present(columns, each)[:1]]
+    if len(found) == 2:
+        key = "messages" if _is_conversation(first[found[0]]) else "response"
         raise UserError(
-            f"{source}: holds preferences (columns chosen, rejected), and this recipe learns from one "
-            "response per prompt; use full_dpo or full_kto, or "
-            f"set data.response_column=chosen or another of {listed(columns)}"
+            f"{source}: holds preferences (columns {listed(found)}), and this recipe learns from one "
+            f"response per prompt; use full_dpo or full_kto, or set data.{key}_column={found[0]} or "
+            f"another of {listed(columns)}"
         )
 
 
 def _chat_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> Format:
     if cfg.response_column is None and cfg.messages_column is None:
-        _refuse_preferences(columns, source)
+        _refuse_preferences(columns, first, source)
     name = cfg.messages_column
     if name is None:
         found = _present(columns, MESSAGES_NAMES)
-        found = [column for column in found if is_messages(first[column])] or found
+        found = [column for column in found if is_chat(first[column])] or found
         name = _only(found, columns, "messages", "data.messages_column", source)
     tools = next(iter(_present(columns, TOOLS_NAMES)), None)
-    return Format(kind="chat", messages=name, tools=tools, response=cfg.response_column)
+    is_text = is_transcript(first[name])
+    return Format(
+        kind="chat", messages=name, is_transcript=is_text, tools=tools, response=cfg.response_column
+    )
 
 
 def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> Format:
@@ -261,7 +273,7 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
     free = [name for name in columns if name not in taken]
     response = cfg.response_column
     if response is None:
-        _refuse_preferences(columns, source)
+        _refuse_preferences(columns, first, source)
         response = _pick(free, RESPONSE_NAMES, "the response", "data.response_column", source)
     template = cfg.prompt_template
     filled = placeholders(template) if template is not None else []

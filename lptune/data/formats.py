@@ -8,6 +8,7 @@ detect.py finds the kind and the meaning of each column by the first rows of a s
 """
 
 import dataclasses
+import json
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -15,18 +16,21 @@ from typing import Any
 from lptune.config import UserError, closest
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES, earlier_turns, refuse_unlearnable
 from lptune.data.errors import RowError
+from lptune.data.messages import TOOLS_NAMES as TOOLS_NAMES
 from lptune.data.messages import is_messages, is_missing, read_messages, read_tools
 from lptune.data.sources import Row
+from lptune.data.text_files import JsonFloat
+from lptune.data.transcripts import read_chat
 
 PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_input", "source")
 INPUT_NAMES = ("input", "context")
-CHOSEN_NAMES = ("chosen", "chosen_response", "preferred")
-REJECTED_NAMES = ("rejected", "rejected_response", "dispreferred")
+_WHOLE_OR_ANSWER = ("response", "messages", "conversation", "conversations", "answer", "completion")
+CHOSEN_NAMES = ("chosen", *(f"chosen_{what}" for what in _WHOLE_OR_ANSWER), "preferred")
+REJECTED_NAMES = ("rejected", *(f"rejected_{what}" for what in _WHOLE_OR_ANSWER), "dispreferred")
 LABEL_NAMES = ("label", "kto_tag")
 RESPONSE_NAMES = ("output", "response", "answer", "completion", "solution", "target", "reply")
 MESSAGES_NAMES = ("messages", "conversations", "conversation", "chat")
 TEXT_NAMES = ("text", "content", "raw_text")
-TOOLS_NAMES = ("tools", "functions")
 NO_COLUMN = "none"
 """Value of `data.input_column` or `data.system_column`: no column is used, whatever the names are."""
 _PART_NAMES = {
@@ -88,6 +92,8 @@ class Format:
     label: str | None = None
     """Of answers with a label: the column of the label."""
     messages: str | None = None
+    is_transcript: bool = False
+    """Whether `messages` held a transcript in the first rows (transcripts.py)."""
     tools: str | None = None
     text: str | None = None
     system: str | None = None
@@ -109,7 +115,8 @@ class Format:
 
     def describe(self) -> str:
         """Text for the report: `pairs (prompt: question, response: answer)`."""
-        return f"{self.kind} ({', '.join(f'{name}: {column}' for name, column in self._parts().items())})"
+        kind = f"{self.kind} in transcripts" if self.is_transcript else self.kind
+        return f"{kind} ({', '.join(f'{name}: {column}' for name, column in self._parts().items())})"
 
     def is_used(self, column: str) -> bool:
         """Whether a column of this name is read."""
@@ -181,7 +188,8 @@ class Format:
 
     def _answered(self, values: dict[str, Any]) -> Conversation | Pair:
         refuse_unlearnable(values, self._parts().values())
-        system = optional_text(values, self.system).strip() and values[self.system] if self.system else ""
+        system = optional_text(values, self.system) if self.system else ""
+        system = system if system.strip() else ""
         history = earlier_turns(values.get(self.history), self.history) if self.history else []
         if self.kind == "chat":
             conversation = self._conversation(values)
@@ -223,7 +231,7 @@ class Format:
         assert self.messages
         if self.messages not in values:
             raise RowError(_lacks(values, self.messages))
-        messages = read_messages(values[self.messages], self.messages)
+        messages = read_chat(values[self.messages], self.messages)
         if self.response:
             answer = values.get(self.response)
             if isinstance(answer, str):
@@ -315,12 +323,16 @@ def required_text(values: Mapping[str, Any], name: str) -> str:
 
 
 def optional_text(values: Mapping[str, Any], name: str) -> str:
-    """The text of column `name`, a number as text; empty if it is missing. Raises RowError for a list."""
+    """The text of column `name`, a number as JSON writes it; empty if it is missing. Raises RowError for a
+    list.
+    """
     value = values.get(name)
     if is_missing(value):
         return ""
+    if isinstance(value, JsonFloat):
+        return value.text
     if isinstance(value, (bool, int, float)):
-        return str(value)
+        return json.dumps(value)
     if not isinstance(value, str):
         raise RowError(
             f"column {name!r} must be text, found a {type(value).__name__}; flatten it or choose another "

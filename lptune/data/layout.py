@@ -33,6 +33,8 @@ class Written(NamedTuple):
     text: str
     spans: list[tuple[int, int]] | None = None
     """Character spans of a chat that the assistant writes."""
+    follow_prompt: list[bool] | None = None
+    """For each span, whether the text before it is the prompt that a model gets to write it."""
     response: str | None = None
     """The response of a pair in the plain layout; `text` is then the prompt."""
     rejected: "Written | None" = None
@@ -52,6 +54,8 @@ class Layout:
         self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
         self.unwritten_finder = UnwrittenFinder(tokenizer.template) if tokenizer.template else None
         self.is_text = fmt.kind == "text"
+        self.num_chats = 0
+        self.num_open_chats = 0
         self.num_rewritten_turns = 0
         self.num_inlined_calls = 0
         self.num_system_prompts = 0
@@ -143,6 +147,9 @@ class Layout:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         turns = self.finder.find(messages, tools)
         self.num_rewritten_turns += turns.num_rewritten
+        is_closed = turns.is_closed or (self.train_on_prompt and self.finder.closing_token() is not None)
+        self.num_chats += 1
+        self.num_open_chats += bool(turns.spans) and not is_closed
         unwritten = self.unwritten_finder.find(messages, tools, turns.text)
         self.num_system_prompts += is_prompted
         self.num_unwritten_system_prompts += is_prompted and (SYSTEM, 0) in unwritten
@@ -154,7 +161,7 @@ class Layout:
             self._count_unknown(text, places)
             if alphabet.shifts_offsets:
                 text, spans = alphabet.without(text, places, spans)
-        return Written(text, spans)
+        return Written(text, spans, turns.follow_prompt)
 
     def check(self, is_training: bool) -> None:
         """Raises UserError if `data.system_prompt` is never written, or if no training row uses it."""
@@ -195,15 +202,10 @@ class Layout:
         if self.num_unwritten:
             left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.num_unwritten.items()))
             notes.append(f"the chat template does not write {left_out}: they are left out")
-        if (
-            self.finder is not None
-            and not self.is_text
-            and not self.finder.template.has_marks()
-            and self.finder.closing_token() is None
-        ):
+        if self.num_open_chats:
             notes.append(
-                "the chat template closes the assistant's turns without a special token: the model will "
-                "not learn where to stop"
+                f"no special token is learned at the end of the last answer of {self.num_open_chats:,} of "
+                f"{self.num_chats:,} conversations: there the model will not learn where to stop"
             )
         return notes
 

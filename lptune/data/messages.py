@@ -4,12 +4,14 @@ OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, conte
 answer that is context only. ShareGPT: `conversations` of {"from", "value"} with human, gpt, system,
 function_call, observation. The common form is transformers': roles system, user, assistant, tool; a call is
 `{"type": "function", "function": {"name": …, "arguments": {…}}}` with its arguments as an object, not as a
-string of JSON, because templates write them with `tojson`; a tool is `{"type": "function", "function": {…}}`.
+string of JSON, because most templates write them with `tojson` (`ChatTemplate` gives the text to those that
+take text); a tool is `{"type": "function", "function": {…}}`.
 Several keys are in use to mark an answer as not learned; the common form has `weight` 0 for all of them.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,15 +28,28 @@ _ROLES = {
 _CALL_ROLES = ("function_call", "tool_call", "function-call", "tool_calls")
 _LEARNED_KEYS = (
     "weight", "loss_weight", "loss", "loss_mask", "loss_scale", "train", "training", "trainable", "learn",
+    "train_on_turn",
 )  # fmt: skip
 HIDDEN_KEYS = ("masked", "mask")
 LOSS_KEYS = (*_LEARNED_KEYS, *HIDDEN_KEYS)
 """Keys that say whether a message is learned: 0, 1, false, true. The last two mean the opposite."""
 ANSWER_ROLES = {*_CALL_ROLES, *(role for role, common in _ROLES.items() if common == "assistant")}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+TOOLS_NAMES = ("tools", "functions")
 _TEXT_KEYS = ("text", "value", "content")
-PART_KEYS = ("type", *_TEXT_KEYS)
+_THOUGHT_KEYS = (*_TEXT_KEYS, "thinking", "reasoning", "summary")
+PART_KEYS = ("type", *_THOUGHT_KEYS)
+_THOUGHT_TYPES = ("reasoning", "thinking", "reasoning_text", "summary_text")
+_ABOUT_LOSS = re.compile(r"(?:^|_)(?:loss|train\w*|learn\w*|mask\w*|weights?)(?:_|$)", re.IGNORECASE)
 _TEXT_TYPES = (None, "text", "input_text", "output_text")
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call that the row has as JSON text, in `text`."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
 
 
 def is_missing(value: Any) -> bool:
@@ -45,8 +60,17 @@ def is_missing(value: Any) -> bool:
 def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS_KEYS) -> bool | None:
     """Whether `values` say by one of LOSS_KEYS that they are learned; None if they do not say.
 
-    Raises RowError for a value that is neither yes nor no, and for contradicting keys.
+    Raises RowError for a value that is neither yes nor no, for contradicting keys, and for an unknown key
+    that may say so, like axolotl's `train_detail`.
     """
+    for key, value in values.items():
+        says_no = isinstance(value, (bool, int, float)) and value == ("mask" in key.lower())
+        may_say_no = says_no or (isinstance(value, (list, dict)) and value)
+        if may_say_no and key not in keys and _ABOUT_LOSS.search(key):
+            raise RowError(
+                f"{where} has {key}: {_short(value)}, which may say that it, or a part of it, is not "
+                "learned; remove the key, or write weight 0 for a message that is not learned"
+            )
     said = {}
     for key in keys:
         value = values.get(key)
@@ -127,6 +151,11 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
         return {"role": "assistant", "content": "", **calls, **weight}
     used = (role_key, content_key, "function_call", "tool_calls", *LOSS_KEYS)
     rest = {key: value for key, value in message.items() if key not in used and not is_missing(value)}
+    if is_answer and isinstance(content, (list, tuple)):
+        content, thoughts = _without_thoughts(content)
+        if thoughts and any(rest.get(key) for key in REASONING_KEYS):
+            raise RowError(f"{where} has reasoning as a part of its content and as a key; keep one of them")
+        rest |= {"reasoning_content": thoughts} if thoughts else {}
     text = _read_content(content, content_key, message, where)
     out = {"role": _ROLES[role.lower()], "content": text, **rest, **weight}
     if found := message.get("tool_calls") or message.get("function_call"):
@@ -161,13 +190,29 @@ def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -
     raise RowError(f"{where} must have text as its {key!r}, found {_short(content)}")
 
 
-def _part_text(part: Any) -> str | None:
-    """The text of a content part, which is a string or an object of type text; None for anything else."""
+def _without_thoughts(parts: Sequence[Any]) -> tuple[Sequence[Any], str]:
+    """Content parts without the reasoning at their beginning, and that reasoning."""
+    thoughts: list[str] = []
+    for part in parts:
+        text = _part_text(part, _THOUGHT_TYPES, _THOUGHT_KEYS)
+        if isinstance(part, str) or text is None:
+            break
+        thoughts.append(text)
+    return parts[len(thoughts) :], "".join(thoughts)
+
+
+def _part_text(
+    part: Any, types: Sequence[str | None] = _TEXT_TYPES, keys: Sequence[str] = _TEXT_KEYS
+) -> str | None:
+    """The text of a content part: a string, or an object of one of `types`; None for anything else."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or part.get("type") not in _TEXT_TYPES:
+    if not isinstance(part, dict) or part.get("type") not in types:
         return None
-    texts = [part[key] for key in _TEXT_KEYS if not is_missing(part.get(key))]
+    texts = [part[key] for key in keys if not is_missing(part.get(key)) and part[key] != []]
+    if len(texts) == 1 and isinstance(texts[0], list) and types is _THOUGHT_TYPES:
+        inner = [_part_text(each, (*_TEXT_TYPES, *_THOUGHT_TYPES)) for each in texts[0]]
+        return None if None in inner else "".join(map(str, inner))
     return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else None
 
 
@@ -187,19 +232,42 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"{where} has a function call without a name: {_short(call)}")
-    arguments = function.get("arguments", function.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+    arguments = _read_arguments(function.get("arguments", function.get("parameters")), where)
     extra = {
         key: value
         for key, value in call.items()
         if key not in ("function", "name", "arguments", "parameters", "type")
     }
     return {**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _read_arguments(value: Any, where: str) -> dict[str, Any]:
+    """The arguments of a call as an object; empty if they are missing. Raises RowError if they are no object
+    of JSON.
+    """
+    if is_missing(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    arguments = value
+    try:
+        if isinstance(value, str):
+            arguments = json.loads(value)
+        json.dumps(arguments, allow_nan=False)  # NaN, Infinity and 1e400 would be written as no JSON
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"{where} has a function call whose arguments are no JSON object: {_short(value)}; write "
+            '{"name": value, …}'
+        )
+    return Arguments(arguments, value) if isinstance(value, str) else arguments
+
+
+def arguments_text(arguments: Any) -> str:
+    """The arguments of a call as JSON text: the row's own text if it has one."""
+    if isinstance(arguments, str):
+        return arguments
+    text: str | None = getattr(arguments, "text", None)
+    return json.dumps(arguments, ensure_ascii=False) if text is None else text
 
 
 def call_text(call: dict[str, Any]) -> str:

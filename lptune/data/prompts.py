@@ -9,13 +9,12 @@ with the tokens that the tokenizer puts before a text.
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lptune.config import MEBI, PromptsConfig, UserError, check_sources, closest, entries, read_text
+from lptune.config import PromptsConfig, UserError, check_sources, closest, entries
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import (
     INPUT_NAMES,
@@ -30,10 +29,10 @@ from lptune.data.formats import (
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import inline_calls, is_messages, is_missing, read_messages, read_tools
+from lptune.data.messages import inline_calls, is_messages, is_missing, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
-from lptune.data.turns import TurnFinder
+from lptune.data.transcripts import read_chat
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
@@ -118,7 +117,7 @@ class PromptWriter:
         """The prompt of a row. Raises RowError if the row cannot be used."""
         values = row.values
         if self.kind == "messages":
-            messages = read_messages(values.get(self.column), self.column)
+            messages = read_chat(values.get(self.column), self.column)
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()  # the answer that the row has
             if not messages:
@@ -173,31 +172,6 @@ class PromptWriter:
                 f"{self.vocab_size}; use the tokenizer that belongs to the model"
             )
         return ids
-
-
-def end_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an answer: those of generation_config.json or, without it, of config.json; the
-    tokenizer's end token; and the token that closes the assistant's turn in the chat template.
-    """
-    found = {tokenizer.eos_id}
-    for name in ("generation_config.json", "config.json"):
-        path = tokenizer.folder / name
-        try:
-            value = json.loads(read_text(path, 16 * MEBI)).get("eos_token_id")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: cannot be read as a JSON object: {error}; copy it again") from None
-        ids = value if isinstance(value, list) else [value]
-        if any(type(each) not in (int, type(None)) for each in ids):
-            raise UserError(f"{path}: eos_token_id: expected a token id or a list of them, found {value!r}")
-        found |= set(ids)
-        if value is not None:
-            break
-    if tokenizer.template is not None:
-        closing = TurnFinder(tokenizer.template).closing_token()
-        found.add(None if closing is None else tokenizer.backend.token_to_id(closing))
-    return sorted(each for each in found if each is not None)
 
 
 def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | None]:

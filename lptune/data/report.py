@@ -29,7 +29,17 @@ def losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
             f"dropped {counts.num_dropped_documents:,} documents without a token for the loss in their first "
             f"{cfg.seq_len} tokens"
         )
+    if counts.num_joined_answers:
+        lines.append(
+            f"the tokenizer would join the beginning of {counts.num_joined_answers:,} answers with the white "
+            "space before them: prompt and answer are encoded apart, as in generation"
+        )
     lines += answer_losses(cfg, counts)
+    if counts.num_null_fields:
+        lines.append(
+            f"left out {counts.num_null_fields:,} null fields within messages and tools: Arrow stores in "
+            "each row the keys of all rows"
+        )
     if counts.num_unknown_tokens:
         lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
     if counts.num_placeholder_rows:

@@ -25,6 +25,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from collections.abc import Set as AnySet
+from string import Formatter
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -43,9 +44,15 @@ _MAX_INTEGER_BITS = 4096
 
 _GROWING = {
     "*", "batch", "center", "expandtabs", "indent", "join", "ljust", "rjust", "slice", "tojson", "translate",
-    "truncate", "urlize", "wordwrap", "xmlattr", "zfill",
+    "urlize", "wordwrap", "xmlattr", "zfill",
 }  # fmt: skip
 """Operations whose result can be as large as the product of the sizes of their operands."""
+_COUNTED = {
+    "*", "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill",
+}  # fmt: skip
+"""Operations with a number that is a count: of copies, columns, digits. Elsewhere a number is a value, such
+as the telephone number in a tool call.
+"""
 _FORMATTING = {"%", "format", "format_map"}
 _QUADRATIC = {"pprint", "round", "striptags", "sum", "urlize", "wordwrap"}
 """Operations that may take the square of the sizes of their operands in time."""
@@ -137,13 +144,14 @@ class Work:
             for operand in operands[1:]:  # an attribute or a key is hashed
                 self.weigh(operand)
             return
-        sizes = [self._size(operand) for operand in operands]
+        first = 0 if name == "*" else 1
+        sizes = [self._size(each, name in _COUNTED and i >= first) for i, each in enumerate(operands)]
         makes = 0
         if name == "replace" and len(operands) > 2:
             text, old, new = (str(each) for each in operands[:3])
             makes = text.count(old) * len(new)
-        elif name in _FORMATTING and operands and isinstance(operands[0], str):
-            makes = _formatted(operands[0], sum(sizes[1:]))
+        elif name in _FORMATTING and operands:
+            makes = _formatted(name, str(operands[0]), sum(sizes[1:]))
         elif name in _GROWING:
             makes = math.prod(max(1, size) for size in sizes)
         adds_numbers = name == "sum" and not any(isinstance(start, (list, tuple)) for start in operands[1:])
@@ -155,16 +163,22 @@ class Work:
             raise SecurityError(f"{name!r} would make too large a value")
         self.spend(makes)
 
-    def _size(self, operand: Any) -> int:
-        """The weight of a value; a number weighs its value: it may mean so many copies, columns or digits."""
+    def _size(self, operand: Any, is_count: bool) -> int:
+        """The weight of a value: of a count, the number itself; of another number, its binary digits."""
         start = self.left
         self.weigh(operand)
-        return abs(operand) if isinstance(operand, int) else start - self.left
+        if isinstance(operand, int):
+            return abs(operand) if is_count else max(1, operand.bit_length())
+        return start - self.left
 
 
-def _formatted(pattern: str, weight: int) -> int:
+def _formatted(name: str, pattern: str, weight: int) -> int:
     """Number of characters that `pattern` can make of values with this weight."""
-    if re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", pattern):
+    if name == "%":
+        takes_width = re.search(r"%[^a-zA-Z%]*\*", pattern) is not None
+    else:  # parsed, since the name in {0[}]:{1}} holds a brace
+        takes_width = any("{" in (spec or "") for _, _, spec, _ in Formatter().parse(pattern))
+    if takes_width:
         raise SecurityError(f"{pattern!r:.40} takes a width from a value")
     widths = [int(digits) for digits in re.findall(r"\d+", pattern)]
     return (1 + len(pattern)) * (1 + weight + max(widths, default=0))
@@ -191,8 +205,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def meter(self) -> None:
         """Wraps the filters and tests of the environment, so that they are counted."""
         own = (_STEP, _WEIGH, _GLANCE)
+        # Jinja's filter `format` is Python's %.
         self.filters |= {
-            name: self._metered(name, function) for name, function in self.filters.items() if name not in own
+            name: self._metered("%" if name == "format" else name, function)
+            for name, function in self.filters.items()
+            if name not in own
         }
         self.tests |= {name: self._metered(name, self.tests[name]) for name in _COMPARING | _READING}
 

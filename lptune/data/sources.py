@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from lptune import hub_requests
 from lptune.config import UserError, data_files, how_to_install
 from lptune.data.errors import BadRows, RowError
-from lptune.data.text_files import JsonText, lines, read_text
+from lptune.data.structs import StructReader
+from lptune.data.text_files import DECODER, JsonFloat, JsonText, lines, read_text
 
 
 class Row(NamedTuple):
@@ -33,6 +34,8 @@ class Row(NamedTuple):
     place: str
     """Where the row is: `rows.jsonl line 12`."""
     values: dict[str, Any]
+    num_left_out: int = 0
+    """Number of null fields of structs that were left out (structs.py)."""
 
 
 def read_rows(
@@ -100,7 +103,7 @@ def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row
 
 def _json_object(line: str) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise RowError(f"not valid JSON: {_json_problem(error)}; fix the line") from None
     except RecursionError:
@@ -123,7 +126,8 @@ def _json_type(value: Any) -> str:
         str: "string",
         bool: "boolean",
         int: "number",
-        float: "number",
+        JsonFloat: "number",
+        float: "number",  # NaN
         type(None): "null",
         dict: "object",
     }
@@ -241,11 +245,12 @@ def _read_parquet(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
 
 def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
     number = 0
+    reader = StructReader(table.schema_arrow)
     try:
         for batch in table.iter_batches(batch_size=1024):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(f"{source} row {number}", values)
+                yield Row(f"{source} row {number}", *reader.read(values))
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         raise UserError(f"{source}: broken after row {number}: {error}") from None
 
@@ -273,9 +278,11 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
 def _hub_rows(source: str, table: Any) -> Iterator[Row]:
     number = 0
     try:
+        features = getattr(table, "features", None)  # None if nobody has looked at the rows
+        reader = StructReader(features.arrow_schema, is_decoded=True) if features else None
         for values in table:
             number += 1
-            yield Row(f"{source} row {number}", dict(values))
+            yield Row(f"{source} row {number}", *(reader.read(values) if reader else (dict(values),)))
     except Exception as error:  # as above
         raise UserError(
             f"{source}: broken after row {number}: {hub_requests.first_line(error)}; check data.source and "

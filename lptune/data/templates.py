@@ -8,6 +8,10 @@ sandbox: no access to Python, and limits on the work and the output of a renderi
 `{% generation %} … {% endgeneration %}` marks the text that the assistant writes. The block puts two marks
 into the output; the marks are then removed and their positions noted. This works inside macros and loops,
 too.
+
+Most templates read a call's arguments as an object, some as JSON text. Which of the two is tried once, on the
+first conversation with a call, with arguments of our own: a template that takes text fails on the object, or
+writes it as Python does.
 """
 
 import json
@@ -23,7 +27,7 @@ import jinja2.ext
 
 from lptune.config import UserError
 from lptune.data.errors import RowError
-from lptune.data.messages import REASONING_KEYS
+from lptune.data.messages import REASONING_KEYS, arguments_text
 from lptune.data.sandbox import Sandbox, TooMuchWorkError
 
 MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
@@ -31,6 +35,10 @@ MAX_OUTPUT_CHARACTERS = 64 * 1024 * 1024
 
 MAX_SOURCE_CHARS = 256 * 1024
 """Largest template, ten times the longest in use: compiling one takes time and stack."""
+
+_Objects = Sequence[Mapping[str, Any]]
+_PROBE = {"qzx": "zxq"}
+_PROBE_TEXT = json.dumps(_PROBE)
 
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
 
@@ -67,6 +75,7 @@ class ChatTemplate:
         self.date = date or datetime.now().date()
         self._environment = environment = _environment(self.date)
         self._compiled = {}
+        self._text_arguments: dict[str, bool] = {}
         for name, source in self.sources.items():
             if len(source) > MAX_SOURCE_CHARS:
                 raise UserError(
@@ -102,6 +111,30 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> Rendered:
         """`messages` as text. If the template refuses them, raises RowError with the template's message."""
+        if any(message.get("tool_calls") for message in messages) and self._takes_text(messages, tools):
+            messages = [_with_arguments(message, arguments_text) for message in messages]
+        return self._render(messages, tools, add_generation_prompt)
+
+    def _takes_text(self, messages: _Objects, tools: _Objects | None) -> bool:
+        """Whether the template reads the arguments of calls as JSON text. `messages` have a call."""
+        name = self._name(tools)
+        if name not in self._text_arguments:
+            as_object, as_text = (self._try(messages, tools, probe) for probe in (_PROBE, _PROBE_TEXT))
+            if "zxq" in as_object and str(_PROBE) not in as_object:
+                self._text_arguments[name] = False
+            elif _PROBE_TEXT in as_text:
+                self._text_arguments[name] = True
+        return self._text_arguments.get(name, False)
+
+    def _try(self, messages: _Objects, tools: _Objects | None, arguments: Any) -> str:
+        """The text of `messages` with `arguments` in each call; empty if the template refuses them."""
+        try:
+            tried = [_with_arguments(message, lambda _: arguments) for message in messages]
+            return self._render(tried, tools, False).text
+        except RowError:
+            return ""
+
+    def _render(self, messages: _Objects, tools: _Objects | None, add_generation_prompt: bool) -> Rendered:
         compiled = self._compiled[self._name(tools)]
         variables = {
             **self.special_tokens,
@@ -171,6 +204,8 @@ def _environment(today: Date) -> Sandbox:
         )
 
     def strftime_now(pattern: str) -> str:
+        if len(pattern) > 1000:  # "%c" a million times would be as large a text
+            raise jinja2.TemplateError("strftime_now has a pattern of more than 1,000 characters")
         return datetime.combine(today, datetime.now().time()).strftime(pattern)
 
     environment = Sandbox(
@@ -188,6 +223,17 @@ def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _with_arguments(message: Mapping[str, Any], make: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """`message`, in which the arguments of each call are what `make` makes of them."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": make(call["function"]["arguments"])}}
+        if "arguments" in call.get("function", {})
+        else call
+        for call in message.get("tool_calls") or []
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _take_marks(text: str) -> Rendered:

@@ -82,6 +82,20 @@ def _open(source: str, path: Path) -> BinaryIO:
     return file
 
 
+class JsonFloat(float):
+    """A number of JSON with a fraction or an exponent, and its text: 1.10 is no other number than 1.1, but
+    another answer.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+DECODER = json.JSONDecoder(parse_float=JsonFloat)
+
+
 class JsonText:
     """Parses the values of a JSON text one by one, with only a window of the text in memory."""
 
@@ -89,7 +103,7 @@ class JsonText:
         self._source, self._path = source, path
         self._file = _open(source, path)
         self._bytes = codecs.getincrementaldecoder("utf-8")()
-        self._decoder = json.JSONDecoder()
+        self._decoder = DECODER
         self._text, self._at, self._ended = "", 0, False
         self._line, self._column = 1, 0  # of the window's first character
 

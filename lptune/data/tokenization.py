@@ -10,6 +10,7 @@ with a label.
 
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ BATCH_DOCUMENTS = 2048
 BATCH_CHARACTERS = 4 * 1024 * 1024
 PIECE_CHARACTERS = 64 * 1024
 TEXT_SAMPLE_TOKENS = 32
+_JOINT_CHARACTERS = 16
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
@@ -44,8 +46,12 @@ class Counts:
     """Documents that were dropped because they have no target."""
     num_placeholder_rows: int = 0
     """Rows that hold {{name}}."""
+    num_null_fields: int = 0
+    """Null fields of structs that were left out of tool calls and tools."""
     num_unknown_tokens: int = 0
     """Tokens for characters that the tokenizer does not know (<unk>)."""
+    num_joined_answers: int = 0
+    """Answers before which the tokenizer would read the end of the prompt in another way than alone."""
     num_long_preferences: int = 0
     """Preferences that were dropped because their two documents do not fit into one row together."""
     num_equal_preferences: int = 0
@@ -107,6 +113,7 @@ def _write(
     rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, counts: Counts
 ) -> Iterator[Written]:
     for row in rows:
+        counts.num_null_fields += row.num_left_out
         try:
             if fmt.label or fmt.is_unpaired:
                 found = [layout.write(each)._replace(label=label) for each, label in fmt.labelled(row)]
@@ -264,12 +271,39 @@ class _Builder:
             tokens = self._around(prompt, response[1:] if self.tokenizer.continuation else response)
             return tokens, np.arange(len(tokens)) >= first
         (encoding,) = own
-        tokens = np.array(encoding.ids, dtype=np.int32)
-        is_target = np.zeros(len(tokens), dtype=np.bool_)
-        for start, stop in written.spans:
-            first, end = _token_span(encoding, start, stop)
-            is_target[first:end] = True
-        return tokens, is_target
+        assert written.follow_prompt is not None
+        text, spans = written.text, zip(written.spans, written.follow_prompt, strict=True)
+        # A model gets the tokens of the prompt alone, and goes on behind them.
+        cuts = [start for (start, _), follows in spans if follows and self._is_joined(encoding, text, start)]
+        self.counts.num_joined_answers += len(cuts)
+        bounds, before = list(itertools.pairwise([0, *cuts, len(text)])), self.tokenizer.continuation
+        if cuts:
+            own = self.tokenizer.encode_batch([before * bool(a) + text[a:b] for a, b in bounds])
+        ids: list[Ids] = []
+        masks: list[Mask] = []
+        for encoding, (begin, end) in zip(own, bounds, strict=True):
+            moved, added = (begin - len(before), bool(before)) if begin else (0, 0)
+            mask = np.zeros(len(encoding), dtype=np.bool_)
+            for start, stop in written.spans:
+                if begin <= start < end:
+                    first, last = _token_span(encoding, start - moved, stop - moved)
+                    mask[first:last] = True
+            ids.append(np.array(encoding.ids, dtype=np.int32)[added:])
+            masks.append(mask[added:])
+        return np.concatenate(ids), np.concatenate(masks)
+
+    def _is_joined(self, encoding: Any, text: str, start: int) -> bool:
+        """Whether text[:start] has other tokens alone than in `encoding`, the encoding of `text`."""
+        token = encoding.char_to_token(start)
+        if token is not None and encoding.token_to_chars(token)[0] < start:
+            return True
+        if not text[max(0, start - 2) : start].isspace():
+            return False
+        # Tokenizers like GPT-2's keep the last white space before a word apart from the others.
+        begin = max(0, start - _JOINT_CHARACTERS)
+        alone = self.tokenizer.encode(text[begin:start], add_special=False)
+        both = self.tokenizer.encode(text[begin : start + _JOINT_CHARACTERS], add_special=False)
+        return both[: len(alone)] != alone
 
     def _add_preference(self, chosen: tuple[Ids, Mask], rejected: tuple[Ids, Mask]) -> None:
         both = (chosen, rejected)

@@ -19,7 +19,8 @@ from typing import Any
 
 import tokenizers
 
-from lptune.config import MEBI, UserError, closest, read_text
+from lptune.base.files import parse_json, read_bytes
+from lptune.config import MEBI, UserError, closest, kind_of, read_text
 from lptune.data import rust
 from lptune.data.alphabet import Alphabet, alphabet_of
 from lptune.data.special_tokens import NAMED, SpecialTokens, special_tokens
@@ -61,6 +62,8 @@ class Tokenizer:
 
     infill_token: str = ""
     """A text with this token is refused: transformers splits such a text into prefix and suffix."""
+    learned_stops: tuple[int, ...] = ()
+    """Ids that end an answer besides those of the files: of a run's checkpoint, what its rows taught."""
     given_template: str | None = None
     """`data.chat_template` of the config, which `template` was made from; None: it is that of the folder."""
 
@@ -230,14 +233,14 @@ def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(path, _MAX_JSON_CHARS)
-        values = json.loads(text)
-        if "\\ud" in text:  # a pair \ud83d\ude00 is a character, half of it is not text
-            json.dumps(values, ensure_ascii=False).encode()
-    except FileNotFoundError:
+    if not kind_of(path, follow=True):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    content = read_bytes(path, _MAX_JSON_CHARS)
+    try:
+        values = parse_json(content)
+        if b"\\ud" in content:  # a pair \ud83d\ude00 is a character, half of it is not text
+            json.dumps(values, ensure_ascii=False).encode()
+    except ValueError as error:
         raise UserError(
             f"{path}: cannot be read as JSON: {error}; copy it again from the checkpoint"
         ) from None

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lptune.data.errors import RowError
+from lptune.data.messages import REASONING_KEYS
 from lptune.data.templates import ChatTemplate, Rendered
 
 # Two contents with different first and last characters, which no template treats specially.
@@ -39,6 +40,10 @@ class Turns(NamedTuple):
     """Character spans, in order, one per assistant turn (or per mark)."""
     num_rewritten: int
     """Number of turns that the template writes differently when the conversation goes on."""
+    follow_prompt: list[bool]
+    """For each span, whether the text before it is the prompt that a model gets to write it."""
+    is_closed: bool
+    """Whether the last span ends with a special token, by which the model learns to stop."""
 
 
 class TurnFinder:
@@ -47,7 +52,7 @@ class TurnFinder:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self._closings: dict[str, _Closing | None] = {}
-        self._heeds: dict[str, bool] = {}
+        self._prompts: dict[str, str | None] = {}
 
     def find(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -57,32 +62,56 @@ class TurnFinder:
         """
         whole = self.template.render(messages, tools)
         if self.template.has_marks(tools):
-            marks = _marks_to_learn(whole.marks, messages)
-            return Turns(whole.text, [mark for mark in marks if mark[0] < mark[1]], 0)
+            marks = [mark for mark in _marks_to_learn(whole.marks, messages) if mark[0] < mark[1]]
+            prompt = self._generation_prompt(tools) or ""
+            follow = [bool(prompt) and whole.text.endswith(prompt, 0, start) for start, _ in marks]
+            return Turns(whole.text, marks, 0, follow, self._is_closed(whole.text, marks, tools))
         spans: list[tuple[int, int]] = []
+        follow = []
         num_rewritten = 0
         for i, message in enumerate(messages):
             if not _is_learned(message):
                 continue
-            start = self._start(whole.text, messages, tools, i)
+            start, follows = self._start(whole.text, messages, tools, i)
             stop, rewritten = self._stop(whole, messages, tools, i, start)
             if spans and start < spans[-1][1]:
                 raise RowError(f"the assistant's turns overlap in the rendered text; {_ASK_FOR_MARKS}")
             spans.append((start, stop))
+            follow.append(follows)
             num_rewritten += rewritten
-        return Turns(whole.text, spans, num_rewritten)
+        return Turns(whole.text, spans, num_rewritten, follow, self._is_closed(whole.text, spans, tools))
 
-    def _start(self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int) -> int:
+    def _is_closed(self, text: str, spans: Sequence[tuple[int, int]], tools: Any) -> bool:
+        stop = spans[-1][1] if spans else 0
+        ended, closing = text[:stop].rstrip(), self.closing_token(tools)
+        # Another token at the end, such as </tool_call>, is the answer's own.
+        if closing is not None and text[stop:].lstrip().startswith(closing):
+            return ended.endswith(closing)
+        return self._ends_special(ended) and (closing is not None or self._closing(tools) is None)
+
+    def _start(
+        self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
+    ) -> tuple[int, bool]:
+        """Where turn i starts, and whether the text before it is the prompt for it."""
         given = self._try(messages[:i], tools, add_generation_prompt=True) if i else None
         is_prefix = given is not None and whole.startswith(given)
-        if given is not None and is_prefix and self._heeds_generation_prompt(tools):
-            return len(given)
-        # Without a generation prompt, the turn starts where its content does.
+        if given is not None and is_prefix and self._generation_prompt(tools) != "":
+            return len(given), True
+        # Without a generation prompt, the turn starts where its content does, or its reasoning before that.
+        texts = [str(messages[i].get(key, "")).strip() for key in REASONING_KEYS]
         for before, _ in self._around(messages, tools, i):
-            if whole.startswith(before):
+            own = before[_common_prefix(before, given or "") :]
+            if whole.startswith(before) and not any(text and text in own for text in texts):
                 # A space before the content is part of its first token in many tokenizers.
                 spaced = given is not None and is_prefix and not before[len(given) :].strip()
-                return len(given) if given is not None and spaced else len(before)
+                start = len(given) if given is not None and spaced else len(before)
+                return start, is_prefix and start == len(given or "")
+        # The prompt closes its reasoning and this turn shows some: they part behind `<think>`.
+        earlier = self._try(messages[:i], tools) if i else None
+        if given is not None and earlier is not None and given.startswith(earlier):
+            start = _common_prefix(given, whole)
+            if start > len(earlier) and whole[start - 1] in ">\n":
+                return start, False
         raise RowError(
             f"the start of assistant message {i + 1} cannot be found in the chat template's text; "
             f"{_ASK_FOR_MARKS}"
@@ -98,7 +127,8 @@ class TurnFinder:
             if closing is None:
                 return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False
             if upto.endswith(closing.tail):
-                return max(start, len(upto) - len(closing.tail) + len(closing.text)), False
+                text = closing.last if last else closing.text
+                return max(start, len(upto) - len(closing.tail) + len(text)), False
             # A call may end differently from an answer: in Llama 3 <|eom_id|>, in Gemma 4 <|tool_response>.
             end = len(upto.rstrip())
             if messages[i].get("tool_calls") and end > start and self._ends_special(upto):
@@ -153,22 +183,24 @@ class TurnFinder:
             self._closings[source] = self._probe_closing(tools)
         return self._closings[source]
 
-    def _heeds_generation_prompt(self, tools: Any) -> bool:
+    def _generation_prompt(self, tools: Any) -> str | None:
+        """What `add_generation_prompt` writes after a question, "" if nothing; None if that is not known."""
         source = self.template.source(tools)
-        if source not in self._heeds:
+        if source not in self._prompts:
             user = [{"role": "user", "content": "question"}]
-            without = self._try(user, tools)
-            self._heeds[source] = (
-                without is None or self._try(user, tools, add_generation_prompt=True) != without
-            )
-        return self._heeds[source]
+            without, given = self._try(user, tools), self._try(user, tools, add_generation_prompt=True)
+            if without is None or given is None or not given.startswith(without):
+                self._prompts[source] = None
+            else:
+                self._prompts[source] = given[len(without) :]
+        return self._prompts[source]
 
-    def closing_token(self) -> str | None:
+    def closing_token(self, tools: Any = None) -> str | None:
         """The special token that ends an assistant turn; None if there is none (a model would not learn to
         stop).
         """
-        closing = self._closing(None)
-        text = closing.text if closing else ""
+        closing = self._closing(tools)
+        text = closing.last if closing else ""
         return next((token for token in self.template.special_texts if token and text.endswith(token)), None)
 
     def _probe_closing(self, tools: Any) -> "_Closing | None":
@@ -178,14 +210,18 @@ class TurnFinder:
         if ended is None or _PROBES[0] not in ended:
             return None
         tail = ended.rpartition(_PROBES[0])[2]
-        text = tail
+        text = last = tail
         if continued is not None and _PROBES[0] in continued:
             next_text = continued.rpartition(_PROBES[0])[2]
-            if not next_text.startswith(tail):  # the template appends the header in any case
+            if not next_text.startswith(tail):
                 text = tail[: _common_prefix(tail, next_text)]
+                rest = tail[len(text) :]
                 text = _first_special(text, self.template.special_texts)
-        text = text[: len(text) - len(_after_special(text, self.template.special_texts))]
-        return _Closing(tail, text)
+                # The template appends the header in any case, or it closes the last turn in another way.
+                if (self._try([user], tools) or rest).endswith(rest):
+                    last = text
+        special = self.template.special_texts
+        return _Closing(tail, *(each[: -len(_after_special(each, special)) or None] for each in (text, last)))
 
     def _try(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False
@@ -200,7 +236,9 @@ class _Closing(NamedTuple):
     tail: str
     """Everything that the template writes after the content of the last turn."""
     text: str
-    """The part of `tail` that belongs to the turn: up to and including the closing token."""
+    """The part of `tail` that belongs to a turn: up to and including the closing token."""
+    last: str
+    """The same of the last turn, which some templates alone close with a token."""
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:

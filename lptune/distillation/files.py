@@ -24,7 +24,6 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -37,8 +36,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.checkpoint.files import WRITE_ERRORS, fsync_path, read_json, why, write_json
-from lptune.config import TEMPORARY, UserError
+from lptune.base.files import read_json, replacing, write_json
+from lptune.checkpoint.files import WRITE_ERRORS, why
+from lptune.config import UserError
 from lptune.distillation.top_k import TopK
 
 INDEX = "logits.json"
@@ -177,15 +177,10 @@ def write_file(path: Path, found: TopK, num_targets_D: npt.NDArray[np.int64], ma
             dtype=torch.int64,
         ),
     }
-    partial = path.with_name(f"{TEMPORARY}{path.name}")
     try:
-        with suppress(FileNotFoundError):  # left by a kill
-            partial.unlink()
-        save_file(tensors, partial, metadata={_KEY: made_with})
-        partial.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes its files private
-        fsync_path(partial)
-        partial.replace(path)
-        fsync_path(path.parent)
+        with replacing(path) as partial:
+            save_file(tensors, partial, metadata={_KEY: made_with})
+            partial.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes its files private
     except WRITE_ERRORS as error:
         raise UserError(
             f"logits.folder: {path} cannot be written ({why(error)}); run again to continue"

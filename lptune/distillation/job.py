@@ -190,6 +190,7 @@ class LogitsJob:
                         self._check_as_read()
                         for partial in self.folder.glob(f"{TEMPORARY}logits*"):  # of a killed rank
                             remove_leftover(partial)
+                checkpoint.check_shared("logits.folder", self.folder, self._world)
                 with group.together((UserError, OSError), self._line_of):
                     self._missing = [i for i in range(len(self._bounds)) if self._entry(i) is None]
                 group.total(0)  # no rank writes before all have looked

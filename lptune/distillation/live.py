@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
-from lptune.checkpoint.files import read_json
+from lptune.base.files import read_json
 from lptune.config import DistillConfig
 from lptune.distillation.files import digest_of
 from lptune.distributed import World

@@ -15,19 +15,20 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 from typing import Any, BinaryIO, Self
 
 import torch
 
-from lptune.config import UserError, kind_of, lock_file, open_regular, read_text
+from lptune.base.files import MAX_BYTES, is_deep, object_of, read_object, write_errors, write_text
+from lptune.config import UserError, kind_of, lock_file, open_regular
 from lptune.data import Prompt
 from lptune.distributed import World
 from lptune.inference.rounds import Finished, in_batches, rounds
 from lptune.launch import preemption
 
-_MAX_SETTINGS_CHARS = 1 << 22
 _VERSIONS = "versions"
 
 
@@ -56,18 +57,23 @@ class AnswerFile:
                 open_regular(path, os.O_RDWR | os.O_CREAT, follow=True), "r+b"
             )
             lock_file(self._file.fileno(), wait=False)
-            self._check_settings(json.loads(json.dumps(settings)))
         except BlockingIOError:
             raise UserError(f"output: {path} is being written by another job; choose another") from None
         except OSError as error:
             raise UserError(f"output: {path} cannot be written: {error.strerror}; choose another") from None
+        try:
+            self._check_settings(json.loads(json.dumps(settings)))
+        except UserError:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._world.is_main:
-            self._file.close()
+            with suppress(OSError):  # what it still holds could not be written, which `write` has said
+                self._file.close()
 
     def rounds(self, prompts: Iterable[Prompt], size: int) -> Iterator[list[Sequence[Prompt]]]:
         """Yields the prompts that have no answer in the file: one batch of `size` for each rank, as
@@ -94,14 +100,11 @@ class AnswerFile:
             for prompt, answer in zip(batch, of_batch, strict=True)
         ]
         if self._world.is_main:
-            try:
+            todo = f"it keeps {self.num_answers:,} answers, and the same command continues"
+            with write_errors(f"output: {self.path}", todo):
                 self._file.write(b"".join(lines))
                 self._file.flush()
-            except OSError as error:
-                raise UserError(
-                    f"output: {self.path} cannot be written: {error.strerror}; it keeps {self.num_answers:,} "
-                    "answers, and the same command continues"
-                ) from None
+                os.fsync(self._file.fileno())  # a network disk says only now that it is full
         self.num_answers += len(lines)
 
     def stopped(self, by: Signals) -> SystemExit:
@@ -121,6 +124,8 @@ class AnswerFile:
                     f"{prompt.row.place}: has a column {self._column!r}, the key of the answer; set "
                     "answer_column to another name"
                 )
+            if is_deep(prompt.row.values):
+                raise UserError(f"{prompt.row.place}: its values are nested too deep; leave such columns out")
             yield prompt
 
     def _skip_answered(self, batches: Iterator[list[Prompt]]) -> tuple[int, list[Prompt]]:
@@ -135,23 +140,20 @@ class AnswerFile:
                 self._file.truncate()
                 return num_complete, batch
             num_complete, self.num_answers = num_complete + 1, self.num_answers + len(batch)
-        if self._file.readline():
+        if self._file.read(1):
             raise UserError(
                 f"output: {self.path} has more answers than prompts.source has rows; choose another output"
             )
         return num_complete, []
 
     def _has_answer(self, prompt: Prompt) -> bool:
-        line = self._file.readline()
+        row = _json(prompt.row.values, prompt)
+        line = self._file.readline(len(row) + MAX_BYTES)  # no answer is longer
         if not line.endswith(b"\n"):
             return False
-        try:
-            found = json.loads(line)
-            answer = found.pop(self._column)
-            is_of_row = isinstance(answer, str) and _json(found, prompt) == _json(prompt.row.values, prompt)
-        except (ValueError, AttributeError, KeyError, TypeError):
-            is_of_row = False
-        if not is_of_row:
+        found = object_of(line) or {}
+        answer = found.pop(self._column, None)
+        if not isinstance(answer, str) or _json(found, prompt) != row:
             raise UserError(
                 f"output: {self.path}: an answer is not that of {prompt.row.place}; the source has changed "
                 "since, or something else wrote there: choose another output"
@@ -160,18 +162,19 @@ class AnswerFile:
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         if self._file.seek(0, os.SEEK_END) == 0:
-            self._settings_path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            with write_errors(f"output: {self._settings_path}", "choose another output"):
+                write_text(self._settings_path, json.dumps(settings, indent=1) + "\n")
             return
         self._file.seek(0)
         try:
-            found = json.loads(read_text(self._settings_path, _MAX_SETTINGS_CHARS))
-            keys = found.keys() | settings.keys()
-        except (FileNotFoundError, ValueError, AttributeError):
+            found = read_object(self._settings_path)
+        except UserError:
             raise UserError(
                 f"output: {self.path} has content, and {self._settings_path.name} beside it does not say "
                 "that it has answers of this job; choose another"
             ) from None
-        changed = sorted(k for k in keys - {_VERSIONS} if found.get(k) != settings.get(k))
+        keys = (found.keys() | settings.keys()) - {_VERSIONS}
+        changed = sorted(key for key in keys if found.get(key) != settings.get(key))
         if changed:
             raise UserError(
                 f"output: {self.path} has answers that were made with other settings ({', '.join(changed)}); "

@@ -35,7 +35,7 @@ def decode(
             tokens_BS, lengths_B = padded(rows, parameter.device)
         else:
             tokens_BS, lengths_B = padded([row[-1:] for row in rows], parameter.device)
-        next_B = sample(model.next_logits(tokens_BS, lengths_B, cache))
+        next_B = sample(model.next_logits(tokens_BS, lengths_B, cache), rows)
         for row, answer, token in zip(rows, answers, next_B.tolist(), strict=True):
             row.append(token)
             answer.piece = ""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.checkpoint.files import write_text
+from lptune.base.files import write_errors, write_text
 from lptune.config import AnswersConfig, PromptsConfig, UserError, closest
 from lptune.data import Prompt, Tokenizer, read_prompts
 from lptune.data.errors import RowError
@@ -113,10 +113,8 @@ class ExactMatch:
 
     def write(self, path: Path) -> None:
         """Writes one JSON object per question: `row`, `generated`, `extracted`, `is_correct`."""
-        try:
+        with write_errors(f"answers.output: {path}", "choose another"):
             write_text(path, "".join(f"{json.dumps(row, default=str)}\n" for row in self._rows))
-        except OSError as error:
-            raise UserError(f"answers.output: {path} cannot be written: {error.strerror}") from None
 
 
 def _reference(row: Row, prompts: PromptsConfig, answers: AnswersConfig) -> str:

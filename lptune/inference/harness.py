@@ -37,7 +37,7 @@ from lptune.inference.rounds import in_batches, rounds
 from lptune.inference.sampling import Sampler
 from lptune.inference.score import Pair, score
 
-_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "length_penalty": 1, "num_return_sequences": 1}
+_NEUTRAL = {"num_beams": 1, "length_penalty": 1, "num_return_sequences": 1}
 """Options of a generation that lptune does not have, and the value with which they do nothing."""
 
 
@@ -193,11 +193,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             temperature=float(known.pop("temperature", 0.0)) if is_sampled else 0.0,
             top_k=int(known.pop("top_k", 0) or 0) if is_sampled else 0,
             top_p=float(known.pop("top_p", 1.0) or 1.0) if is_sampled else 1.0,
+            min_p=float(known.pop("min_p", 0.0) or 0.0) if is_sampled else 0.0,
+            repetition_penalty=float(known.pop("repetition_penalty", 1.0) or 1.0),
         )
         unknown = [
             key
             for key, value in known.items()
-            if key not in ("top_k", "top_p") and value is not None and value != _NEUTRAL.get(key)
+            if key not in ("top_k", "top_p", "min_p") and value is not None and value != _NEUTRAL.get(key)
         ]
         if unknown:
             raise UserError(

@@ -31,7 +31,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from lptune import hub_requests
-from lptune.checkpoint.files import write_text
+from lptune.base.files import write_errors, write_text
 from lptune.config import EvaluateConfig, HarnessConfig, UserError, closest
 from lptune.distributed import World
 from lptune.inference.harness import HarnessModel
@@ -210,7 +210,5 @@ def _write_samples(path: Path, samples: dict[str, list[dict[str, Any]]]) -> None
         for task, found in samples.items()
         for sample in found
     ]
-    try:
+    with write_errors(f"harness.output: {path}", "choose another"):
         write_text(path, "".join(lines))
-    except OSError as error:
-        raise UserError(f"harness.output: {path} cannot be written: {error.strerror}") from None

@@ -10,7 +10,7 @@ for small batches: each new token reads all weights, and INT8 halves the bytes o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,7 +71,7 @@ class OpenedModel:
         low = linear.LowPrecision(model, plan, world=world, verify=False)
         self.trained.load(model, low.state())
         low.loaded()
-        model.requires_grad_(False)
+        model.requires_grad_(False).train(False)
         return LoadedModel(model, self.tokenizer, self.trained, plan, low)
 
 
@@ -90,7 +90,7 @@ def open_model(
         tokenizer = load_tokenizer(trained.base.folder, template, date=trained.started_on)
     except UserError as error:
         raise UserError(str(error).replace("data.chat_template", key)) from None
-    return OpenedModel(trained, tokenizer)
+    return OpenedModel(trained, replace(tokenizer, learned_stops=trained.learned_stops))
 
 
 def load_model(

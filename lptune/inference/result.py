@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import lptune
-from lptune.checkpoint.files import write_json
+from lptune.base.files import write_errors, write_json
 from lptune.config import EvaluateConfig, UserError, as_written, check_sources, entries
 from lptune.distributed import World
 from lptune.inference.model import LoadedModel
@@ -109,10 +109,8 @@ def write_result(parts: dict[str, Any], cfg: EvaluateConfig, loaded: LoadedModel
         "config": as_written(cfg),
     }
     path = Path(cfg.output).expanduser()
-    try:
+    with write_errors(f"output: {path}", "choose another"):
         write_json(path, result)
-    except OSError as error:
-        raise UserError(f"output: {path} cannot be written: {error.strerror}") from None
     world.print(f"written: {path}")
 
 

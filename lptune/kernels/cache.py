@@ -9,8 +9,9 @@ import logging
 import os
 import stat
 import tempfile
-from contextlib import suppress
 from pathlib import Path
+
+from lptune.base.files import write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,9 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, content: bytes) -> None:
     """Writes the file to disk under a temporary name, then renames it to `path`. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    if not path.is_file():  # a pipe, say, which `read` has refused
+        path.unlink(missing_ok=True)
+    write_bytes(path, content, mode=0o600, shared=True)  # several ranks measure at once
 
 
 def _problem(found: os.stat_result) -> str:

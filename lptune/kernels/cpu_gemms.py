@@ -24,6 +24,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from lptune.base.files import parse_json
 from lptune.hardware.cpu import cpu_flags, cpuinfo
 from lptune.kernels import cache, native
 from lptune.kernels.native import library
@@ -130,8 +131,8 @@ def gemm_seconds() -> dict[str, float]:
     path = cache.folder() / f"gemms-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     needed = {"float32", "float32 matmul", "bfloat16 matmul", *(["native"] if own else [])}
     # Missing, damaged, or of another form.
-    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError, OverflowError):
-        kept = json.loads(cache.read(path) or b"{}").get("seconds", {})
+    with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError):
+        kept = parse_json(cache.read(path) or b"{}").get("seconds", {})
         seconds = {str(name): float(each) for name, each in kept.items()}
         if needed <= seconds.keys() and all(0 < each < 60 for each in seconds.values()):
             logger.info("GEMMs of %s timed before: %s", processor, path)

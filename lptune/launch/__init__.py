@@ -2,6 +2,9 @@
 
     in the launcher   launcher.py    starts torchrun; the exit code; where logs end up
                       flags.py       torchrun's flags
+                      rendezvous.py  the launchers of several machines meet, in a store that one hosts
+                      agreement.py   what they compare before a rank starts
+                      network.py     addresses and interfaces of this machine
                       watch.py       ends all ranks after the first failure
                       exchange.py    messages between the launchers of several machines
                       report.py      prints the cause

@@ -1,108 +1,156 @@
-"""The exchange: messages between the launchers of several machines, in the store that torchrun made for them.
+"""The exchange: messages between the launchers of several machines, in the store of the rendezvous.
 
-One of the launchers hosts the store. A heartbeat tells that a machine is alive; the launcher of the first
-machine reads the heartbeats and reports a machine without one.
+A thread talks to the store, and notes when it answered last: a call waits for a quarter of an hour when a
+machine loses its power or its cable, so whoever must not wait looks at that time (`silence_s`). A heartbeat
+tells that a machine is alive. Machine 0, which hosts the store, reads the heartbeats and reports a machine
+without one; the other machines see its silence themselves.
 """
 
-import contextlib
 import json
 import math
+import queue
+import threading
 import time
-from datetime import timedelta
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from lptune.launch.outcome import Outcome, Rank
+from lptune.launch.outcome import Outcome
+from lptune.launch.rendezvous import Meeting, connect
 
-_POLL_S = 0.1
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+SILENCE_S = 45.0
+"""A machine that is silent for longer is taken for dead."""
 _ASK_S = 0.5  # time between two reads of the store
-_LINGER_S = 4.0  # for other machines to read the reason: the store may end with this process
 _BEAT_S = 5.0
-_SILENCE_S = 45.0
-_STORE_TIMEOUT_S = 10.0
+_FAREWELL_S = 4.0  # for other machines to read the reason: the store ends with machine 0's launcher
+_LEFT = "left"  # in place of a heartbeat
 
 
-class Exchange:
-    """The connection of one launcher to the store. Every method may raise RuntimeError: the store is lost.
+class Exchange(threading.Thread):
+    """The connection of one launcher to the others. No method waits for the store, but for seconds."""
 
-    rank: any rank of this machine, which knows the address.
-    """
-
-    def __init__(self, rank: Rank) -> None:
-        import torch.distributed as dist
-
-        host, _, port = rank.store.rpartition(":")
-        self.address = rank.store
-        self._node, self._num_nodes = rank.node, rank.num_nodes
-        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(f"lptune/{rank.run_id}", store)  # type: ignore[attr-defined]
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__(name="lptune-exchange", daemon=True)
+        self._meeting = meeting
+        self._to_send: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._num_read = 0
-        self._ask_every_s = _ASK_S
-        self._next_ask_s = self._next_beat_s = 0.0
-        self._beats = dict.fromkeys(range(rank.num_nodes), ("", time.monotonic()))
+        self._num_beats, self._next_beat_s = 0, 0.0
+        self._beats = dict.fromkeys(range(1, meeting.num_machines), ("", time.monotonic()))
+        self._answered_s = time.monotonic()
+        self._asked, self._answered, self._leaving = threading.Event(), threading.Event(), threading.Event()
+        self._patience_s = math.inf
+        self.is_lost = False
+        """Whether the store is gone: machine 0's launcher has ended."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the store has answered, also if it is gone."""
+        return time.monotonic() - self._answered_s
+
+    @property
+    def machine_0(self) -> str:
+        """The machine that hosts the store, for messages."""
+        return f"machine 0 of {self._meeting.num_machines}, {self._meeting.hosts[0]},"
 
     def publish(self, outcome: Outcome) -> None:
-        """Writes `outcome` for the other launchers to read."""
-        number = self._store.add("outcomes", 1)
-        self._store.set(f"outcome/{number}", json.dumps([self._node, outcome._asdict()]))
+        """Sends `outcome` to the other launchers."""
+        self._to_send.put(outcome)
 
     def news(self) -> list[Outcome]:
-        """Outcomes of other launchers since the last call; reads the store at most twice a second."""
-        now_s = time.monotonic()
-        if now_s < self._next_ask_s:
-            return []
-        self._next_ask_s = now_s + self._ask_every_s
-        self._beat(now_s)
-        new = []
-        for number in range(self._num_read + 1, self._store.add("outcomes", 0) + 1):
-            node, values = json.loads(self._store.get(f"outcome/{number}"))
-            if node != self._node:
-                new.append(Outcome(**values))
-            self._num_read = number
-        return new
+        """Outcomes of other launchers since the last call."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._received.get_nowait())
+        return found
 
-    def ask_now(self) -> None:
-        """Makes the next call of `news` read the store at once."""
-        self._next_ask_s = 0.0
+    def settle(self) -> None:
+        """Waits until everything is sent, and everything that was there is received."""
+        self._answered.clear()
+        self._asked.set()
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while self.is_alive() and time.monotonic() < deadline_s and not self._answered.wait(_ASK_S / 10):
+            pass
 
-    def ask_rarely(self) -> None:
-        """Makes `news` read the store only as often as heartbeats are written."""
-        if self._ask_every_s != _BEAT_S:
-            self._ask_every_s = _BEAT_S
-            self._next_ask_s = time.monotonic() + _BEAT_S
-
-    def linger(self) -> None:
-        """Waits a short time until every launcher is at this point; the host also waits until they have left.
-
-        If the store ended earlier, torch would print errors on all other machines.
+    def leave(self, *, failed: bool) -> None:
+        """Ends the exchange. The store ends with the launcher of machine 0, which therefore waits: in a run
+        that has failed for seconds, so that the others can read why; else for all that are still at work.
         """
-        deadline_s = time.monotonic() + _LINGER_S
-        with contextlib.suppress(RuntimeError):
-            self._store.add("here", 1)
-            self._wait_for("here", self._num_nodes, deadline_s)
-            self._store.add("left", 1)
-            if self._node == 0:
-                self._wait_for("left", self._num_nodes, deadline_s)
+        self._patience_s = _FAREWELL_S if failed else math.inf
+        self._leaving.set()
+        self._asked.set()
+        self.join(_FAREWELL_S if failed or self._meeting.machine != 0 else None)
 
-    def _wait_for(self, key: str, count: int, deadline_s: float) -> None:
-        while self._store.add(key, 0) < count and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+    # ---- the thread
 
-    def _beat(self, now_s: float) -> None:
-        """Writes a heartbeat; the launcher of the first machine reads those of the others."""
+    def run(self) -> None:
+        try:
+            store = connect(self._meeting)
+            while not self._leaving.is_set():
+                self._ask(store)
+            self._say_farewell(store)
+        except Exception:  # torch's store is gone, or somebody writes nonsense into it
+            self.is_lost = True
+        self._answered.set()
+
+    def _ask(self, store: "Store") -> None:
+        self._asked.clear()
+        with suppress(queue.Empty):
+            while True:
+                message = [self._meeting.machine, self._to_send.get_nowait()._asdict()]
+                store.set(f"outcome/{store.add('outcomes', 1)}", json.dumps(message))
+        self._beat(store)
+        for number in range(self._num_read + 1, store.add("outcomes", 0) + 1):
+            if not store.check([f"outcome/{number}"]):
+                break  # its number is taken, and it is being written
+            machine, values = json.loads(store.get(f"outcome/{number}"))
+            if machine != self._meeting.machine:
+                self._received.put(Outcome(**values))
+            self._num_read = number
+        self._answered_s = time.monotonic()
+        self._answered.set()
+        self._asked.wait(_ASK_S)
+
+    def _beat(self, store: "Store") -> None:
+        """Writes a heartbeat; machine 0 reads those of the others."""
+        now_s = time.monotonic()
         if now_s < self._next_beat_s:
             return
         self._next_beat_s = now_s + _BEAT_S
-        self._store.set(f"beat/{self._node}", str(now_s))
-        if self._node != 0:
+        self._num_beats += 1
+        if self._meeting.machine != 0:
+            store.set(f"beat/{self._meeting.machine}", str(self._num_beats))
             return
-        for node, (last, since_s) in list(self._beats.items()):
-            key = f"beat/{node}"
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+        for machine in self._at_work(store):
+            if now_s - self._beats[machine][1] > SILENCE_S:
+                name = f"machine {machine} of {self._meeting.num_machines}, {self._meeting.hosts[machine]},"
+                line = f"{name} sent no heartbeat for {SILENCE_S:.0f} s"
+                report = Outcome(-1, 1, time.time_ns(), "", line)
+                self._received.put(report)
+                self.publish(report)
+                self._beats[machine] = (self._beats[machine][0], math.inf)  # once
+
+    def _at_work(self, store: "Store") -> list[int]:
+        """The machines that have not left, after a look at their heartbeats."""
+        for machine, (last, _) in list(self._beats.items()):
+            key = f"beat/{machine}"
+            beat = store.get(key).decode() if store.check([key]) else ""
             if beat != last:
-                self._beats[node] = (beat, now_s)
-            elif now_s - since_s > _SILENCE_S:
-                line = f"machine {node} of {self._num_nodes} sent no heartbeat for {_SILENCE_S:.0f} s"
-                self._beats[node] = ("", math.inf)  # once
-                self._node = -1  # so that this launcher reads its own report, too
-                self.publish(Outcome(-1, 1, time.time_ns(), "", line))
-                self._node = 0
+                self._beats[machine] = (beat, time.monotonic())
+        return [machine for machine, (beat, _) in self._beats.items() if beat != _LEFT]
+
+    def _say_farewell(self, store: "Store") -> None:
+        if self._meeting.machine != 0:
+            store.set(f"beat/{self._meeting.machine}", _LEFT)
+            return
+        started_s = time.monotonic()
+        while remaining := self._at_work(store):
+            now_s = time.monotonic()
+            if now_s - started_s > self._patience_s or all(
+                now_s - self._beats[machine][1] > SILENCE_S for machine in remaining
+            ):
+                return
+            time.sleep(_ASK_S / 5)

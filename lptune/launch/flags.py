@@ -5,20 +5,24 @@ machines that changes, restarts within a launch), and chooses the rendezvous whe
 """
 
 import copy
+import hashlib
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
 
 from lptune.config import UserError, closest
+from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint
 
 if TYPE_CHECKING:
     import argparse
 
 RANK_WORDS = ("auto", "cpu", "gpu", "xpu")
 """What --nproc-per-node takes instead of a number."""
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "SKYPILOT_TASK_ID")
 
 
 def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -81,6 +85,7 @@ def known_ranks(
 
 def parser() -> "argparse.ArgumentParser":
     """torchrun's parser; it raises UserError where the original prints and exits."""
+    quieten()
     from torch.distributed.run import get_args_parser
 
     def error(message: str) -> NoReturn:
@@ -92,8 +97,12 @@ def parser() -> "argparse.ArgumentParser":
     return arguments
 
 
-def choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
-    """Fills in the rendezvous flags; returns the address of the rendezvous, empty for one machine."""
+def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: str) -> MeetingPoint:
+    """Where the machines meet, by torchrun's flags and variables, which are then filled in for torchrun.
+
+    output_dir: of the config, from which the run gets its id if no flag and no scheduler gives one. Raises
+    UserError for what could only hang.
+    """
     smallest, _, largest = str(args.nnodes).partition(":")
     if largest not in ("", smallest):
         raise UserError(
@@ -105,26 +114,84 @@ def choose_rendezvous(args: "argparse.Namespace", flags: Sequence[str]) -> str:
             "run: --max-restarts: ranks are not restarted within a launch; run the same command again "
             "(resume: auto continues it)"
         )
+    if args.rdzv_backend != "static":
+        raise UserError(
+            f"run: --rdzv-backend (or PET_RDZV_BACKEND): {args.rdzv_backend}: lptune's machines meet in "
+            "their own way, in which nothing is unpickled; leave it out"
+        )
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
-    here = ("--rdzv-endpoint", "--rdzv-backend", "--master-addr", "--master-port")
-    if smallest == "1":
-        if not given.intersection(here) and not any(name.startswith("PET_") for name in os.environ):
-            args.standalone = True
-            _stay_on_loopback(args)
-        return ""
+    num_machines = int(smallest)
+    timeout_s = _join_timeout_s(args.rdzv_conf)
+    run_id = args.rdzv_id if args.rdzv_id != "none" else next(
+        (os.environ[name] for name in _JOB_IDS if os.environ.get(name)),
+        # Not of the config: machines whose configs differ must meet to be told so.
+        hashlib.sha256(output_dir.encode(errors="surrogatepass")).hexdigest()[:12],
+    )  # fmt: skip
+    args.rdzv_id, args.rdzv_backend = run_id, BACKEND
+    if num_machines == 1:
+        args.standalone = False  # it would choose torchrun's rendezvous
+        args.rdzv_endpoint = f"{LOOPBACK}:0"
+        return MeetingPoint("", 0, 0, 1, "", run_id, timeout_s)
     if args.standalone:
         raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
-    if not args.rdzv_endpoint and (args.rdzv_backend != "static" or not _is_set("--master-addr", given)):
+    if not args.rdzv_endpoint and not _is_set("--master-addr", given):
         raise UserError(
             f"run: --nnodes {args.nnodes}: the machines need a place to meet; give all of them the same "
             "--rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"
         )
-    if args.rdzv_endpoint and not _is_set("--rdzv-backend", given) and not _is_set("--node-rank", given):
-        args.rdzv_backend = "c10d"  # torchrun's own default wants the machines numbered
-    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
-    if re.match(r"localhost\b|127\.|\[?::1\b", address):  # several launchers on one machine
-        _stay_on_loopback(args)
-    return str(address)
+    args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    host, port = _host_and_port(args.rdzv_endpoint)
+    machine = _machine(args, given, num_machines)
+    args.node_rank = 0  # torchrun's own numbers would be of its static rendezvous
+    return MeetingPoint(host, port, machine, num_machines, args.local_addr or "", run_id, timeout_s)
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{endpoint}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.netloc != endpoint or parts.path:
+        raise UserError(
+            f"run: --rdzv-endpoint: must be HOST:PORT with a port of 1 to 65535, found {endpoint!r:.80}"
+        )
+    return host, port
+
+
+def _machine(args: "argparse.Namespace", given: set[str], num_machines: int) -> int | None:
+    names = [name for name in NUMBERS if name in os.environ]
+    if "--node-rank" in given:
+        name, text = "--node-rank", str(args.node_rank)
+    elif names:
+        name, text = names[0], os.environ[names[0]]
+    else:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text) < num_machines):
+        last = num_machines - 1
+        raise UserError(f"run: {name}: must be 0 to {last} (--nnodes {num_machines}), found {text!r:.40}")
+    return int(text)
+
+
+def _join_timeout_s(rdzv_conf: str) -> float:
+    timeout_s = 600.0
+    for part in filter(None, rdzv_conf.split(",")):
+        name, _, value = part.strip().partition("=")
+        if name not in ("join_timeout", "timeout") or not re.fullmatch(r"[1-9]\d*", value):
+            raise UserError(f"run: --rdzv-conf: must be join_timeout=SECONDS, found {part!r:.60}")
+        timeout_s = float(value)
+    return timeout_s
+
+
+def quieten() -> None:
+    """Keeps torch's C++ code from printing a stack for each failure of a store, which a launcher catches and
+    tells in one line. Call it before torch is imported. In the ranks only warnings are kept back.
+    """
+    if "torch" not in sys.modules and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+        import torch  # noqa: F401
+
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 
 def _is_set(flag: str, given: set[str]) -> bool:
@@ -135,11 +202,6 @@ def stay_on_loopback() -> None:
     """Keeps gloo on the loopback device: on one machine, no port needs to be open to the network."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _stay_on_loopback(args: "argparse.Namespace") -> None:
-    args.local_addr = args.local_addr or "127.0.0.1"
-    stay_on_loopback()
 
 
 def keeps_logs_itself(args: "argparse.Namespace") -> bool:

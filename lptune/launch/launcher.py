@@ -14,6 +14,7 @@ Signals (preemption.py). The launcher passes the first signal on to the ranks, w
 only sees that they end. A second signal after the grace interval ends everything at once.
 """
 
+import hashlib
 import logging
 import os
 import shutil
@@ -23,30 +24,30 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from lptune.config import UserError
-from lptune.launch import flags, preemption
+from lptune.launch import agreement, flags, network, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
-from lptune.launch.outcome import LAUNCHER, OUTCOMES
+from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome
+from lptune.launch.report import print_own
 from lptune.launch.watch import Watch
 
-if TYPE_CHECKING:
-    import argparse
 
-
-def torchrun(given: Sequence[str], arguments: Sequence[str], output_dir: str | None) -> NoReturn:
+def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: Path) -> NoReturn:
     """Runs `lptune ARGUMENTS` on several ranks; exits with the code of the cause.
 
-    given: flags of torchrun, which describe the ranks. output_dir: where the logs of the other ranks go.
+    given: flags of torchrun, which describe the ranks. cfg, recipe: what `arguments` name, for the machines
+    to compare; logs of the other ranks go to the config's `output_dir`, if it has one.
     """
+    flags.quieten()
     import torch
     import torch.distributed.run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     args = flags.parser().parse_args([*given, "--module", "lptune.cli.main", *arguments])
-    rendezvous = flags.choose_rendezvous(args, given)
+    point = flags.meeting_point(args, given, getattr(cfg, "output_dir", ""))
     signals = flags.check(args)
     args.signals_to_handle = ""  # signals are handled here, not by torchrun
     let_ranks_find_lptune()
@@ -58,26 +59,36 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], output_dir: str | N
     _silence("torch.distributed")
 
     def leave(code: int) -> NoReturn:
-        _tidy(folder, output_dir, code)
-        os._exit(code)
+        _tidy(folder, getattr(cfg, "output_dir", None), code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a thread may wait for a store, where Python's own exit aborts the process
 
-    watch = Watch(folder, rendezvous, leave)
-    code = 2
+    watch = Watch(folder, leave)
     try:
-        watch.start()
         _listen(signals, watch, leave)
+        digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
+        told = agreement.tell(cfg, nnodes=point.num_machines, recipe=f"{recipe.name} ({digest})")
+        met = rendezvous.meet(point, told)
+        if (name := network.interface_of(met.local_address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        handler: Any = rendezvous.Handler(met)
+        rendezvous_handler_registry.register(rendezvous.BACKEND, lambda _: handler)
+        watch.begin(met)
         torch.distributed.run.run(args)
         code = watch.finish()
     except ChildFailedError as error:
         code = watch.conclude({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except (RendezvousError, torch.distributed.DistError, TimeoutError) as error:
-        if not watch.has_ranks:
-            raise UserError(_about_rendezvous(error, rendezvous, args)) from None
+    except (torch.distributed.DistError, TimeoutError):
         code = watch.conclude({})  # the store's host is gone
-    finally:
-        watch.stop()
-        _tidy(folder, output_dir, code)
-    sys.exit(code)
+    except UserError as error:
+        code = error.exit_code
+        print_own(Outcome(-1, code, 0, "", str(error)))
+    except BaseException:
+        _tidy(folder, getattr(cfg, "output_dir", None), 2)
+        raise
+    watch.stop()
+    leave(code)
 
 
 def let_ranks_find_lptune() -> None:
@@ -100,17 +111,6 @@ def _tidy(folder: Path, output_dir: str | None, code: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"note: what the other ranks printed is in {folder}", file=sys.stderr)
-
-
-def _about_rendezvous(error: Exception, rendezvous: str, args: "argparse.Namespace") -> str:
-    first_line = (str(error).splitlines() or [""])[0].removesuffix(" See inner exception for details.")
-    if not rendezvous:
-        return f"run: torchrun: {first_line}"
-    reason = first_line or "not all machines came"
-    return (
-        f"run: rendezvous at {rendezvous}: {reason}; start the same command on "
-        f"all {args.nnodes} machines, with a host that they all reach and a port that is free there"
-    )
 
 
 def _listen(signals: Sequence[signal.Signals], watch: Watch, leave: Callable[[int], None]) -> None:

@@ -36,13 +36,8 @@ class Rank(NamedTuple):
 
     rank: int
     pid: int
-    node: int
-    num_nodes: int
     num_local: int
     """Number of ranks on this machine."""
-    store: str
-    """`host:port` of the key-value store that launchers share; empty if there is none."""
-    run_id: str
 
 
 class Outcome(NamedTuple):
@@ -118,20 +113,8 @@ def hold(error: BaseException) -> bool:
 
 def announce() -> None:
     """Tells the launcher that this rank has started."""
-    variables = os.environ
-    has_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    _write(
-        f"rank-{variables['RANK']}",
-        Rank(
-            int(variables["RANK"]),
-            os.getpid(),
-            int(variables.get("GROUP_RANK", "0")),
-            int(variables.get("GROUP_WORLD_SIZE", "1")),
-            int(variables.get("LOCAL_WORLD_SIZE", "1")),
-            f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}" if has_store else "",
-            variables.get("TORCHELASTIC_RUN_ID", ""),
-        ),
-    )
+    rank, num_local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    _write(f"rank-{rank}", Rank(rank, os.getpid(), num_local))
 
 
 def write_outcome(outcome: Outcome) -> bool:

@@ -1,9 +1,13 @@
 """How the launcher prints the cause of an end: once, as the rank that failed first says it."""
 
+import re
 import signal
 import sys
 
+from lptune.config import printable
 from lptune.launch.outcome import LEAVING, Outcome
+
+_NUMBERED = re.compile(r"rank \d+: ")
 
 
 def describe_silent(rank: int, exit_code: int) -> tuple[int, str]:
@@ -23,15 +27,17 @@ def print_own(cause: Outcome) -> None:
                 file=sys.stderr,
             )
     elif cause.code not in LEAVING:
-        who = f"rank {cause.rank}: " if cause.rank > 0 else ""
-        print(f"error: {who}{cause.line or f'ended with exit code {cause.code}'}", file=sys.stderr)
+        # What fails on one rank may be raised on all of them, with the number of that rank.
+        who = f"rank {cause.rank}: " if cause.rank > 0 and not _NUMBERED.match(cause.line) else ""
+        line = cause.line or f"ended with exit code {cause.code}"
+        print(printable(f"error: {who}{line}"), file=sys.stderr)
 
 
 def print_other(cause: Outcome) -> None:
     """Prints an outcome of another machine in one line, with the name of that machine."""
     where = f"on {cause.host}: " if cause.host else ""
-    who = f"rank {cause.rank} " if cause.rank >= 0 else ""
+    who = f"rank {cause.rank} " if cause.rank >= 0 and not _NUMBERED.match(cause.line) else ""
     what = cause.line
     if cause.traceback:
         what = f"{cause.traceback.strip().splitlines()[-1]} (the traceback stands in the output there)"
-    print(f"error: {who}{where}{what or f'exit code {cause.code}'}", file=sys.stderr)
+    print(printable(f"error: {who}{where}{what or f'exit code {cause.code}'}"), file=sys.stderr)

@@ -6,12 +6,11 @@ first. torchrun does not tell other machines: their ranks hang until the timeout
 for NCCL, 30 for gloo). So the watch
 
 - reads the outcomes of its ranks (outcome.py), and sees a rank that vanished without one through its pidfd;
-- publishes their failures in the key-value store that the launchers of torchrun share, and reads failures of
-  other machines there;
+- publishes their failures to the launchers of other machines, and reads failures there (exchange.py);
 - waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
   published by a rename), and ends the launcher itself where torchrun hangs: in its exit barrier, or while it
   asks a store whose host is gone;
-- writes a heartbeat; the launcher of the first machine reports a machine without one.
+- ends this machine when machine 0 has been silent for 45 s, as machine 0 does for each other machine.
 
 Code 143 is not a failure: a rank that exits with it has saved, and the other ranks get time to save. If there
 was nothing to save, they are ended, too. The watch passes signals of the launcher on to the ranks
@@ -30,8 +29,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lptune.launch.exchange import Exchange
+from lptune.launch.exchange import SILENCE_S, Exchange
 from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch.rendezvous import Meeting
 from lptune.launch.report import describe_silent, print_other, print_own
 
 _POLL_S = 0.1
@@ -40,26 +40,24 @@ _VANISHED_S = 0.2  # a rank was killed: no explanation will come
 _LOST_PEER_S = 4.0  # for the machine of the lost peer to report the reason
 _SAVE_S = 30.0  # a peer exits after a save, which ends with a barrier; torchrun waits no longer than this
 _STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
-_HINT_S = 15.0
 
 
 class Watch(threading.Thread):
     """Watches the ranks of this machine, which write their outcomes into `folder`.
 
-    rendezvous: the address where the machines meet, for messages; empty for a single machine. leave: called
-    with the exit code where the launcher would hang instead of ending.
+    leave: called with the exit code where the launcher would hang instead of ending.
     """
 
-    def __init__(self, folder: Path, rendezvous: str, leave: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path, leave: Callable[[int], None]) -> None:
         super().__init__(name="lptune-watch", daemon=True)
-        self._folder, self._rendezvous, self._leave = folder, rendezvous, leave
+        self._folder, self._leave = folder, leave
         self._ranks: dict[int, Rank] = {}
         self._pidfds: dict[int, int] = {}
         self._killed: set[int] = set()
         self._published = {-1}  # a launcher's own words are published at the end
         self._elsewhere: list[Outcome] = []
         self._exchange: Exchange | None = None
-        self._cut_off = False
+        self._is_alone = False
         self._over = threading.Event()
         self._signal: signal.Signals | None = None
         self._signalled: set[int] = set()
@@ -77,9 +75,18 @@ class Watch(threading.Thread):
         self._signal = number
         return self.has_ranks
 
+    def begin(self, meeting: Meeting) -> None:
+        """Starts the watch over the ranks that are about to start."""
+        if meeting.num_machines > 1:
+            self._exchange = Exchange(meeting)
+            self._exchange.start()
+        self.start()
+
     def finish(self) -> int:
         """Ends the watch after a launch without a failure; returns the exit code 0."""
         self.stop()
+        if self._exchange is not None:
+            self._exchange.leave(failed=False)
         return 0
 
     def stop(self) -> None:
@@ -102,17 +109,11 @@ class Watch(threading.Thread):
 
     def _wait_for_an_end(self) -> None:
         """Waits; returns when the ranks of this machine must be killed."""
-        started_s = time.monotonic()
         first_sign_s: float | None = None
-        hinted = not self._rendezvous
         while not self._over.wait(_POLL_S):
             self._meet_ranks()
             self._send_signal()
             now_s = time.monotonic()
-            if not hinted and not self._ranks and now_s - started_s > _HINT_S:
-                hinted = True
-                where = f"{self._rendezvous} (or is that another program's port?)"
-                print(f"waiting for the other machines at {where}", file=sys.stderr, flush=True)
             outcomes = read_outcomes(self._folder)
             self._talk(outcomes)
             patience_s = self._patience_s(outcomes)
@@ -180,41 +181,21 @@ class Watch(threading.Thread):
 
     def _talk(self, outcomes: list[Outcome]) -> None:
         """Publishes new outcomes of this machine and reads those of other machines."""
-        if not self._connect(outcomes):
+        if self._exchange is None:
             return
-        assert self._exchange is not None
-        if outcomes and all(outcome.code == 0 for outcome in outcomes):
-            # From now on the store may end at any moment without a fault, which torch would report loudly.
-            self._exchange.ask_rarely()
-        try:
-            for outcome in outcomes:
-                is_news = outcome.code not in LEAVING or outcome.nothing_to_save
-                if is_news and outcome.rank not in self._published:
-                    self._published.add(outcome.rank)
-                    self._exchange.publish(outcome)
-            self._elsewhere += self._exchange.news()
-        except RuntimeError:  # all errors of torch's store
-            self._lose(self._exchange.address, outcomes)
-
-    def _connect(self, outcomes: list[Outcome]) -> bool:
-        """Connects to the store of the launchers if possible; returns whether there is a connection."""
-        if self._exchange is not None or self._cut_off or not self._ranks:
-            return self._exchange is not None
-        rank = next(iter(self._ranks.values()))
-        # In a very short run the host of the store may be gone when the ranks here are done.
-        if rank.num_nodes == 1 or not rank.store or (outcomes and all(done.code == 0 for done in outcomes)):
-            return False
-        try:
-            self._exchange = Exchange(rank)
-        except RuntimeError:
-            self._lose(rank.store, outcomes)
-        return self._exchange is not None
-
-    def _lose(self, address: str, outcomes: list[Outcome]) -> None:
-        self._exchange, self._cut_off = None, True
+        for outcome in outcomes:
+            is_news = outcome.code not in LEAVING or outcome.nothing_to_save
+            if is_news and outcome.rank not in self._published:
+                self._published.add(outcome.rank)
+                self._exchange.publish(outcome)
+        self._elsewhere += self._exchange.news()
+        if self._is_alone or not (self._exchange.is_lost or self._exchange.silence_s > SILENCE_S):
+            return
+        self._is_alone = True
         left = {outcome.rank for outcome in outcomes if outcome.code in LEAVING}
-        if left < set(self._ranks) and not self._elsewhere:
-            line = f"the launcher that hosts the rendezvous, {address}, is gone"
+        if not (self._ranks and left >= set(self._ranks)) and not self._elsewhere:
+            how = "has ended" if self._exchange.is_lost else f"has not answered for {SILENCE_S:.0f} s"
+            line = f"the launcher of {self._exchange.machine_0} {how}"
             self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
 
     # ---- the end of the launcher
@@ -250,20 +231,16 @@ class Watch(threading.Thread):
             print_other(cause)
         sys.stderr.flush()
         if self._exchange is not None:
-            self._exchange.linger()
+            self._exchange.leave(failed=True)
         return cause.code
 
     def _tell(self, here: list[Outcome]) -> None:
         """Also publishes the outcome of this launcher, and reads those of other launchers a last time."""
-        if not self._connect(here):
+        if self._exchange is None:
             return
-        assert self._exchange is not None
-        try:
-            for outcome in here:
-                if outcome.rank == -1:
-                    self._exchange.publish(outcome)
-        except RuntimeError:
-            self._exchange, self._cut_off = None, True
-            return
-        self._exchange.ask_now()
+        for outcome in here:
+            if outcome.rank == -1:
+                self._exchange.publish(outcome)
+        self._talk(here)
+        self._exchange.settle()
         self._talk(here)

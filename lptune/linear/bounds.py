@@ -22,6 +22,10 @@ folded operand is described as it is multiplied: the noise of g * s, and the noi
 `least` is the expectation minus four standard deviations, without the rounding of the compute dtype. An error
 below `least` is a fault like an error above `bound`: the layer did not compute what its spec says.
 
+What is not of the formats is bounded, too: rounding of float32 sums and of results to the compute dtype, with
+four standard deviations, which count where one element dominates; its product with the known errors; and
+numbers below the smallest normal one, which have an absolute step, and which some units flush to zero.
+
 The formulas assume independent errors, but equal values are rounded equally. Whole rows repeat, for example
 the rows of a repeated token before the first attention. Equal rows are therefore counted as one row: without
 this, grad_weight of the first q, k and v of a trained Llama exceeds the bound by a factor of up to 1.5.
@@ -59,7 +63,7 @@ def predicted_errors(
     uses the cast weight. spec=None: a plain layer, whose only error is the rounding of the compute dtype.
     For `float8_delayed` the prediction is for the first step, without a history. For `int8_weight_only` pass
     the dequantized weight as w_NK: the layer computes like a plain layer with that weight. Cost for each of
-    the three GEMMs: one float64 GEMM, and two Gram matrices of the size of the contraction.
+    the three GEMMs: two float64 GEMMs, and two Gram matrices of the size of the contraction.
     """
     w_NK = w_NK.to(x_TK.dtype)
     operands = (
@@ -67,28 +71,59 @@ def predicted_errors(
         ("grad_input", _grad_input(spec, g_TN, w_NK)),
         ("grad_weight", _grad_weight(spec, g_TN, x_TK)),
     )
-    return {gemm: _predict(a, b, x_TK.dtype) for gemm, (a, b) in operands}
+    back = {"grad_input", "grad_weight"} if spec is not None and spec.rotated else set[str]()
+    return {
+        gemm: _predict(a, b, x_TK.dtype, rotated_back=gemm in back and spec is not None and spec.is_low(gemm))
+        for gemm, (a, b) in operands
+    }
 
 
-def _predict(a_MK: Operand, b_KN: Operand, dtype: torch.dtype) -> Predicted:
+def _predict(a_MK: Operand, b_KN: Operand, dtype: torch.dtype, *, rotated_back: bool) -> Predicted:
     known_MN = a_MK.mean @ (b_KN.value + b_KN.mean) + a_MK.value @ b_KN.mean
     from_a, spread_a = _from_noise(b_KN.t(), a_MK.t(), known_MN.t())
     from_b, spread_b = _from_noise(a_MK, b_KN, known_MN)
     from_both = float(a_MK.variance.sum(0) @ b_KN.variance.sum(1))
     noise = float(known_MN.square().sum()) + from_a + from_b + from_both
-    spread = 4 * math.sqrt(spread_a + spread_b)
-    signal = float((a_MK.value @ b_KN.value).square().sum())
+    truth_MN = a_MK.value @ b_KN.value
+    signal = float(truth_MN.square().sum())
     if signal == 0:
         return Predicted(math.nan, math.nan, math.nan)
-    # Rounding of the float32 sum of K products: each addition rounds a partial sum, on average half the sum.
-    products = float(a_MK.value.square().sum(0) @ b_KN.value.square().sum(1))
-    sums = products * a_MK.value.shape[1] / 2 * _rounding(torch.float32)
-    rounding = sums / signal + _rounding(dtype)
+    num_products = a_MK.value.shape[1]
+    rounding_MN = _of_sums(truth_MN, a_MK.value.square() @ b_KN.value.square(), num_products)
+    if rotated_back:  # and rounded twice: the equal elements of a rotated row are rounded equally
+        truth_MN, known_MN = rotate(truth_MN).double(), rotate(known_MN).double()
+    rounding_MN += (1 + rotated_back) * _of_cast(truth_MN, dtype)
+    rounding = float(rounding_MN.sum())
+    # Of ‖known + rounding‖². It is added, not as a square: noise and rounding of one element may agree.
+    spread_of_rounding = (2 * rounding_MN.square() + 4 * known_MN.square() * rounding_MN).sum()
+    spread = 4 * (math.sqrt(spread_a + spread_b) + math.sqrt(float(spread_of_rounding)))
+    # A unit that flushes to zero loses up to `tiny` of each operand, product and sum, all with one sign.
+    lost_MN = a_MK.value.abs().sum(1, keepdim=True) + b_KN.value.abs().sum(0) + num_products + 1
+    lost = torch.finfo(torch.float32).tiny * float(lost_MN.norm())
     return Predicted(
-        math.sqrt(max(noise - spread, 0.0) / signal),
-        math.sqrt(noise / signal + rounding),
-        math.sqrt((noise + spread) / signal + rounding),
+        max(math.sqrt(max(noise - spread, 0.0)) - lost, 0.0) / math.sqrt(signal),
+        math.sqrt((noise + rounding) / signal),
+        (math.sqrt(noise + rounding + spread) + lost) / math.sqrt(signal),
     )
+
+
+def _of_sums(truth_MN: Tensor, products_MN: Tensor, num_products: int) -> Tensor:
+    """The variance of the rounding of sums in float32. products_MN: the sums of squared products.
+
+    Each addition rounds a partial sum, by a step of at most eps times it. Its square is at most that of the
+    result (products of one sign) plus the sum of squared products (of random signs).
+    """
+    eps = torch.finfo(torch.float32).eps
+    return num_products * eps**2 / 12 * (truth_MN.square() + products_MN)
+
+
+def _of_cast(truth_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """The variance of the rounding of results to `dtype`: a step is at most eps times the value, and not
+    below the smallest number.
+    """
+    dtype_info = torch.finfo(dtype)
+    step_MN = (dtype_info.eps * truth_MN.abs()).clamp(min=dtype_info.eps * dtype_info.tiny)
+    return step_MN.square() / 12
 
 
 def _from_noise(a_MK: Operand, b_KN: Operand, known_MN: Tensor) -> tuple[float, float]:
@@ -101,11 +136,6 @@ def _from_noise(a_MK: Operand, b_KN: Operand, known_MN: Tensor) -> tuple[float, 
     quadratic = 2 * (((a_MU.t() @ a_MU).square() @ variance_UN) * variance_UN).sum()
     linear = 4 * (variance_UN * (a_MU.t() @ known_MN).square()).sum()
     return float(mean), float(quadratic + linear)
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    """Upper bound of the relative variance of one rounding to a float dtype: a step is <= eps * value."""
-    return float(torch.finfo(dtype).eps) ** 2 / 12
 
 
 def _output(spec: LinearSpec | None, x_TK: Tensor, w_NK: Tensor) -> Operands:

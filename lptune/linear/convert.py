@@ -5,11 +5,13 @@ that changes no layer is an error, because that run would train in compute dtype
 """
 
 import fnmatch
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
 from lptune.hardware.planned import planned
@@ -19,7 +21,7 @@ from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec, kind_of
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.plan import LayerPlan, Plan
+from lptune.linear.plan import LayerPlan, OtherWeight, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
 from lptune.linear.steps.verify_step import verify_first_update
 from lptune.linear.weights.compute_weights import is_parallelized
@@ -38,7 +40,8 @@ def convert(
     Works on any module tree, including `model` itself, on any device including meta, before or after weights
     are loaded. Call it before `fully_shard` and before compiling. Modules and parameters stay the same
     objects with the same names and hooks (for int8_weight_only, parameters become Int8Weights in place). A
-    subclass of nn.Linear may have another forward; it is not converted, and the plan says so.
+    subclass of nn.Linear may have another forward; it is not converted, and the plan says so. It also lists
+    the weights outside nn.Linear, such as the experts of a mixture in one parameter, which stay high.
 
     precision: a PrecisionConfig, or a kind: `"int8_rowcol"` means PrecisionConfig(kind="int8_rowcol"). skip:
     names or globs in addition to `precision.skip`. A pattern matches a full name or its last components
@@ -67,7 +70,7 @@ def convert(
             LayerPlan(name, m.in_features, m.out_features, None, is_frozen=not m.weight.requires_grad)
             for name, m in linears.items()
         ]
-        return Plan(precision.kind, tuple(plans), _frozen(model))
+        return Plan(precision.kind, tuple(plans), _frozen(model), _others(model, is_none=True))
 
     requested_backend()
     patterns = [*precision.skip, *skip]
@@ -107,9 +110,10 @@ def convert(
         )
     if spec.multiplies_in_8_bits:
         _group_readers(model)
-    plan = Plan(precision.kind, tuple(layers), _frozen(model))
+    plan = Plan(precision.kind, tuple(layers), _frozen(model), _others(model))
     if not plan.converted:
-        why = "; ".join(sorted({f"{layer.reason}" for layer in layers})) or "the model has no nn.Linear"
+        found = [each.reason for each in plan.layers] + [each.reason for each in plan.others]
+        why = "; ".join(sorted(set(map(str, found)))) or "the model has no nn.Linear"
         raise UserError(
             f"precision.kind: {precision.kind} would convert no layer ({why}); training would stay in "
             "compute dtype. Change precision.skip or set precision.kind=none"
@@ -142,6 +146,37 @@ def _group_readers(model: nn.Module) -> None:
 def _frozen(model: nn.Module) -> tuple[str, ...]:
     """Names of the parameters that need no gradient."""
     return tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+
+
+def _others(model: nn.Module, *, is_none: bool = False) -> tuple[OtherWeight, ...]:
+    """The weights that are in no nn.Linear: of a mixture's experts and router, of convolutions, of modules of
+    the model's own. Whether a parameter multiplies cannot be seen from outside, so what is known not to is
+    left out: embeddings, biases, and what has one row (tokens and positions that are added).
+
+    Of stacked experts (E, …) a token uses as many as the model's config says; without a config, all count.
+    """
+    config = getattr(model, "config", None)
+    given = [
+        getattr(each, "num_experts_per_tok", None) for each in (config, getattr(config, "text_config", None))
+    ]
+    num_experts = next((each for each in given if isinstance(each, int)), math.inf)
+    known = [
+        module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag))
+    ]
+    seen = {id(parameter) for module in known for parameter in module.parameters(recurse=False)}
+    found = []
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            shape = tuple(parameter.shape)
+            if len(shape) < 2 or shape[0] == 1 or name.endswith("bias") or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            has_experts = len(shape) > 2 and not isinstance(module, _ConvNd)
+            num_rows = min(shape[0], num_experts) if has_experts else shape[0]
+            reason = None if is_none else f"in {type(module).__name__}, not in nn.Linear"
+            num_used = int(num_rows) * math.prod(shape[1:])
+            found.append(OtherWeight(name, shape, num_used, reason, not parameter.requires_grad))
+    return tuple(found)
 
 
 def _device(model: nn.Module) -> torch.device | None:

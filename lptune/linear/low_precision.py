@@ -175,6 +175,13 @@ class LowPrecision:
         """Call after filling the tensors of `state`; training and evaluation then use the new histories."""
         self._histories.loaded()
 
+    def metrics(self) -> dict[str, int]:
+        """What the last step adds to its record: for float8_delayed `num_saturated`, the number of tensors
+        with values beyond the scale that past steps gave them. The host waits for the device.
+        """
+        found = self._histories.num_saturated
+        return {} if found is None else {"num_saturated": int(found)}
+
     @property
     def first_step_agrees(self) -> bool:
         """Whether ranks exchange amaxes in the first step alone, which has no history to go by."""

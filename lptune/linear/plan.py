@@ -1,5 +1,8 @@
-"""The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted."""
+"""The precision plan: for each linear layer, the precision of its GEMMs, or why it was not converted; and the
+other weights that stay in compute dtype.
+"""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +16,8 @@ FELL_BACK = "precision.shadow_on_bad: fell back"
 
 PLAN_COLUMNS = ("layer", "shape (out x in)", *GEMMS, "all-gather (FSDP)", "note")
 """Column names of the plan table."""
+
+_FROZEN = "frozen"
 
 
 @dataclass(frozen=True)
@@ -37,19 +42,44 @@ class LayerPlan:
         shape = f"{self.out_features} x {self.in_features}"
         gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
         if self.is_frozen:
-            gemms[GEMMS.index("grad_weight")] = "frozen"
+            gemms[GEMMS.index("grad_weight")] = _FROZEN
         # mypy does not know that there are three.
         return (shape, *gemms, self.all_gather)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
+class OtherWeight:
+    """A weight outside nn.Linear, such as those of a mixture's experts, which stays in compute dtype. Its
+    fields are those of LayerPlan; `reason` is None with `precision.kind: none`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_used: int
+    """Number of its elements that multiply a token: those of the experts that the token goes to."""
+    reason: str | None
+    is_frozen: bool = False
+
+    def columns(self) -> tuple[str, str, str, str, str]:
+        """The cells of the plan table, as of a LayerPlan."""
+        return " x ".join(map(str, self.shape)), "high", "high", _FROZEN if self.is_frozen else "high", "high"
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of its products in forward and backward."""
+        return 2.0 * (2 if self.is_frozen else 3) * self.num_used
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What `convert` did to every linear layer of a model, in module order."""
+    """What `convert` did to every linear layer of a model, in module order, and what else stays high."""
 
     kind: str
     layers: tuple[LayerPlan, ...] = field(default_factory=tuple)
     frozen: tuple[str, ...] = ()
     """Names of all parameters that are not trained, of linear layers and of others."""
+    others: tuple[OtherWeight, ...] = ()
+    """Parameters of two or more dimensions outside linear layers, embeddings and norms."""
 
     def with_high(self, names: Collection[str]) -> "Plan":
         """This plan with all three GEMMs of the converted layers `names` in compute dtype."""
@@ -93,12 +123,13 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of all linear layers in forward and backward: three GEMMs of 2 * in * out each, two if the
-        weight is frozen.
+        """FLOPs of all linear layers and other weights in forward and backward: three GEMMs of 2 * in * out
+        each, two if the weight is frozen.
         """
-        return 2.0 * sum(
+        linear = sum(
             (2 if layer.is_frozen else 3) * layer.in_features * layer.out_features for layer in self.layers
         )
+        return 2.0 * linear + sum(other.flops_per_token for other in self.others)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as precision_plan.json stores it."""
@@ -122,14 +153,19 @@ class Plan:
             "num_converted": len(self.converted),
             "frozen": list(self.frozen),
             "layers": rows,
+            "others": [
+                {"name": other.name, "shape": list(other.shape), "reason": other.reason}
+                for other in self.others
+            ],
         }
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the plan table, with PLAN_COLUMNS. Layers that differ only in the number of their block
         share a row: `model.layers.0-27.mlp.up_proj`.
         """
-        groups: dict[tuple[str, ...], list[LayerPlan]] = {}
-        for layer in self.layers:
+        groups: dict[tuple[str, ...], list[LayerPlan | OtherWeight]] = {}
+        weights: list[LayerPlan | OtherWeight] = [*self.layers, *self.others]
+        for layer in weights:
             name = without_number(layer.name)
             key = (name, *layer.columns(), layer.reason or "")
             groups.setdefault(key, []).append(layer)
@@ -161,6 +197,10 @@ class Plan:
             count += f", of which {fell_back} fell back to compute dtype"
         if not self.converted:
             count = f"all {len(self.layers)} linear layers run in compute dtype"
+        if self.others:
+            others = sum(math.prod(other.shape) for other in self.others)
+            share = others / (others + sum(layer.in_features * layer.out_features for layer in self.layers))
+            count += f"; {share:.0%} of the weights are in no linear layer, and run in compute dtype"
         return f"precision {self.kind}{emulated}: {count}"
 
     def _frozen_line(self) -> list[str]:

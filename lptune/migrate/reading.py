@@ -1,6 +1,5 @@
 """Reads a file of another trainer and finds the trainer by its content."""
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lptune.config import UserError, read_text
+from lptune.base.files import is_deep, read_bytes, read_object
+from lptune.config import UserError
 from lptune.config.load import read_yaml
 from lptune.migrate import axolotl, torchtitan, torchtune
 from lptune.migrate.draft import Draft
@@ -20,7 +20,7 @@ TOOLS: dict[str, Callable[[Draft], None]] = {
 }
 """Tool -> the function that fills a draft."""
 
-_MAX_CHARS = 256 * 1024
+_MAX_BYTES = 256 * 1024
 _TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "job", "compile"}
 
 
@@ -58,20 +58,20 @@ def tool_of(file: Path) -> str | None:
 def _read(file: Path) -> dict[str, Any]:
     if file.suffix not in (".toml", ".json"):
         return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))
+    if file.suffix == ".json":
+        return read_object(file, max_bytes=_MAX_BYTES, todo="mend the file")
+    content = read_bytes(file, _MAX_BYTES)
     try:
-        text = read_text(file, _MAX_CHARS)
-        values = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such config file") from None
+        values = tomllib.loads(content.decode())
+        if is_deep(values):  # by dotted keys, which TOML's reader takes at any depth
+            raise RecursionError
     except UnicodeDecodeError:
         raise UserError(f"{file}: is not UTF-8 text") from None
-    except (OSError, ValueError, RecursionError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{file}: cannot be read as {file.suffix[1:].upper()}: {what}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: must hold sections of keys, found a {type(values).__name__}")
-    found: dict[str, Any] = values
-    return found
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read as TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{file}: cannot be read as TOML: it is nested too deep") from None
+    return values
 
 
 def _with_text_keys(value: Any) -> Any:

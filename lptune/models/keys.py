@@ -4,15 +4,15 @@ A missing key has the default of transformers for that family. A key with the va
 example, Mistral's window is 4096 if the key is missing, and there is no window if the key is null.
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lptune.config import MEBI, UserError, read_text
+from lptune.base.files import read_object
+from lptune.config import MEBI, UserError, kind_of
 
-_MAX_CHARS = 16 * MEBI
+_MAX_BYTES = 16 * MEBI
 _LARGEST = sys.float_info.max
 MAX_INTEGER = 2**28
 """Far above any size in use, but the product of two such sizes is still a valid number of elements."""
@@ -31,23 +31,9 @@ class Keys:
     @classmethod
     def from_file(cls, path: Path) -> "Keys":
         """The keys of a file. Raises UserError for a missing file, broken JSON, or JSON that is no object."""
-        try:
-            content = json.loads(read_text(path, _MAX_CHARS))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{path}: not found; expected the folder of a Hugging Face checkpoint") from None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}: line {error.lineno}: not JSON ({error.msg}); download it again"
-            ) from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}: not UTF-8 text") from None
-        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
-            raise UserError(f"{path}: cannot be read ({error}); download it again") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
-        return cls(content, {}, str(path))
+        if not kind_of(path, follow=True):
+            raise UserError(f"{path}: not found; expected the folder of a Hugging Face checkpoint")
+        return cls(read_object(path, max_bytes=_MAX_BYTES, todo="download it again"), {}, str(path))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Keys":
         """The keys of the same file with the defaults of a family."""

@@ -15,7 +15,7 @@ report can be made of a run that goes on, that was killed, or that was made by a
 from collections.abc import Sequence
 from pathlib import Path
 
-from lptune.report.files import write_in_one_piece
+from lptune.base.files import write_errors, write_text
 from lptune.report.page import page
 from lptune.report.run import Run, is_running, read_run
 from lptune.report.summary import Summary, summary
@@ -34,5 +34,6 @@ def write_page(path: Path, runs: Sequence[Run], reference: int | None = None, re
     """Writes the report of `runs` to `path` in one piece, by `page`. Raises UserError if it cannot be
     written.
     """
-    write_in_one_piece(path, page(runs, reference, refresh_s))
+    with write_errors(f"{path}:", "choose another with --output"):
+        write_text(path, page(runs, reference, refresh_s), shared=True)
     return path

@@ -46,6 +46,7 @@ OTHERS = {
     "low_precision_flops_fraction": Metric(
         "FLOPs in low precision", from_zero=True, as_percent=True, is_share=True
     ),
+    "num_saturated": Metric("Tensors beyond their delayed scale", from_zero=True, is_count=True),
     "num_skipped": Metric("Skipped steps, in all", from_zero=True, is_count=True),
     "mfu": Metric("Model FLOPs utilization", from_zero=True, as_percent=True, is_noisy=True),
     "bf16_mfu": Metric("Utilization of the bfloat16 peak", from_zero=True, as_percent=True, is_noisy=True),

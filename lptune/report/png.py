@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lptune.base.files import write_bytes
 from lptune.config import UserError, how_to_install
 from lptune.report.charts import Chart
-from lptune.report.files import write_in_one_piece
 from lptune.report.markup import shown
 from lptune.report.rows import Column
 from lptune.report.svg import COLOURS, NEUTRAL, Style, dash_lengths, has_dots
@@ -31,7 +31,7 @@ def check_installed() -> None:
 
 
 def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> None:
-    """Writes `chart` to `path`. labels, looks: of each run. Raises UserError if it cannot be written."""
+    """Writes `chart` to `path`. labels, looks: of each run. Raises OSError if it cannot be written."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[S
             axes.legend(frameon=False, fontsize=8, handlelength=3.5)
         content = BytesIO()
         figure.savefig(content, format="png")
-    write_in_one_piece(path, content.getvalue())
+    write_bytes(path, content.getvalue(), shared=True)
 
 
 def _with_breaks(points: Column, breaks_N: npt.NDArray[np.int64]) -> Column:

@@ -6,9 +6,6 @@ utilization of a device without a published peak; it becomes a NaN here. Whateve
 file, after a crash, an edit or by intent, is left out and counted.
 """
 
-import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import MEBI, LongLineError, UserError, kind_of, open_regular, raw_lines
+from lptune.base.files import lines_of, object_of
+from lptune.config import LongLineError, UserError
 
-MAX_LINE_BYTES = MEBI
 MAX_NAMES = 64
 """Different metrics that are read. A run writes about twenty, and one for each data source."""
 _MAX_NAME = 80
@@ -74,13 +71,13 @@ def read_rows(path: Path) -> Rows:
 
     Raises UserError if it cannot be read, or has lines and none of them is a row of metrics.
     """
-    if not kind_of(path):
-        return Rows({})
     reader = _Reader()
     try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            for line in _lines(file, reader):
-                reader.add(line)
+        for line in lines_of(path):
+            reader.add(line)
+    except LongLineError as error:
+        reader.num_bad += 1
+        reader.notes.append(f"line {reader.num_lines + 1:,} {error}; it and what follows was not read")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     rows = reader.rows()
@@ -89,14 +86,6 @@ def read_rows(path: Path) -> Rows:
             f"{path}: none of its {reader.num_bad:,} lines is a row of metrics; give the folder of a run"
         )
     return rows
-
-
-def _lines(file: Any, reader: "_Reader") -> Iterator[bytes]:
-    try:
-        yield from raw_lines(file, MAX_LINE_BYTES)
-    except LongLineError as error:
-        reader.num_bad += 1
-        reader.notes.append(f"line {reader.num_lines + 1:,} {error}; it and what follows was not read")
 
 
 class _Reader:
@@ -113,12 +102,9 @@ class _Reader:
 
     def add(self, line: bytes) -> None:
         self.num_lines += 1
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        step = row.pop("step", None) if isinstance(row, dict) else None
-        if type(step) is int and 0 <= step < MAX_STEP:
+        row = object_of(line)
+        step = row.pop("step", None) if row else None
+        if row is not None and type(step) is int and 0 <= step < MAX_STEP:
             self._add_row(step, row)
         elif not line.endswith(b"\n"):
             self._is_cut = True

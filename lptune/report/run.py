@@ -103,6 +103,7 @@ def read_run(folder: Path, *, is_over: bool = False) -> Run:
     shadow, shadow_note = read_shadow(folder / "shadow.jsonl")
     samples, samples_note = _samples(folder / "samples.jsonl")
     about, about_note = read_object(folder / "run.json")
+    exported, exported_note = read_object(folder / "export.json")
     state = newest_state(folder)
     named = {
         "config.yaml": note,
@@ -110,9 +111,10 @@ def read_run(folder: Path, *, is_over: bool = False) -> Run:
         "shadow.jsonl": shadow_note,
         "samples.jsonl": samples_note,
         "run.json": about_note,
+        "export.json": exported_note,
     }
     notes += [f"{name}: {why}" for name, why in named.items() if why]
-    status = _status(folder, rows, config, about or {}, state, is_over)
+    status = _status(folder, rows, config, about or {}, exported or {}, state, is_over)
     if rows.is_cut and status.word != "running":  # else the run is writing it
         notes.append("metrics.jsonl: the last line is incomplete, as a kill leaves it")
     facts = _facts(config, about or {}, state, plan)
@@ -177,7 +179,13 @@ def is_running(folder: Path) -> bool:
 
 
 def _status(
-    folder: Path, rows: Rows, config: Mapping[str, Any], about: Any, state: Mapping[str, Any], is_over: bool
+    folder: Path,
+    rows: Rows,
+    config: Mapping[str, Any],
+    about: Any,
+    exported: Mapping[str, Any],
+    state: Mapping[str, Any],
+    is_over: bool,
 ) -> Status:
     num_steps = _num_steps(config, about, state)
     if not is_over and is_running(folder):
@@ -190,7 +198,6 @@ def _status(
             return Status("diverged", num_steps)
     if rows.last_step == 0:
         return Status("stopped" if rows.num_rows else "not started", num_steps)
-    exported = read_object(folder / "export.json").content or {}
     is_finished = rows.last_step >= num_steps > 0 or exported.get("step") == rows.last_step
     is_finished = is_finished or _ended_early(rows, config.get("early_stop_after"))
     return Status("finished" if is_finished else "stopped", num_steps)

@@ -13,6 +13,7 @@ run's own values only: a sweep with more values has the same names for the old o
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ MAX_RUNS = 100
 _PAIRS = {"[": "]", "{": "}", "(": ")"}
 _MAX_NAME = 120  # bytes; a file system's limit is 255, and a run adds nothing to the name of its folder
 _MAX_VALUE = 40
+_COUNTED = 10**9  # more runs than that are not counted
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class Grid:
             )
         num_runs = 1
         for found in self.varied.values():
-            num_runs *= len(found)
+            num_runs = min(num_runs * len(found), _COUNTED)
         if num_runs > max_runs:
-            raise UserError(f"sweep: the grid has {num_runs} runs; --max-runs {num_runs} allows that")
+            least = "" if num_runs < _COUNTED else "at least "
+            raise UserError(f"sweep: the grid has {least}{num_runs} runs; --max-runs {num_runs} allows that")
         self.points = list(self._points(values))
 
     def _points(self, values: dict[str, list[str]]) -> list[Point]:
@@ -102,10 +105,10 @@ def split_values(key: str, text: str) -> list[str]:
     if len(values) == 1:
         return values
     values = [value.strip() for value in values]
-    for value in values:
+    for value, count in Counter(values).items():
         if not value:
             raise UserError(f"sweep: {key}: has an empty value in {text!r:.60}; quote it or take it out")
-        if values.count(value) > 1:
+        if count > 1:
             raise UserError(f"sweep: {key}: has the value {value!r:.60} twice; take one out")
     return values
 

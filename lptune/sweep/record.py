@@ -10,11 +10,11 @@ that was interrupted can go on is decided by `lptune run`, as for any run.
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lptune.config import MEBI, TEMPORARY, UserError, read_text
+from lptune.base.files import read_object, write_errors, write_text
+from lptune.config import UserError, kind_of
 
 FILE = "sweep.json"
 RESULTS = (0, 3)
@@ -38,12 +38,12 @@ class Record:
     def __init__(self, folder: Path, recipe: str) -> None:
         self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
-        try:
-            content = json.loads(read_text(self.path, 16 * MEBI))
-            self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
-        except FileNotFoundError:
+        if not kind_of(self.path):
             return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        content = read_object(self.path, todo="move it away")
+        try:
+            self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
+        except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
         if (held := content.get("recipe", recipe)) != recipe:
             raise UserError(
@@ -61,15 +61,11 @@ class Record:
         )
 
     def add(self, name: str, ended: Ended) -> None:
-        """Adds an end and writes the file in one piece."""
+        """Adds an end and writes the file."""
         self.ended[name] = ended
         content = {"recipe": self._recipe, "runs": {each: asdict(how) for each, how in self.ended.items()}}
-        partial = self.path.with_name(f"{TEMPORARY}{FILE}-{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+        with write_errors(f"{self.path}:", "the same command goes on with the sweep"):
+            write_text(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def digest(text: str) -> str:

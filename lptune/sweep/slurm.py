@@ -55,8 +55,8 @@ export RDZV_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # This shell must outlive srun, so it ignores the signals, which the launchers handle.
 trap : USR1 TERM
 srun --cpus-per-task="${{SLURM_CPUS_PER_TASK:-32}}" --kill-on-bad-exit=0 --wait=120 bash -c '
-  exec lptune run --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} --rdzv-backend static \\
-    --node-rank "$SLURM_NODEID" --rdzv-endpoint "$FIRST_HOST:$RDZV_PORT" "$@"' lptune "${{run[@]}}"
+  exec lptune run --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\
+    --rdzv-endpoint "$FIRST_HOST:$RDZV_PORT" "$@"' lptune "${{run[@]}}"
 code=$?
 """
 

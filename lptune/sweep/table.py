@@ -1,19 +1,15 @@
 """The table of a sweep: its runs, the one with the lowest final held-out loss first."""
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lptune.config import UserError, open_regular
+from lptune.base.files import lines_of, object_of
 
 _WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
-_MAX_LINE = 1024**2
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,9 @@ def result(name: str, folder: Path, exit_code: int | None) -> Result:
     """
     last: dict[str, float] = {}
     speeds = list[float]()
-    path = folder / "metrics.jsonl"
-    with (
-        suppress(OSError, UserError),  # a pipe is not waited for
-        open(open_regular(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file,
-    ):
-        while line := file.readline(_MAX_LINE):
-            row = _row(line)
+    with suppress(OSError, ValueError):  # no regular file, or a line without an end
+        for line in lines_of(folder / "metrics.jsonl"):
+            row = object_of(line) or {}
             for key in ("eval_loss", "loss", "step"):
                 if (value := _as_number(row.get(key))) is not None:
                     last[key] = value
@@ -56,14 +48,6 @@ def _as_number(value: object) -> float | None:
         with suppress(OverflowError):  # JSON's integers have no largest one
             return float(value)
     return None
-
-
-def _row(line: str) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict):
-            return row
-    return {}
 
 
 def table(results: Sequence[Result]) -> str:

@@ -2,6 +2,7 @@
 
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.answers import reference_log_p
+from lptune.training.evaluating import eval_mode, evaluating
 from lptune.training.first_loss import check_first_loss
 from lptune.training.generate import greedy
 from lptune.training.kto import SUMS, kto_loss, kto_metrics, kto_reference, unrelated_ratio
@@ -38,6 +39,8 @@ __all__ = [
     "clip_grad_norm",
     "describe_run",
     "distillation",
+    "eval_mode",
+    "evaluating",
     "greedy",
     "is_due",
     "kto_loss",

@@ -17,6 +17,7 @@ from lptune.config import RunConfig
 from lptune.data import Batch, Rows, evaluation_batches
 from lptune.distributed import World
 from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.training.evaluating import evaluating
 
 
 def sum_by_document(values_BSX: Tensor, batch: Batch) -> Tensor:
@@ -39,7 +40,6 @@ def answers_in(log_p_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return log_p_D[places_A.to(log_p_D.device)], batch.numbers_D[places_A]
 
 
-@torch.no_grad()
 def reference_log_p(
     model: Decoder, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
 ) -> dict[str, Tensor]:
@@ -52,6 +52,7 @@ def reference_log_p(
     return {name: _answer_log_p(model, each, cfg, world) for name, each in found.items()}
 
 
+@evaluating
 def _answer_log_p(model: Decoder, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
     log_p_N = torch.zeros(rows.num_documents, device=world.device)
     for batch in evaluation_batches(

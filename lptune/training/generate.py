@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lptune.training.evaluating import evaluating
 
-@torch.no_grad()
+
+@evaluating
 def greedy(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -25,10 +27,9 @@ def greedy(
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, up to (without) its first stop token.
 
-    model: called as model(tokens_BS) -> logits (B, S, V), in its current mode (a decoder has no dropout, and
-    a change of mode would compile it again). Rows are padded on the right; causal attention keeps the padding
-    out of every token that is read. multiple_of: the length of rows is a multiple of it (for sequence
-    parallelism).
+    model: called as model(tokens_BS) -> logits (B, S, V). Rows are padded on the right; causal attention
+    keeps the padding out of every token that is read. multiple_of: the length of rows is a multiple of it
+    (for sequence parallelism).
     """
     if not prompts:
         return []

@@ -84,6 +84,7 @@ class StepMeter:
             "compile_time_s": self._compile_time_s,
             "peak_memory_gib": peak_memory_gib(self._world.device),
             "low_precision_flops_fraction": fraction,
+            **low.metrics(),
             "mfu": used.mfu,
             "bf16_mfu": used.bf16_mfu,
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -11,8 +11,10 @@ from lptune.config import ScheduleConfig
 def learning_rate(step: int, num_steps: int, peak: float, cfg: ScheduleConfig) -> float:
     """The rate of update number `step` (from 0) of `num_steps`.
 
-    Warm-up rises linearly and reaches the peak at update `warmup_steps`. Then cosine or linear decay reaches
-    `peak * min_lr_ratio` at the end of the last update, or the peak stays (constant).
+    Warm-up rises linearly and reaches the peak at update `warmup_steps`. Then the rate falls by cosine or
+    linearly, or the peak stays (constant). The first update of a decay is at the peak, and `peak *
+    min_lr_ratio` would be the rate of update `num_steps`, the one after the last: so no update is lost to a
+    rate of 0. Transformers and torchtitan count in the same way.
 
     wsd (warm-up, stable, decay; MiniCPM, arXiv:2404.06395): the peak stays until update `num_steps -
     decay_steps`, where the decay begins. Until there the rate does not depend on `num_steps`, so a run that

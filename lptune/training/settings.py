@@ -104,6 +104,11 @@ def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
             f"data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
             f"(max_position_embeddings {most})"
         )
+    if cfg.schedule.decay_steps == 1:
+        notes.append(
+            "schedule.decay_steps=1 never lowers the rate: the first step of a decay is at the peak; set at "
+            "least 2"
+        )
     if cfg.given_num_steps is None and num_steps <= _FEW_STEPS:
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         notes.append(

@@ -29,6 +29,7 @@ from lptune.data import Batch, Loader
 from lptune.distributed import World, keep_compute_weights, reshard
 from lptune.linear import LowPrecision, Plan, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
+from lptune.training.evaluating import eval_mode
 
 LossOf = Callable[[Batch, float], Tensor]
 """(micro-batch, the factor by which backward multiplies its loss) -> the loss summed over its targets."""
@@ -142,11 +143,12 @@ class ShadowCheck:
 @contextmanager
 def leaving_no_trace(model: nn.Module, low: LowPrecision, loader: Loader, step: int) -> Iterator[None]:
     """Surrounds passes before the step `step` (counted from 0) that update nothing, with the random bits of
-    this rank's first micro-batch. The step then finds what it would find without them: weights to be
-    gathered, scales to be measured.
+    this rank's first micro-batch and without dropout, which would differ between passes that are compared.
+    The step then finds what it would find without them: weights to be gathered, scales to be measured.
     """
     reshard(model)
-    with keep_compute_weights(model), low.outside_of_steps(step, loader.rank * loader.micro_batches_per_rank):
+    outside = low.outside_of_steps(step, loader.rank * loader.micro_batches_per_rank)
+    with keep_compute_weights(model), outside, eval_mode(model):
         yield
     reshard(model)
     weights_changed(model)

@@ -29,7 +29,7 @@ def build_teacher(teacher: models.Decoder, cfg: DistillConfig, world: World) -> 
     With teacher.precision=int8_weight_only, weights of linear layers are stored and gathered in INT8, the
     others in the compute dtype. Raises UserError if the mesh does not divide the model.
     """
-    teacher.to(getattr(torch, cfg.compute_dtype)).requires_grad_(False)
+    teacher.to(getattr(torch, cfg.compute_dtype)).requires_grad_(False).train(False)
     precision = PrecisionConfig(kind=cfg.teacher.precision, verify=cfg.precision.verify)
     plan = linear.convert(teacher, precision, device=world.device)
     distributed.parallelize(teacher, world, replace(cfg, activation_checkpointing="none"))

@@ -7,13 +7,13 @@ them, W&B the second; both are equal.
 
 import importlib
 import importlib.util
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from lptune.base.files import read_object
 from lptune.config import LoggingConfig, UserError, how_to_install
 
 
@@ -56,8 +56,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _run_id(folder: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((folder / "run.json").read_text(encoding="utf-8"))["id"])
+    with suppress(OSError, ValueError):
+        return str(read_object(folder / "run.json", missing={}).get("id", "0"))
     return "0"
 
 

@@ -65,7 +65,13 @@ def _base(
     return folder
 
 
-def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str, Any] | None = None) -> Path:
+def _trained(
+    base: Path,
+    folder: Path,
+    world: distributed.World,
+    about: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
     """A checkpoint of other weights than the base's, written by all ranks of `world`."""
     from torch.distributed.fsdp import fully_shard
 
@@ -78,6 +84,7 @@ def _trained(base: Path, folder: Path, world: distributed.World, about: dict[str
                 whole = model.initial_value(name, 1) + 1 / 3
                 piece.values.copy_(whole[piece.region])
     facts = {"fingerprint": base_digests(base), "about": vars(ABOUT) | {"model": str(base)} | (about or {})}
+    facts |= {"stop_tokens": {}} | more
     optimizer = training.AdamW(model.parameters())
     with checkpoint.CheckpointWriter(folder, model, optimizer, world, CheckpointConfig()) as writer:
         return writer.save(3, facts, wait=True)
@@ -348,7 +355,7 @@ def test_a_pipe_in_an_export_is_named_and_not_waited_for(tmp_path: Path, base: P
     assert verify_sums(folder) == len(list(folder.iterdir())) - 2
     (tmp_path / "t").unlink()
     _pipe(tmp_path / "t")
-    with pytest.raises(UserError, match=r"tokenizer\.json: is a link, where a regular file is needed"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: is a pipe, where a regular file is needed"):
         verify_sums(folder)
 
 
@@ -486,3 +493,119 @@ def test_the_header_of_a_card_is_as_huggingface_hub_writes_it(name: str) -> None
     about = About(**(vars(ABOUT) | {"model": f"/models/{name}"}))
     theirs = ModelCardData(base_model=name, library_name="transformers", tags=["lptune"]).to_yaml()
     assert model_card(about, 7, [PART], {}).startswith(f"---\n{theirs}\n---\n\n# ")
+
+
+@pytest.fixture(scope="module")
+def taught(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose rows end answers with token 9, and calls with token 5."""
+    with distributed.session("cpu") as world:
+        stops = {"<|im_end|>": 9, "<|eom_id|>": 5}
+        return _trained(base, tmp_path_factory.mktemp("taught"), world, stop_tokens=stops)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_generation", "wanted"),
+    [
+        ({"eos_token_id": 2}, None, [2, 9, 5]),
+        ({"eos_token_id": [2, 5]}, None, [2, 5, 9]),
+        ({}, None, [9, 5]),
+        ({"eos_token_id": 2, "use_cache": False, "temperature": 0.3, "do_sample": True}, None, [2, 9, 5]),
+        ({"eos_token_id": 2}, {"bos_token_id": 1}, [2, 9, 5]),
+        ({"eos_token_id": 2}, {"eos_token_id": 3, "temperature": 0.5, "do_sample": True}, [3, 9, 5]),
+        ({"eos_token_id": 2}, {"eos_token_id": [3, 5]}, [3, 5, 9]),
+    ],
+)
+def test_an_export_ends_generation_where_the_training_rows_end_answers(
+    tmp_path: Path,
+    base: Path,
+    taught: Path,
+    capsys: pytest.CaptureFixture[str],
+    of_model: dict[str, Any],
+    of_generation: dict[str, Any] | None,
+    wanted: list[int],
+) -> None:
+    """All else is as in the base, with and without a generation_config.json, as transformers reads both."""
+    transformers = pytest.importorskip("transformers")
+    model, path = _model_with(base, taught, tmp_path, of_model, of_generation)
+    theirs = transformers.GenerationConfig
+    before = (
+        theirs.from_model_config(transformers.AutoConfig.from_pretrained(model))
+        if of_generation is None
+        else theirs.from_pretrained(model)
+    )
+    _export(path, model, tmp_path / "export")
+    after = theirs.from_pretrained(tmp_path / "export")
+    assert after.eos_token_id == wanted
+    assert _settings(after) == _settings(before)
+    assert "<|im_end|> (9)" in capsys.readouterr().out
+    card = (tmp_path / "export" / "README.md").read_text("utf-8").replace("\\", "")
+    assert "| answers end with | <|im_end|> (9), <|eom_id|> (5) |" in card
+    assert is_as_written(tmp_path / "export")
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_generation"),
+    [({"eos_token_id": 2}, {"eos_token_id": [9, 2, 5]}), ({"eos_token_id": [5, 9]}, None)],
+)
+def test_a_model_that_stops_there_already_keeps_its_files_to_the_byte(
+    tmp_path: Path,
+    base: Path,
+    taught: Path,
+    capsys: pytest.CaptureFixture[str],
+    of_model: dict[str, Any],
+    of_generation: dict[str, Any] | None,
+) -> None:
+    model, path = _model_with(base, taught, tmp_path, of_model, of_generation)
+    _export(path, model, tmp_path / "export")
+    assert capsys.readouterr().out == ""
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "export" / name).exists() == (model / name).exists()
+        if (model / name).exists():
+            assert (tmp_path / "export" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_stop_ids_that_cannot_be_read_are_one_line_and_nothing_is_published(
+    tmp_path: Path, base: Path, taught: Path
+) -> None:
+    for content in ('{"eos_token_id": "2"}', "[1]", "{", '{"eos_token_id": [true]}'):
+        model, path = _model_with(base, taught, tmp_path, {"eos_token_id": 2}, None)
+        (model / "generation_config.json").write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=r"generation_config\.json: (eos_token_id|cannot be read)"):
+            _export(path, model, tmp_path / "export")
+        assert not (tmp_path / "export").exists()
+        shutil.rmtree(model)
+        shutil.rmtree(path)
+
+
+def test_a_checkpoint_that_names_no_stop_tokens_says_so(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path / "c", world, stop_tokens=None)
+    _export(path, base, tmp_path / "export")
+    assert "does not say which tokens end an answer" in capsys.readouterr().out
+    assert not (tmp_path / "export" / "generation_config.json").exists()
+
+
+def _model_with(
+    base: Path, taught: Path, folder: Path, of_model: dict[str, Any], of_generation: dict[str, Any] | None
+) -> tuple[Path, Path]:
+    """`base` with other files, and the checkpoint `taught` as one of it."""
+    model, path = shutil.copytree(base, folder / "model"), folder / taught.name
+    content = json.loads((base / "config.json").read_text("utf-8"))
+    content = {key: value for key, value in content.items() if key != "eos_token_id"} | of_model
+    (model / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    if of_generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(of_generation), encoding="utf-8")
+    shutil.copytree(taught, path)
+    state = json.loads((path / "state.json").read_text("utf-8"))
+    state["fingerprint"] |= base_digests(model)
+    (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    return model, path
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What differs from transformers' defaults, but the stop ids and what says how it was made."""
+    dropped = ("eos_token_id", "transformers_version", "_from_model_config")
+    kept = {key: value for key, value in config.to_dict().items() if key not in dropped and value}
+    return kept | {"use_cache": config.use_cache is not False}

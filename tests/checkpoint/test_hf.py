@@ -213,7 +213,7 @@ def test_an_index_that_lies_or_leads_elsewhere_is_refused(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"holds 'another\.weight', which it does not"):
         checkpoint.read_index(folder)
     path.write_text("{ not json", encoding="utf-8")
-    with pytest.raises(UserError, match="line 1: not JSON"):
+    with pytest.raises(UserError, match="line 1: not valid JSON"):
         checkpoint.read_index(folder)
 
 

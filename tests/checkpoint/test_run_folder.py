@@ -14,8 +14,9 @@ import pytest
 from torch import nn
 
 from lptune import checkpoint, distributed, training
+from lptune.base.files import read_bytes, write_text
 from lptune.checkpoint import save
-from lptune.checkpoint.files import publish_folder, read_bytes, sha256, write_text
+from lptune.checkpoint.files import publish_folder, sha256
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (

@@ -218,6 +218,9 @@ def test_verify_sees_a_flipped_bit_in_an_export_and_sha256sum_agrees(run: Path, 
     assert err == f"error: {weights}: is not what was exported (see SHA256SUMS); export again\n"
     (export / "SHA256SUMS").write_text("?", encoding="utf-8")
     assert "SHA256SUMS: is not what sha256sum writes" in command("verify", str(export))[2]
+    (export / "SHA256SUMS").unlink()
+    (export / "SHA256SUMS").mkdir()
+    assert "SHA256SUMS: is a folder" in command("verify", str(export))[2]
 
 
 def test_verify_of_a_run_without_anything_says_so(tmp_path: Path, command: Command) -> None:

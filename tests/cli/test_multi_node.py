@@ -84,14 +84,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def two_machines(folder: Path, toy: list[str], what: str, backend: str) -> tuple[Finished, Finished, float]:
+def two_machines(
+    folder: Path, toy: list[str], what: str, *, numbered: bool = True
+) -> tuple[Finished, Finished, float]:
     """Both launchers' ends, of one rank each, and the seconds from the failure to the later of them."""
     port = free_port()
 
     def launcher(node: int) -> Finished:
         flags = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}"]
-        if backend == "static":
-            flags += ["--rdzv-backend=static", f"--node-rank={node}"]
+        if numbered:
+            flags += [f"--node-rank={node}"]
         return warm.lptune(["run", *flags, *toy, f"output_dir={what}"], folder=folder)
 
     with ThreadPoolExecutor() as pool:
@@ -104,9 +106,9 @@ def two_machines(folder: Path, toy: list[str], what: str, backend: str) -> tuple
 def test_rank_0_prints_and_the_others_write_logs_into_the_output_folder(
     tmp_path: Path, toy: list[str]
 ) -> None:
-    first, second, _ = two_machines(tmp_path, toy, "done", "c10d")
+    first, second, _ = two_machines(tmp_path, toy, "done", numbered=False)
     assert (first.returncode, second.returncode) == (0, 0)
-    # c10d numbers the machines as they come.
+    # The machines are numbered as they come.
     nothing, printed = sorted([first.stdout, second.stdout])
     assert nothing == ""
     assert printed.startswith("recipe     toy.py")
@@ -125,7 +127,7 @@ def test_rank_0_prints_and_the_others_write_logs_into_the_output_folder(
 def test_a_mistake_of_all_ranks_is_one_line_on_each_machine_and_makes_no_folder(
     tmp_path: Path, toy: list[str]
 ) -> None:
-    for done, who in zip(two_machines(tmp_path, toy, "mistake", "static")[:2], ("", "rank 1: "), strict=True):
+    for done, who in zip(two_machines(tmp_path, toy, "mistake")[:2], ("", "rank 1: "), strict=True):
         assert done.returncode == 2
         own = [line for line in done.stderr.splitlines() if "library" not in line]
         assert own == [f"error: {who}rows.jsonl: line 3: not JSON; mend it"]
@@ -145,7 +147,7 @@ def test_a_mistake_of_all_ranks_is_one_line_on_each_machine_and_makes_no_folder(
 def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(
     tmp_path: Path, toy: list[str], what: str, code: int, told: str, own: str
 ) -> None:
-    *ends, after_s = two_machines(tmp_path, toy, what, "static")
+    *ends, after_s = two_machines(tmp_path, toy, what)
     failing = int(what[-1])
     here, there = ends[failing], ends[1 - failing]
     assert (here.returncode, there.returncode) == (code, code)
@@ -167,7 +169,10 @@ def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(
     ("flags", "message"),
     [
         (["--nnodes", "2"], "run: --nnodes 2: the machines need a place to meet; give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
-        (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --nnodes 2: the machines need a place to meet; give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --rdzv-backend (or PET_RDZV_BACKEND): c10d: lptune's machines meet in their own way, in which nothing is unpickled; leave it out"),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:0"], "run: --rdzv-endpoint: must be HOST:PORT with a port of 1 to 65535, found 'localhost:0'"),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--node-rank", "2"], "run: --node-rank: must be 0 to 1 (--nnodes 2), found '2'"),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--rdzv-conf", "join_timeout=soon"], "run: --rdzv-conf: must be join_timeout=SECONDS, found 'join_timeout=soon'"),
         (["--nnodes", "1:4", "--rdzv-endpoint", "localhost:1"], "run: --nnodes: 1:4: a run does not change its size while it runs; give one number, and start it again with another (resume: auto continues it)"),
         (["--nnodes", "2", "--standalone"], "run: --standalone is for one machine, --nnodes is 2"),
         (["--max-restarts", "3"], "run: --max-restarts: ranks are not restarted within a launch; run the same command again (resume: auto continues it)"),
@@ -214,7 +219,7 @@ def test_a_rank_that_fails_beside_a_collective_is_the_cause_and_not_its_peer(
     tmp_path: Path, toy: list[str]
 ) -> None:
     (tmp_path / "toy.py").write_text(COLLECTIVE)
-    first, second, _ = two_machines(tmp_path, toy, "any", "static")
+    first, second, _ = two_machines(tmp_path, toy, "any")
     assert (first.returncode, second.returncode) == (1, 1)
     assert first.stderr.startswith(f"error: rank 1 on {socket.gethostname()}: ZeroDivisionError: ")
     assert second.stderr.startswith("rank 1:\nTraceback")

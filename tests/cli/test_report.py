@@ -122,8 +122,11 @@ def test_each_chart_becomes_a_png_file(command: Command, tmp_path: Path) -> None
         (("bad",), "none of its 2 lines is a row of metrics"),
         (("a", "--output", "empty"), "--output: empty is a folder"),
         (("a", "--output", "no/x.html"), "--output: there is no folder no"),
-        (("a", "--svg", "file"), "file: cannot be made"),
+        (("a", "--svg", "file"), "file: cannot be written"),
         (("a", "--reference", "nowhere"), "nowhere: no such folder"),
+        (("a", "--output", "pipe"), "pipe: cannot be written: it is a pipe"),
+        (("a", "--output", "null"), "null: cannot be written: it is a device"),
+        (("a", "--svg", "charts"), "charts: cannot be written: it is a pipe"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(
@@ -134,8 +137,14 @@ def test_what_cannot_be_read_or_written_is_one_line(
     (tmp_path / "file").write_text("")
     a_run(tmp_path / "bad")
     (tmp_path / "bad" / "metrics.jsonl").write_text("x\ny\n")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    (tmp_path / "charts").mkdir()
+    os.mkfifo(tmp_path / "charts" / "loss.svg")
     code, _, err = command("report", *arguments)
     assert code == 2
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.readlink(tmp_path / "null") == os.devnull
     assert said in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1

@@ -148,6 +148,15 @@ def test_a_wrong_grid_is_one_line(overrides: list[str], message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_more_values_than_anybody_runs_are_refused_at_once() -> None:
+    started_s = time.process_time()
+    with pytest.raises(UserError, match="has 20000 runs"):
+        Grid([f"seed={','.join(map(str, range(20_000)))}"])
+    with pytest.raises(UserError, match="at least 1000000000 runs"):
+        Grid([f"k{number}=1,2" for number in range(20_000)])  # Python writes no number so long
+    assert time.process_time() - started_s < 2
+
+
 def test_points_are_all_combinations_in_order_with_the_fixed_keys() -> None:
     grid = Grid(["optimizer.lr=1e-5,3e-5", "num_steps=3", "precision.kind=none,int8_rowcol"])
     assert [point.name for point in grid.points] == [
@@ -294,6 +303,33 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 9\n")
     assert lptune("sweep", *toy, "seed=1,6").returncode == 0  # another config: not the same runs
     assert (tmp_path / "ran").read_text().split()[-2:] == ["1", "6"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sweep.json", lambda path: path.write_text("[" * 100_000)),
+        ("sweep.json", lambda path: path.write_text('{"runs":' + "[" * 900 + "]" * 900 + "}")),
+        ("sweep.json", lambda path: path.write_text('{"runs": {"seed=1": [1]}}')),
+        ("sweep.json", lambda path: path.write_bytes(b'{"recipe": "\xe9"}')),
+        ("sweep.json", os.mkfifo),
+        ("sweep.json", os.mkdir),
+        (".sweep.lock", os.mkfifo),
+        (".sweep.lock", lambda path: path.symlink_to("../elsewhere")),
+    ],
+)
+def test_a_folder_that_somebody_prepared_is_one_line_before_the_first_run(
+    toy: list[str], tmp_path: Path, lptune: Lptune, name: str, make: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "sweeps" / "toy"
+    folder.mkdir(parents=True)
+    make(folder / name)
+    done = lptune("sweep", *toy, "seed=1,6")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: sweeps/toy/{name}: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "sweeps" / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

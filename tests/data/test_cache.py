@@ -116,6 +116,15 @@ def test_entries_are_private(run: Callable, tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_two_ways_to_write_one_number_are_two_entries(run: Callable, rows: Path) -> None:
+    made = []
+    for number in ("1.1", "1.10"):
+        rows.write_text(f'{{"question": "q", "answer": {number}}}\n' * 99)
+        made.append(run(max_rows=90))
+        assert_equal(made[-1], run(max_rows=90, cache="none"))
+    assert made[0].train.digest != made[1].train.digest
+
+
 def test_whatever_decides_the_documents_is_in_the_key(
     run: Callable, rows: Path, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Callable,
     monkeypatch: pytest.MonkeyPatch,

@@ -215,9 +215,23 @@ def test_an_unusable_pair_names_column_and_problem(row: dict, message: str) -> N
         fmt.document(Row("x", row))
 
 
-def test_numbers_and_booleans_are_text() -> None:
+@pytest.mark.parametrize(
+    "text", ["true", "false", "3", "-0.0", "1.10", "1e400", "12345678901234567890.123456789", "2.50E+1"]
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_number_in_a_pair_is_written_as_the_row_writes_it(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    row = f'{{"question": {text}, "answer": {text}, "system": {text}}}'
+    path.write_text(row if name == "rows.jsonl" else f"[{row}]")
+    (found,) = read_rows(str(path), BadRows("error"))
+    assert detect(found.values).document(found) == Pair(text, "", text, None, text)
+    fmt = detect(found.values, prompt_template="{question}?")
+    assert fmt.document(found) == Pair(f"{text}?", "", text, f"{text}?", text)
+
+
+def test_a_number_that_has_no_text_is_written_as_json_writes_it() -> None:
     fmt = detect({"question": "q", "answer": "a"})
-    assert fmt.document(Row("x", {"question": 3, "answer": True})) == Pair("3", "", "True", None)
+    assert fmt.document(Row("x", {"question": 1.1, "answer": True})) == Pair("1.1", "", "true", None)
 
 
 def test_sharegpt_becomes_the_common_form() -> None:
@@ -280,11 +294,48 @@ def test_openai_messages_become_the_common_form() -> None:
     }
 
 
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [SAY[0], {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (None, {}), ("", {}), (" \n", {}), (float("nan"), {}), ("{}", {}), ({}, {}),
+        ({"x": None}, {"x": None}), (' {"x": [null, 1.50]} ', {"x": [None, 1.5]}),
+    ],
+)  # fmt: skip
+def test_missing_arguments_of_a_call_are_none(arguments: Any, read: dict[str, Any]) -> None:
+    for key in ("arguments", "parameters"):
+        answer = {"role": "assistant", "function_call": {"name": "f", key: arguments}}
+        function = read_messages([SAY[0], answer], "messages")[1]["tool_calls"][0]["function"]
+        assert function == {"name": "f", "arguments": read}
+    nothing = [SAY[0], {"role": "assistant", "function_call": {"name": "f"}}]
+    assert read_messages(nothing, "messages")[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "x", "[1]", "null", '"{}"', '{"x": 1', "{'x': 1}", "[" * 99999, [], ["x"], 3, True, '{"x": NaN}',
+        {"x": float("inf")}, '{"x": 1e400}', {"x": b"bytes"},
+    ],
+    ids=lambda arguments: f"{arguments!r:.12}",
+)  # fmt: skip
+def test_arguments_that_are_no_object_are_a_bad_row(arguments: Any) -> None:
+    with pytest.raises(
+        RowError, match="message 2 of 'm' has a function call whose arguments are no JSON obj"
+    ):
+        read_messages(call(arguments), "m")
+
+
 @pytest.mark.parametrize(
     "flag",
     [
         {"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"trainable": False}, {"loss": False},
         {"masked": True}, {"mask": 1}, {"weight": 0, "train": False, "masked": True},
+        {"train_on_turn": False}, {"training": 0},
     ],
 )  # fmt: skip
 def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[str, Any]) -> None:
@@ -295,6 +346,9 @@ def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[s
     call = {"from": "function_call", "value": '{"name": "f"}', **flag}
     assert read_messages([call], "conversations")[0]["weight"] == 0
     assert read_messages([SAY[0] | flag, SAY[1]], "messages") == SAY  # a prompt is not learned anyway
+    assert read_messages([SAY[0], SAY[1] | {"is_trained": True, "mask_id": None}], "messages")[1][
+        "is_trained"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -303,6 +357,34 @@ def test_every_way_to_say_that_an_answer_is_not_learned_is_weight_0(flag: dict[s
 )
 def test_content_parts_are_text_under_any_of_their_keys(part: Any) -> None:
     assert read_messages([SAY[0], {"role": "assistant", "content": [part]}], "messages") == SAY
+
+
+THOUGHT, SAID = "I think.", {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "reasoning", "text": THOUGHT},
+        {"type": "reasoning", "reasoning": THOUGHT, "signature": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": THOUGHT}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": THOUGHT}]},
+        {"type": "thinking", "thinking": THOUGHT},
+        {"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]},
+    ],
+)
+def test_reasoning_parts_before_the_text_are_the_reasoning_of_the_message(part: dict[str, Any]) -> None:
+    said = SAY[1] | {"reasoning_content": THOUGHT}
+    assert read_messages([SAY[0], SAY[1] | {"content": [part, SAID]}], "messages") == [SAY[0], said]
+    halves = [part, part, SAID]
+    assert read_messages([SAY[1] | {"content": halves}], "messages")[0]["reasoning_content"] == 2 * THOUGHT
+    for content, more in (([SAID, part], {}), ([part, SAID], {"thinking": "other"})):
+        with pytest.raises(
+            RowError, match=r"not text .(reasoning|thinking)|reasoning as a part .*and as a key"
+        ):
+            read_messages([SAY[1] | {"content": content} | more], "messages")
+    with pytest.raises(RowError, match="content parts that are not text"):
+        read_messages([SAY[0] | {"content": [part, SAID]}], "messages")
 
 
 def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
@@ -341,6 +423,16 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
         (
             [SAY[0], SAY[1] | {"loss_weight": "no"}],
             "message 2 of 'messages' has the loss_weight 'no'; only 0",
+        ),
+        *(
+            ([SAY[0], SAY[1] | flag], "may say that it, or a part of it, is not learned; remove the key, or")
+            for flag in (
+                {"is_trained": False},
+                {"train_message": 0},
+                {"is_masked": True},
+                {"loss_factor": 0.0},
+                {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+            )
         ),
         ([SAY[0], SAY[1] | {"masked": 3}], "has masked: 3; only true .not learned. and false"),
         (

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lptune.config import DataConfig, SourceConfig, UserError
-from lptune.data import Loader, Prepared, Rows, Tokenizer, cache_key, prepare
+from lptune.config import DataConfig, PromptsConfig, SourceConfig, UserError
+from lptune.data import Loader, Prepared, PromptWriter, Rows, Tokenizer, cache_key, prepare
+from lptune.data.sources import Row
+from tests.helpers.docs_pages import ROOT, blocks
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +42,62 @@ def numbered(count: int) -> list[dict[str, str]]:
         }
         for i in range(count)
     ]
+
+
+HUMAN = "\n\nHuman: What is two?\n\nAssistant: Two.\n\nHuman: And four?\n\nAssistant:"
+TRANSCRIPT = {"chosen": f"{HUMAN} Four: two\n\nplus two.", "rejected": f"{HUMAN} Paris"}
+
+
+def test_a_transcript_is_the_conversation_that_it_writes_down(jsonl: Callable, chat: Tokenizer) -> None:
+    def say(*contents: str) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(contents)]
+
+    common = ("What is two?", "Two.", "And four?")
+    same = {"chosen": say(*common, "Four: two\n\nplus two."), "rejected": say(*common, "Paris")}
+    found = run(jsonl(TRANSCRIPT), chat)
+    assert texts(found.train, chat) == texts(run(jsonl(same), chat).train, chat)
+    assert [learned for _, learned in texts(found.train, chat)] == [
+        "Four: two\n\nplus two.<|im_end|>",
+        "Paris<|im_end|>",
+    ]
+    assert "as chat in transcripts (rejected: rejected, messages: chosen)" in found.report[0]
+
+
+def test_transcripts_are_read_by_every_recipe(jsonl: Callable, chat: Tokenizer) -> None:
+    source = jsonl(TRANSCRIPT)
+    cfg = DataConfig(source=source, seq_len=256, cache="none")
+    labelled = prepare(cfg, chat, seed=0, vocab_size=600, labelled=True).train
+    assert labelled.documents.is_desirable_N.tolist() == [True, False]
+    assert [learned for _, learned in texts(labelled, chat)][1] == "Paris<|im_end|>"
+    with pytest.raises(UserError, match=r"use full_dpo or full_kto, or set data\.messages_column=chosen"):
+        run(source, chat, preferences=False)
+    told = run(source, chat, preferences=False, messages_column="chosen")
+    named = run(jsonl({"conversation": TRANSCRIPT["chosen"]}), chat, preferences=False)
+    assert texts(told.train, chat) == texts(named.train, chat)
+    assert texts(told.train, chat)[0][1] == "Two.<|im_end|>Four: two\n\nplus two.<|im_end|>"
+    writer = PromptWriter(PromptsConfig(messages_column="chosen"), chat, 600, [Row("x", TRANSCRIPT)])
+    assert writer.of_row(Row("x", TRANSCRIPT)).ids == labelled.prompt_and_answer(0)[0]
+    with pytest.raises(UserError, match=r"line 1: message 2 of 'rejected' is an empty assistant message"):
+        run(jsonl({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant:"}), chat)
+
+
+def test_the_template_of_the_page_writes_transcripts(jsonl: Callable, tokenizer: Tokenizer) -> None:
+    (block,) = blocks(ROOT / "docs" / "preferences.md", "jinja")
+    rows = run(jsonl(TRANSCRIPT), tokenizer.with_chat_template(block.text), chat_template=block.text).train
+    eos = tokenizer.special_tokens["eos_token"]
+    earlier, last = HUMAN.split("Two.")
+    assert texts(rows, tokenizer) == [
+        (f"{earlier}Two.{eos}{last}{answer}{eos}", f"{answer}{eos}")
+        for answer in (" Four: two\n\nplus two.", " Paris")
+    ]
+
+
+def test_columns_of_whole_conversations_are_found_by_their_names(jsonl: Callable, chat: Tokenizer) -> None:
+    row = {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]}
+    report = run(jsonl(row), chat).report
+    assert "(rejected: rejected_messages, messages: chosen_messages)" in report[0]
+    with pytest.raises(UserError, match=r"holds preferences .*or set data\.messages_column=chosen_messages"):
+        run(jsonl(row), chat, preferences=False)
 
 
 def texts(rows: Rows, tokenizer: Tokenizer) -> list[tuple[str, str]]:

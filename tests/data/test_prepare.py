@@ -317,9 +317,47 @@ def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Cal
     assert "does not write 1 tool definitions: they are left out" in report
     assert "1 rows hold placeholders such as {{name}}" in report
     assert texts(prepared, tokenizer)[0][1] == '{"name": "f", "arguments": {"x": 1}}<|im_end|>'
-    assert "the model will not learn where to stop" in "\n".join(
-        run(jsonl(row), tokenizer, chat_template=WITHOUT_SPECIAL_TOKENS).report
-    )
+
+
+OPEN = "the last answer of 1 of 2 conversations: there the model will not learn where to stop"
+MARKS_ALONE = CHATML_MARKED.replace(
+    " + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|im_end|>"
+)
+EOS_LAST = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if messages[-1].role == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (WITHOUT_SPECIAL_TOKENS, OPEN.replace("1 of", "2 of")),
+        (MARKS_ALONE, OPEN.replace("1 of", "2 of")),
+        (EOS_LAST, OPEN),
+        (CHATML_MARKED, None),
+        (CHATML, None),
+        (QWEN3, None),
+        (LLAMA3, None),
+        (GEMMA, None),
+        (MISTRAL, None),
+    ],
+)
+def test_conversations_that_do_not_teach_to_stop_are_counted(
+    jsonl: Callable, tokenizer_folder: Callable[..., Path], template: str, expected: str | None
+) -> None:
+    """By the spans that are learned, however they were found. The user ends the second conversation."""
+    pair = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "</s>"}
+    tokenizer = load_tokenizer(tokenizer_folder(**names), template)
+    report = run(jsonl({"messages": pair}, {"messages": [*pair, pair[0]]}), tokenizer).report
+    notes = [line for line in report if "learn where to stop" in line]
+    assert len(notes) == (expected is not None)
+    assert expected is None or expected in notes[0]
+    if template == MARKS_ALONE:  # the token is learned, like every other one
+        learned = run(jsonl({"messages": pair}), tokenizer, train_on_prompt=True).report
+        assert not any("learn where to stop" in line for line in learned)
 
 
 def test_a_line_break_that_the_shell_did_not_make_is_noted(jsonl: Callable, tokenizer: Tokenizer) -> None:

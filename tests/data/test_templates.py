@@ -11,6 +11,7 @@ import pytest
 from lptune.config import UserError
 from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
+from lptune.data.messages import read_messages
 from lptune.data.sandbox import MAX_WORK
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
 from tests.helpers.chat_templates import (
@@ -273,6 +274,21 @@ def test_a_template_that_would_run_for_hours_is_stopped_and_named(kind: str) -> 
         "''.maketrans(long, long)",
         "2 ** 99999",
         "(('f' * 99999) | int(base=16)) * 3",
+        "['%*d'] | format(999999999, 1)",
+        "'%*d' | escape | format(999999999, 1)",
+        "['%*d'] | map('format', 999999999, 1) | list",
+        "['x'] | map('center', 999999999) | list",
+        "'x'.center(*[999999999])",
+        "'x'.rjust(true * 999999999)",
+        "'x' * ('999999999' | int)",
+        "([999999999] | first) * [1]",
+        "[1] | tojson(**{'indent': 999999999})",
+        "1 | round(-999999999, 'ceil')",
+        "'{0[}]:{1}}'.format({'}': 1}, 999999999)",
+        "('{0[}]:{1}}' | escape).format({'}': 1}, 999999999)",
+        "('a ' * 999) | wordwrap(999999999, wrapstring=long)",
+        "('{:b}' * 9999).format(*([2 ** 2000] * 9999))",
+        "strftime_now('%c' * 30000000)",
     ],
 )
 def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None:
@@ -280,6 +296,95 @@ def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None
         (RowError, UserError), match=r"too large|takes a width from a value|no text|more than|do not need"
     ):
         template(LONG + "{{ " + expression + " }}").render(ONE)
+
+
+@pytest.mark.parametrize("number", [67_108_864, 4_155_550_123, -(10**18), 10**300])
+def test_a_number_in_a_tool_call_weighs_its_digits(number: int) -> None:
+    by_argument = (
+        "{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}"
+        "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": dict.fromkeys("abcdefgh", number)}}
+    messages = [ONE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = template(by_argument)
+    assert chat.render(messages).text.count(f">{number}<") == 8
+    assert MAX_WORK - chat.work_left < 100_000
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[{{ c.function.name }}WRITE]{% endfor %};{% endfor %}"
+)
+WRITE_TEXT = [
+    "{{ ' ' + c.function.arguments }}",
+    " {{ c.function.arguments }}",
+    "{{ ' ' ~ c.function.arguments }}",
+]
+OWN_TEXT = '{"city":  "Köln", "x": 1.50, "u": null}'
+
+
+def with_call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [
+        ONE[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+    ]
+
+
+@pytest.mark.parametrize("write", WRITE_TEXT)
+def test_a_template_that_takes_arguments_as_text_gets_the_rows_own(
+    write: str, tokenizer_folder: Callable[..., Path]
+) -> None:
+    folder = tokenizer_folder(chat_template=CALLS.replace("WRITE", write))
+    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for upto in (1, 2):  # a conversation without a call says nothing of the template
+        messages = with_call(OWN_TEXT)[:upto]
+        expected = theirs.apply_chat_template(messages, tokenize=False)
+        assert ours.render_chat(read_messages(messages, "m")) == expected
+    chat = template(CALLS.replace("WRITE", write))
+    for arguments, text in ((OWN_TEXT, OWN_TEXT), ("", "{}"), ({"city": "Köln"}, '{"city": "Köln"}')):
+        assert f"[f {text}]" in chat.render(read_messages(with_call(arguments), "m")).text
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        " {{ c.function.arguments | tojson }}",
+        " {{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
+        "{% if c.function.arguments is string %}{{ raise_exception('text') }}{% endif %}"
+        " {{ c.function.arguments | tojson }}",
+    ],
+)
+def test_a_template_that_takes_arguments_as_an_object_gets_one(write: str) -> None:
+    chat = template(CALLS.replace("WRITE", write))
+    # The user's text is how Python writes what the probe would be.
+    messages = [{"role": "user", "content": str({"city": "Köln"})}, *with_call('{"city":"Köln"}')]
+    for _ in range(2):
+        assert '[f {"city": "Köln"}]' in chat.render(read_messages(messages, "m")).text
+
+
+def test_a_call_in_another_form_is_the_templates_business() -> None:
+    chat = template("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}")
+    for call in ({"name": "f"}, {"function": {"name": "f"}}, {"name": "f", "arguments": {"x": 1}}):
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert chat.render(messages).text == str([call])
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("'%s' % 4155550123", "4155550123"),
+        ('\'%d {"a": {"b": 1}}\' | format(4155550123)', '4155550123 {"a": {"b": 1}}'),
+        ("'{:d} {{}}'.format(4155550123)", "4155550123 {}"),
+        ("4155550123 | center(14)", "  4155550123  "),
+        ("4155550123 | round | int", "4155550123"),
+        ("[4155550123, 1] | join(4155550123)", "415555012341555501231"),
+        ("'short' | truncate(4155550123)", "short"),
+        ("'two words' | wordwrap(4155550123)", "two words"),
+    ],
+)
+def test_a_large_number_that_is_no_count_is_written(expression: str, text: str) -> None:
+    assert template("{{ " + expression + " }}").render(ONE).text == text
 
 
 @pytest.mark.parametrize(

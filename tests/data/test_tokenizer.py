@@ -294,7 +294,7 @@ def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
         ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: cannot be read as JSON"),
         (
             {"tokenizer_config.json": "\ufeff{}"},
-            "tokenizer_config.json: cannot be read as JSON: Unexpected UTF-8",
+            "tokenizer_config.json: cannot be read as JSON: line 1: not valid JSON: Unexpected UTF-8",
         ),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"1": 3}}'}, "the special tokens of"),
         (

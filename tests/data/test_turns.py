@@ -193,6 +193,22 @@ def test_a_prompt_that_opens_reasoning_is_no_part_of_the_turn(tokenizer_folder: 
     assert spans == ["\n\nb</s>", "d</s>"]
 
 
+def test_a_prompt_that_closes_its_reasoning_parts_from_a_turn_that_shows_some(
+    tokenizer_folder: Callable[..., Path],
+) -> None:
+    silent = QWEN3.replace("{%- if enable_thinking is false %}", "{%- if true %}")
+    folder = tokenizer_folder(chat_template=silent, eos_token="<|im_end|>")
+    inline = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nd"},
+    ]
+    apart = [*inline[:3], {"role": "assistant", "reasoning_content": "second", "content": "d"}]
+    for messages in (inline, apart):
+        assert find(folder, messages)[1] == ["b<|im_end|>", "second\n</think>\n\nd<|im_end|>"]
+
+
 def test_turns_under_a_prompt_that_opens_reasoning_hold_tool_calls(
     tokenizer_folder: Callable[..., Path],
 ) -> None:
@@ -262,6 +278,31 @@ def test_a_template_without_special_tokens_has_no_closing_token() -> None:
     assert [turns.text[a:b] for a, b in turns.spans] == ["Hello!\n", "4\n", "It is 6.\n"]
     assert finder.closing_token() is None
     assert TurnFinder(ChatTemplate({"default": CHATML}, {}, ["<|im_end|>"])).closing_token() == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("inside", "behind", "expected"),
+    [("</s>", "", True), ("", "</s>", False), ("</s>", "</s>", True), ("", "", False)],
+)
+def test_a_turn_is_closed_by_the_token_that_closes_turns(inside: str, behind: str, expected: bool) -> None:
+    """Also where the answer itself ends with a token of the tokenizer."""
+    marked = "{% generation %}{{ m.content }}" + inside + "{% endgeneration %}" + behind
+    source = "{% for m in messages %}{{ m.role }}: " + marked + "\n{% endfor %}"
+    finder = TurnFinder(ChatTemplate({"default": source}, {}, ["</s>", "</call>"]))
+    turns = finder.find([{"role": "user", "content": "q"}, {"role": "assistant", "content": "f(x)</call>"}])
+    assert turns.is_closed == expected
+
+
+def test_a_template_that_closes_the_last_turn_alone_teaches_to_stop() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    source += "{% if messages[-1].role == 'assistant' %}</s>{% endif %}"
+    finder = TurnFinder(ChatTemplate({"default": source}, {}, ["</s>"]))
+    for messages in CONVERSATIONS["one turn"], CONVERSATIONS["three turns"]:
+        turns = finder.find(messages)
+        written = [m["content"] + "\n" for m in messages if m["role"] == "assistant"]
+        assert [turns.text[a:b] for a, b in turns.spans] == [*written[:-1], written[-1] + "</s>"]
+        assert turns.is_closed
+    assert finder.closing_token() == "</s>"
 
 
 def test_spans_agree_with_a_search_for_each_content_on_real_conversations(

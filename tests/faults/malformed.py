@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from lptune import checkpoint, data, distributed, models
-from lptune.checkpoint.files import save_tensors, write_json
+from lptune.base.files import write_json
+from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.manifest import Shard, _seal, describe_file, write_manifest
 from lptune.config import DataConfig, FinetuneConfig, UserError, load_config
 

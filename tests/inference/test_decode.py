@@ -36,17 +36,22 @@ class NoText:
         return "x" * len(ids)
 
 
-def greedy_ids(model: Decoder, prompts: Sequence[Sequence[int]], num: int = NEW_TOKENS) -> list[list[int]]:
+def greedy_ids(
+    model: Decoder, prompts: Sequence[Sequence[int]], num: int = NEW_TOKENS, penalty: float = 1.0
+) -> list[list[int]]:
     answers = [Answer(NoText(), (), (), num) for _ in prompts]  # type: ignore[arg-type]
-    list(decode(model, prompts, answers, Sampler(SamplingConfig(), 0, range(len(prompts)))))
+    cfg = SamplingConfig(repetition_penalty=penalty)
+    list(decode(model, prompts, answers, Sampler(cfg, 0, range(len(prompts)))))
     return [answer.ids for answer in answers]
 
 
-def their_ids(model: nn.Module, prompt: Sequence[int], num: int = NEW_TOKENS) -> list[int]:
+def their_ids(
+    model: nn.Module, prompt: Sequence[int], num: int = NEW_TOKENS, penalty: float = 1.0
+) -> list[int]:
     # With longrope, transformers' Llama goes on with keys of the old rotation; its Phi-3 does not.
     uses_cache = model.config.model_type != "llama" or "longrope" not in str(model.config)
     config = transformers.GenerationConfig(
-        max_new_tokens=num, do_sample=False, pad_token_id=0, use_cache=uses_cache
+        max_new_tokens=num, do_sample=False, pad_token_id=0, use_cache=uses_cache, repetition_penalty=penalty
     )
     model.generation_config = config
     tokens = torch.tensor([list(prompt)])
@@ -62,6 +67,15 @@ def test_greedy_answers_equal_transformers_in_batches_and_one_by_one(pair: Twins
     assert together == [greedy_ids(pair.ours, [prompt])[0] for prompt in prompts]
     assert together == [their_ids(pair.theirs, prompt) for prompt in prompts]
     assert len({token for ids in together for token in ids}) > 2, "one token again and again shows little"
+
+
+def test_answers_with_a_repetition_penalty_equal_transformers() -> None:
+    pair = twins(CHECKPOINTS["llama3_2-tiny"])
+    prompts = random_tokens(2, 12).tolist()
+    prompts = [prompts[0], prompts[1][:5]]
+    found = greedy_ids(pair.ours, prompts, penalty=1.2)
+    assert found == [their_ids(pair.theirs, prompt, penalty=1.2) for prompt in prompts]
+    assert found != greedy_ids(pair.ours, prompts)
 
 
 def test_a_trained_model_writes_the_text_of_transformers(assets: Path, world: distributed.World) -> None:

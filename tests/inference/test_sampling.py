@@ -12,20 +12,42 @@ LOGITS_V = torch.tensor([1.3, -0.4, 2.1, 0.0, 1.9, -2.5, 0.7, 2.1])
 def test_probabilities_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     logits_BV = 3 * torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
-    for temperature, top_k, top_p in [
-        (0.7, 0, 1.0),
-        (1.0, 5, 1.0),
-        (1.3, 0, 0.8),
-        (0.9, 20, 0.6),
-        (2.0, 1, 0.1),
+    for temperature, top_k, top_p, min_p in [
+        (0.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.3, 0, 0.8, 0.0),
+        (0.9, 20, 0.6, 0.0),
+        (2.0, 1, 0.1, 0.0),
+        (1.5, 0, 1.0, 0.1),
+        (1.2, 30, 0.9, 0.05),
+        (0.8, 0, 1.0, 1.0),
     ]:
         steps = [transformers.TemperatureLogitsWarper(temperature)]
         steps += [transformers.TopKLogitsWarper(top_k)] if top_k else []
         steps += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+        steps += [transformers.MinPLogitsWarper(min_p)] if min_p else []
         theirs_BV = transformers.LogitsProcessorList(steps)(None, logits_BV).softmax(dim=-1)
-        p_BV, tokens_BV = probabilities(logits_BV, temperature, top_k, top_p)
+        p_BV, tokens_BV = probabilities(logits_BV, temperature, top_k, top_p, min_p)
         ours_BV = torch.zeros_like(p_BV).scatter(1, tokens_BV, p_BV)
         torch.testing.assert_close(ours_BV, theirs_BV.double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_a_repetition_penalty_takes_the_token_of_transformers(penalty: float) -> None:
+    """Of each prompt's length; float32 logits, so that ties and signs are the same."""
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    generator = torch.Generator().manual_seed(3)
+    logits_BV = torch.randn(20, 30, generator=generator)
+    rows = [torch.randint(30, (1 + n,), generator=generator).tolist() for n in range(20)]
+    sampler = Sampler(SamplingConfig(repetition_penalty=penalty), 0, range(20))
+    theirs = [
+        int(processor(torch.tensor([row]), logits_V[None]).argmax())
+        for row, logits_V in zip(rows, logits_BV, strict=True)
+    ]
+    assert sampler(logits_BV, rows).tolist() == theirs
+    assert theirs != logits_BV.argmax(dim=-1).tolist()
+    assert Sampler(SamplingConfig(), 0, range(20))(logits_BV, rows).tolist() == logits_BV.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 5, 1.0), (1.5, 0, 0.75)])

@@ -125,6 +125,32 @@ def test_every_gemm_of_every_kind_is_off_by_the_formats_noise_no_more_and_no_les
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_one_element_dominates_or_results_are_denormal_errors_are_within_their_bounds(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """The rounding of one result is up to half a step; below the smallest normal number a step is absolute,
+    and a unit may flush to zero.
+    """
+    layer = _layer(dtype, kind)
+    with torch.no_grad():
+        layer.bias.zero_()
+    weight, (x, g) = layer.weight.detach().clone(), _inputs(dtype)
+    for size in (30.0, 1e3, 1e5):
+        for row in range(4):
+            big_x, big_w, big_g = x.clone(), weight.clone(), g.clone()
+            for each, column in ((big_x, 5), (big_w, 5), (big_g, row)):
+                each[row, column] *= size
+            with torch.no_grad():
+                layer.weight.copy_(big_w)
+            _assert_predicted(layer, big_x, big_g)
+    for size in (10**-18.5, 1e-19, 10**-19.5, 1e-20):
+        with torch.no_grad():
+            layer.weight.copy_(size * weight)
+        _assert_predicted(layer, size * x, size * g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "grad_input"),
     [("int8_rowcol", "requantized"), ("int8_rowcol", "high"), ("float8_rowwise", "requantized")],

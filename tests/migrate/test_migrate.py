@@ -343,9 +343,12 @@ FILES = [
     ("a.yaml", "- a", "found a list"),
     ("a.yaml", "a: [", "not valid YAML"),
     ("a.toml", "a = ", "cannot be read as TOML"),
-    ("a.json", "{", "cannot be read as JSON"),
-    ("a.json", "[]", "found a list"),
-    ("a.json", "[" * 100_000, "cannot be read as JSON"),
+    ("a.json", "{", "not valid JSON"),
+    ("a.json", "[]", "found list"),
+    ("a.json", "[" * 100_000, "nested too deep"),
+    ("a.json", '{"a":' * 900 + "1" + "}" * 900, "nested too deep"),
+    ("a.toml", f"{'a.' * 900}a = 1", "nested too deep"),
+    ("a.toml", f"a = {'[' * 900}", "nested too deep"),
     ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
 ]
 

@@ -231,7 +231,7 @@ def test_refusals_are_one_line_with_the_file_and_the_reason(case: str, tmp_path:
     ("text", "expected"),
     [
         (None, "config.json: not found"),
-        ('{\n"model_type": "llama",\n3}', "line 3: not JSON"),
+        ('{\n"model_type": "llama",\n3}', "line 3: not valid JSON"),
         ("[1]", "expected a JSON object, found list"),
         (b"\xff\xfe{", "not UTF-8"),
     ],

@@ -133,6 +133,8 @@ def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
         (["prompts.source={source}", "output=a.jsonl", "answer_column=question"], "has a column 'question'"),
         (["prompts.source={source}", "output=a.jsonl", "prompts.text_column=txt"], "prompts.text_column"),
         (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
+        (["sampling.min_p=1.1"], "sampling.min_p: must be within 0 and 1"),
+        (["sampling.repetition_penalty=0"], "sampling.repetition_penalty: must be above 0"),
         (["sampling.temperature=-1"], "sampling.temperature"),
         (["precision.kind=float8_rowwise"], "float8_rowwise"),
         (["prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja' is neither"),

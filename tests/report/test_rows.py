@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.config import UserError
-from lptune.report.rows import MAX_LINE_BYTES, MAX_NAMES, Rows, read_rows
+from lptune.config import MEBI, UserError
+from lptune.report.rows import MAX_NAMES, Rows, read_rows
 
 
 def read(folder: Path, content: str | bytes) -> Rows:
@@ -112,13 +112,9 @@ def test_of_rows_of_one_step_the_last_one_counts_and_steps_increase(tmp_path: Pa
 
 
 def test_a_line_without_end_ends_the_reading_and_is_said(tmp_path: Path) -> None:
-    rows = read(
-        tmp_path, GOOD + '{"step": 2, "x": "' + MAX_LINE_BYTES * "a" + '"}\n' + '{"step": 3, "loss": 1}\n'
-    )
+    rows = read(tmp_path, GOOD + '{"step": 2, "x": "' + MEBI * "a" + '"}\n' + '{"step": 3, "loss": 1}\n')
     assert rows["loss"].steps_N.tolist() == [1]
-    assert rows.notes == (
-        f"line 2 is longer than {MAX_LINE_BYTES:,} bytes; it and what follows was not read",
-    )
+    assert rows.notes == (f"line 2 is longer than {MEBI:,} bytes; it and what follows was not read",)
 
 
 def test_more_metrics_than_any_run_has_do_not_fill_the_memory(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def _meter() -> tuple[Any, distributed.World]:
 
 
 def _record(meter: Any) -> dict[str, Any]:
-    low: Any = SimpleNamespace(verified=SimpleNamespace(low_precision_flops_fraction=None))
+    low: Any = SimpleNamespace(
+        verified=SimpleNamespace(low_precision_flops_fraction=None), metrics=lambda: {"num_saturated": 4}
+    )
     update: Any = SimpleNamespace(num_skipped=0)
     record: dict[str, Any] = meter.record(
         3, training.Updated(1.0, 2.0), 600, 0.1, np.array([TOKENS_PER_STEP]), update, low

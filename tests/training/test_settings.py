@@ -34,6 +34,7 @@ def test_what_is_usual_gets_no_note(cfg: FinetuneConfig) -> None:
     [
         ("data", {"seq_len": 8192}, "data.seq_len=8192 is longer than .* 4096"),
         ("data", {"eval_fraction": 0.0}, "no held-out data will show overfitting; data.eval_fraction=0.02"),
+        ("schedule", {"kind": "wsd", "decay_steps": 1}, "schedule.decay_steps=1 never lowers the rate"),
         ("precision", {"kind": "none"}, "precision.kind=none trains in bfloat16; `lptune advise` tells"),
     ],
 )

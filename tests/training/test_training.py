@@ -62,6 +62,26 @@ def test_wsd_warms_up_stays_at_the_peak_and_decays_to_the_floor(
     assert training.learning_rate(20, 20, 2.0, cfg) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+@pytest.mark.parametrize("decay_steps", [1, 5])
+def test_wsd_counts_the_steps_of_its_decay_as_transformers(shape: str, decay_steps: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    schedule = transformers.get_wsd_schedule(
+        optimizer, num_warmup_steps=0, num_decay_steps=decay_steps, num_training_steps=12,
+        decay_type=shape, min_lr_ratio=0.1,
+    )  # fmt: skip
+    theirs = []
+    for _ in range(12):
+        theirs += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    keys = {"kind": "wsd", "decay_shape": shape, "min_lr_ratio": 0.1}
+    assert _rates(12, decay_steps=decay_steps, **keys) == pytest.approx(theirs, rel=1e-12)
+    if shape == "linear":
+        assert theirs[-1] == pytest.approx({1: 2.0, 5: 2.0 * 0.28}[decay_steps])
+
+
 def test_the_stable_phase_does_not_depend_on_the_length_of_the_run() -> None:
     keys = {"kind": "wsd", "warmup_steps": 3, "decay_steps": 5, "decay_shape": "1-sqrt"}
     short, long = _rates(20, **keys), _rates(90, **keys)

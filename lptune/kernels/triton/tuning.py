@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from lptune.base.files import parse_json
 from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,8 @@ def _read(path: Path) -> dict[str, list[int]]:
         content = cache.read(path)
         if content is None:
             return {}
-        choices = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
+        choices = parse_json(content)
+    except (OSError, ValueError) as error:
         logger.warning("%s cannot be read, kernels are measured again: %s", path, error)
         return {}
     if not isinstance(choices, dict):

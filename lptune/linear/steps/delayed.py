@@ -14,8 +14,12 @@ rank measures its own rows, and the all-reduce at the end of the step finds the 
 Passes outside of `step` (an evaluation) use the same scales and are not measured. `undo` removes the amaxes
 of a skipped step. The state is a few numbers per layer, and is saved in a checkpoint. A run that resumes from
 a checkpoint of another kind starts without a history, like a new run.
+
+A step whose values grow beyond the scales saturates them, and its result can be far off. `num_saturated`
+counts the tensors with such values; it goes to the metrics.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
 from lptune.linear.kind import kind_of
-from lptune.linear.plan import Plan
+from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.weight_amax import max_over_ranks
-from lptune.numerics import nan_as_inf
+from lptune.numerics import FORMATS, nan_as_inf
 
 # Number of steps in a history. In a longer history an outlier counts for longer. torchao's former recipe had
 # 16 steps, TransformerEngine's default is 1,024.
@@ -61,6 +65,14 @@ class DelayedScaling:
         factors = [gradient_factor if operand == "g" else 1.0 for operand in OPERANDS]
         self._factor_3 = torch.tensor(factors, device=device)
         self._is_open = self._has_stepped = False
+        self._reach_L3 = torch.tensor(
+            [list(map(_reach, _formats(each))) for each in self._layers], device=device
+        )
+        self.num_saturated = torch.zeros((), dtype=torch.int64, device=device) if self._layers else None
+        """Number of tensors (x, w or g of a layer) that the last step's scales were too small for: values
+        beyond the largest number of the format by more than half its step, on any rank. On the device; None
+        for kinds without histories.
+        """
         self._index: dict[int, int] = {}
         # For each layer, whether its weight has a history. The host needs this at a gather, equal on all
         # ranks. None: not read since the history changed.
@@ -97,7 +109,11 @@ class DelayedScaling:
         amaxes = nan_as_inf(self._current_L3)
         self._all_reduce_max(amaxes)
         # An amax that is not finite would spoil the scales of the next HISTORY steps.
-        amaxes = torch.where(amaxes.isinf(), 0.0, amaxes) / self._factor_3
+        amaxes = torch.where(amaxes.isinf(), 0.0, amaxes)
+        assert self.num_saturated is not None
+        is_beyond_L3 = (self._past_L3 > 0) & (amaxes > self._past_L3 * self._reach_L3)
+        self.num_saturated.copy_(is_beyond_L3.sum())
+        amaxes /= self._factor_3
         self._has_stepped = True
         self._before_LH3.copy_(self._history_LH3)
         self._history_LH3.copy_(torch.cat([self._history_LH3[:, 1:], amaxes[:, None]], dim=1))
@@ -169,6 +185,18 @@ class DelayedScaling:
         first, one column for each of kernels.OPERANDS. After filling them in place, call `loaded`.
         """
         return {f"amax_history/{layer.name}": self._history_LH3[i] for i, layer in enumerate(self._layers)}
+
+
+def _formats(layer: LayerPlan) -> tuple[str, str, str]:
+    """Of OPERANDS."""
+    assert layer.spec is not None
+    return layer.spec.fmt, layer.spec.fmt, layer.spec.grad_fmt
+
+
+def _reach(fmt: str) -> float:
+    """The share of the largest number up to which a value is rounded as well as any other."""
+    significand, _ = math.frexp(FORMATS[fmt].max)  # in [0.5, 1)
+    return 1 + 2.0 ** -((FORMATS[fmt].mantissa_bits or 0) + 2) / significand
 
 
 def _max_over_process_group(amaxes: Tensor) -> None:

@@ -54,8 +54,8 @@ class Verified:
     num_gathering_ranks: int = 1
     """Number of ranks over which weights were gathered."""
     low_precision_flops_fraction: float | None = None
-    """Fraction of the linear layers' FLOPs, without recomputation, that ran in 8 bits; None before the step
-    ended.
+    """Fraction of the FLOPs of linear layers and other weights, without recomputation, that ran in 8 bits;
+    None before the step ended.
     """
 
 
@@ -72,7 +72,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
     plan = _numbered(model, plan)
     trained = _trained(model, plan, executed)
     faults: list[str] = []
-    low_flops = all_flops = 0.0
+    low_flops, all_flops = 0.0, sum(other.flops_per_token for other in plan.others)
     for layer in plan.layers:
         counts = dict.fromkeys(GEMMS, 0)
         if layer.number is not None:

@@ -116,6 +116,32 @@ def test_a_scale_comes_from_the_largest_amax_of_past_steps_and_what_exceeds_it_s
     assert numerics.relative_error(output, 10 * x @ w.t()) < 0.05
 
 
+def test_tensors_with_values_beyond_their_scale_are_counted() -> None:
+    """By more than half a step of the largest number: 448 + 16 in e4m3, 57,344 + 4,096 in e5m2."""
+    model, plan = _model(DELAYED)
+    low = linear.LowPrecision(model, plan, verify=False)
+    x, g = _batch()
+
+    def after(x_times: float, g_times: float) -> int:
+        with low.step(0, num_passes=1):
+            _gradients(model, x_times * x, g_times * g)
+        return low.metrics()["num_saturated"]
+
+    assert after(1.0, 1.0) == 0  # without a history, each tensor has its own scale
+    assert after(1.03, 1.06) == 0
+    assert after(1.03 * 1.04, 1.06 * 1.06) == 1  # x
+    assert after(1.0, 1.06 * 1.06 * 1.08) == 1  # g
+    assert after(100.0, 100.0) == 2
+    with torch.no_grad():
+        model[0].weight.mul_(100.0)
+    assert after(100.0, 100.0) == 1
+    assert after(1.0, math.inf) == 0  # skipped, and counted there
+    other = linear.LowPrecision(*_model(TENSORWISE), verify=False)
+    with other.step(0, num_passes=1):
+        pass
+    assert other.metrics() == {}
+
+
 def test_the_maximum_is_taken_over_the_micro_batches_of_a_step_and_over_ranks() -> None:
     model, plan = _model(DELAYED)
     other_rank = torch.tensor([[0.5, 1e3, 0.5]])

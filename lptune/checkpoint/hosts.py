@@ -1,0 +1,75 @@
+"""What must be one on all machines of a run: the config, and the folder output_dir.
+
+lptune's launchers compare the config before a rank starts (lptune/launch/agreement.py). Plain torchrun does
+not, so ranks that it started compare it here.
+
+Every rank writes its part of a checkpoint into the same folder. Where that is a disk of each machine instead
+of a file system that they share, the first save would fail, and all steps until then would be lost. So it is
+tried before the first step: rank 0 writes a file with a name that nobody can have seen before, and every rank
+opens it.
+"""
+
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from lptune.config import TEMPORARY, UserError
+from lptune.distributed import World
+from lptune.launch.agreement import difference, tell
+
+PATIENCE_S = 60.0
+"""NFS remembers for that long that a name is missing."""
+_POLL_S = 0.2
+
+
+def check_one_config(cfg: Any, world: World) -> None:
+    """Raises UserError if a rank has another config than rank 0; paths that may be local are not compared. A
+    collective.
+    """
+    mine = tell(cfg)
+    if len(set(world.gather(repr(mine)))) == 1:
+        return
+    told = world.gather([socket.gethostname(), mine])
+    for rank, (host, theirs) in enumerate(told):
+        if found := difference(told[0][1], theirs):
+            key, first, other = found
+            raise UserError(
+                f"{key}: {first} on rank 0, {other} on rank {rank} ({host}); start all with one config"
+            )
+
+
+def check_shared(key: str, folder: Path, world: World, patience_s: float = PATIENCE_S) -> None:
+    """Raises UserError if `folder`, which some rank has and `key` names, is not one for all ranks: if one
+    does not see what rank 0 writes there within `patience_s`. A collective; without another machine it does
+    nothing.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size:
+        return
+    file = folder / world.gather(f"{TEMPORARY}shared-{secrets.token_hex(8)}")[0]
+    try:
+        if world.is_main and folder.is_dir():
+            file.touch()
+        is_written = world.gather(file.exists())[0]
+        deadline_s = time.monotonic() + patience_s * is_written
+        while not (is_there := _opens(file)) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        found = world.gather([socket.gethostname(), is_there])
+    finally:
+        if world.is_main:
+            file.unlink(missing_ok=True)
+    if blind := sorted({host for host, sees in found if not sees}):
+        raise UserError(
+            f"{key}: what {found[0][0]} writes to {folder} does not appear on {', '.join(blind)} within "
+            f"{patience_s:.0f} s; choose a folder in a file system that all machines share"
+        )
+
+
+def _opens(file: Path) -> bool:
+    try:
+        file.open("rb").close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,406 @@
+"""The rendezvous: how the launchers of a run meet, number themselves and find that they run the same thing.
+
+torchrun starts and watches ranks. Its own ways to meet are not used: its dynamic rendezvous unpickles, every
+few seconds, what anybody may write into a store that listens on all interfaces. Here nothing is unpickled,
+and the store listens on one address:
+
+    one machine        127.0.0.1 and a free port
+    several machines   the endpoint's port, on machine 0's interface of the route to the endpoint
+
+The launcher of machine 0 hosts the store (torch's TCPStore, which also serves the ranks). Each other launcher
+writes what it is about to run, and then counts once a second, so that machine 0 tells those that are there
+from those that have died: no clock is compared. Machine 0 checks that all run the same command, numbers the
+machines and writes the order.
+
+A machine's number is --node-rank, or what a scheduler says (`NUMBERS`). Without one, the machine that has the
+endpoint's address is machine 0, and the others are numbered as they come.
+"""
+
+import errno
+import ipaddress
+import json
+import math
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lptune.config import UserError, printable
+from lptune.launch import network
+from lptune.launch.agreement import Told, difference
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+NUMBERS = ("PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
+"""Variables with the number of a machine, in this order, after --node-rank."""
+LOOPBACK = "127.0.0.1"
+BACKEND = "lptune"
+"""The name under which torchrun knows this rendezvous."""
+_POLL_S = 0.2
+_ALIVE_S = 0.5  # time between two signs of life of a launcher that waits
+_DEAD_S = 10.0  # without a sign of life
+_HINT_S = 15.0
+_LINGER_S = 30.0  # for other launchers to come and read a refusal, which ends with the store
+_CONNECT_S = 5.0
+_STORE_S = 600.0
+
+
+class MeetingPoint(NamedTuple):
+    """What the flags say of the rendezvous."""
+
+    host: str
+    """Of the endpoint; empty for one machine."""
+    port: int
+    machine: int | None
+    """The number of this machine; None: as it comes."""
+    num_machines: int
+    local_address: str
+    """The address of this machine by a flag; empty: that of the route to the endpoint."""
+    run_id: str
+    """The same for the launchers of one run, another for each other run."""
+    join_timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """The endpoint as the user wrote it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass
+class Meeting:
+    """The launchers of a run, which have met."""
+
+    store: "Store"
+    """Of all launchers and ranks. Its values are bytes that anybody who reaches the port may have written."""
+    address: str
+    """Where the store is, as this machine reaches it."""
+    port: int
+    machine: int
+    hosts: list[str]
+    """The names of all machines, by their number."""
+    run_id: str
+    local_address: str = LOOPBACK
+
+    @property
+    def num_machines(self) -> int:
+        """How many launchers take part."""
+        return len(self.hosts)
+
+
+def meet(point: MeetingPoint, told: Told) -> Meeting:
+    """Waits until the launchers of all machines have come, and have told the same as this one.
+
+    told: what this machine runs (agreement.py). Prints a line after 15 s. Raises UserError, on every machine,
+    if two of them run different things; on this one if the others do not come within `join_timeout_s`, and
+    at once for what waiting cannot mend.
+    """
+    if point.num_machines == 1:
+        store, port = _serve(LOOPBACK, 0)
+        return Meeting(store, LOOPBACK, port, 0, [socket.gethostname()], point.run_id)
+    arrival = _Arrival(point, told)
+    arrival.start()  # a thread: a call of the store waits for ever if a cable is pulled out
+    started_s, hinted = time.monotonic(), False
+    while arrival.is_alive():
+        arrival.join(_POLL_S)
+        waited_s = time.monotonic() - started_s
+        if waited_s > point.join_timeout_s and arrival.meeting is None:
+            raise _refused(
+                point, f"after {point.join_timeout_s:.0f} s: {arrival.waits_for}; start the same command on "
+                f"all {point.num_machines} machines, with a host that they reach and a port free there"
+            )  # fmt: skip
+        if waited_s > _HINT_S and not hinted:
+            hinted = True
+            line = f"waiting for the other machines at {point.name}: {arrival.waits_for}"
+            print(printable(line), file=sys.stderr, flush=True)
+    if arrival.error is not None:
+        raise arrival.error
+    assert arrival.meeting is not None
+    return arrival.meeting
+
+
+class _Arrival(threading.Thread):
+    """Finds the store, or hosts it, and waits for the others. Ends with `meeting` or `error`."""
+
+    def __init__(self, point: MeetingPoint, told: Told) -> None:
+        super().__init__(name="lptune-rendezvous", daemon=True)
+        self._point, self._told = point, told
+        self.meeting: Meeting | None = None
+        self.error: BaseException | None = None
+        self.waits_for = "no machine has come"
+
+    def run(self) -> None:
+        try:
+            while self.meeting is None:
+                try:
+                    self.meeting = self._try()
+                except _NotYetError as error:
+                    self.waits_for = str(error)
+                except (OSError, RuntimeError) as error:  # RuntimeError: all errors of torch's store
+                    self.waits_for = f"machine 0 does not answer there ({_first_line(error)})"
+                time.sleep(_POLL_S)
+        except BaseException as error:
+            self.error = error
+
+    def _try(self) -> Meeting:
+        """One attempt. Others may succeed after it fails, since machines start apart."""
+        point = self._point
+        here, there = _route(point)
+        is_host = point.machine == 0 or (point.machine is None and here == there)
+        if is_host:
+            try:
+                store, port = _serve(here, point.port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or point.machine == 0:
+                    raise _refused(point, f"{_first_line(error)}; choose a port that is free there") from None
+            else:
+                odd = f"; {point.host} is {there}, and this is {here}, machine 0" if here != there else ""
+                return self._host(store, Meeting(store, here, port, 0, [], point.run_id, here), odd)
+        return self._join(Meeting(_client(there, point.port), there, point.port, -1, [], point.run_id, here))
+
+    # ---- machine 0
+
+    def _host(self, root: "Store", meeting: Meeting, odd: str) -> Meeting:
+        store = _of_run(root, meeting.run_id)
+        root.set("lptune/run", meeting.run_id)
+        num_others = self._point.num_machines - 1
+        waiting: dict[int, _Waiting] = {}
+        all_here_s = math.inf
+        while True:
+            for number in range(1, store.add("came", 0) + 1):
+                if number not in waiting and store.check([f"came/{number}"]):
+                    waiting[number] = _Waiting(*json.loads(store.get(f"came/{number}")))
+            now_s = time.monotonic()
+            for number, each in waiting.items():
+                each.see(store.add(f"alive/{number}", 0), now_s)
+            there = {number: each for number, each in waiting.items() if now_s - each.seen_s < _DEAD_S}
+            names = ", ".join(each.host for each in there.values())
+            order = _in_order(there)[:num_others]
+            missing = num_others - len(order)
+            self.waits_for = (
+                f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'}){odd}"
+            )
+            if why := self._why_not(there):
+                store.set("refused", why)
+                self._linger(store, num_others)
+                raise UserError(why)
+            all_here_s = min(all_here_s, now_s) if not missing else math.inf
+            # One more sign of each: a launcher that has died was here, too.
+            if not missing and all(there[number].seen_s > all_here_s for number in order):
+                meeting.hosts = [socket.gethostname(), *(there[number].host for number in order)]
+                store.set("start", json.dumps([order, meeting.hosts]))
+                return meeting
+            time.sleep(_POLL_S)
+
+    def _linger(self, store: "Store", num_others: int) -> None:
+        """Waits until the other launchers, of which some are still to come, have read the refusal."""
+        deadline_s = time.monotonic() + _LINGER_S
+        while store.add("told", 0) < num_others and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _why_not(self, there: Mapping[int, "_Waiting"]) -> str:
+        """Why the launchers that are there cannot run together; empty if they can."""
+        mine = socket.gethostname()
+        for each in there.values():
+            if found := difference(self._told, each.told):
+                key, here, elsewhere = found
+                return (
+                    f"run: {key}: {here} on {mine}, {elsewhere} on {each.host}; give all machines the same "
+                    "command, config and recipe"
+                )
+        by_number: dict[int, _Waiting] = {}
+        for each in there.values():
+            if each.machine is None:
+                continue
+            other = by_number.setdefault(each.machine, each)
+            # A launcher that was started again: the first one is still taken for alive.
+            if other is not each and min(other.num_signs, each.num_signs) > _DEAD_S / _ALIVE_S:
+                return (
+                    f"run: {other.host} and {each.host} are both machine {each.machine}; number them 0, 1, …"
+                )
+        return ""
+
+    # ---- the others
+
+    def _join(self, meeting: Meeting) -> Meeting:
+        root, point = meeting.store, self._point
+        if (run_id := self._run_id(root)) != point.run_id:
+            raise _NotYetError(
+                f"another run, {run_id!r:.80}, meets there, and this one is {point.run_id!r:.80}"
+            )
+        store = _of_run(root, point.run_id)
+        number = store.add("came", 1)
+        store.set(f"came/{number}", json.dumps([point.machine, socket.gethostname(), self._told]))
+        self.waits_for = "machine 0 waits for others"
+        signed_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            if now_s - signed_s > _ALIVE_S:
+                signed_s = now_s
+                store.add(f"alive/{number}", 1)
+            if store.check(["refused"]):
+                store.add("told", 1)
+                raise UserError(printable(store.get("refused").decode()))
+            if store.check(["start"]):
+                order, meeting.hosts = json.loads(store.get("start"))
+                if number not in order:
+                    raise _refused(point, f"its {point.num_machines} machines have met without this one")
+                meeting.machine = order.index(number) + 1
+                return meeting
+            time.sleep(_POLL_S)
+
+    def _run_id(self, root: "Store") -> str:
+        deadline_s = time.monotonic() + _CONNECT_S
+        while not root.check(["lptune/run"]):
+            if time.monotonic() > deadline_s:
+                raise _NotYetError("another program answers there")
+            time.sleep(_POLL_S)
+        return root.get("lptune/run").decode()
+
+
+class _NotYetError(Exception):
+    """What may be mended while a launcher waits."""
+
+
+@dataclass
+class _Waiting:
+    """A launcher that has come to machine 0."""
+
+    machine: int | None
+    host: str
+    told: Told
+    num_signs: int = -1
+    seen_s: float = field(default_factory=time.monotonic)
+
+    def see(self, num_signs: int, now_s: float) -> None:
+        """Notes a sign of life."""
+        if num_signs != self.num_signs:
+            self.num_signs, self.seen_s = num_signs, now_s
+
+
+def _in_order(there: Mapping[int, _Waiting]) -> list[int]:
+    """The launchers in the order of their machines: those with a number at its place, the others between."""
+    numbered = {each.machine: number for number, each in there.items() if each.machine is not None}
+    others = iter(number for number, each in there.items() if each.machine is None)
+    last = max([*numbered, len(there)])
+    places = [numbered.get(machine) or next(others, None) for machine in range(1, last + 1)]
+    return [number for number in places if number is not None]
+
+
+class Handler:
+    """What torchrun asks a rendezvous for (torch.distributed.elastic.rendezvous.RendezvousHandler)."""
+
+    use_agent_store = True
+    """The ranks meet in the launchers' store."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def get_backend(self) -> str:
+        """The name that torchrun was given."""
+        return BACKEND
+
+    def next_rendezvous(self) -> Any:
+        """Where the ranks meet: once, since ranks are not restarted."""
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        met = self._meeting
+        store = _of_run(met.store, f"{met.run_id}/torchrun")
+        where = RendezvousStoreInfo(met.address, met.port)
+        return RendezvousInfo(store, met.machine, met.num_machines, where)
+
+    def is_closed(self) -> bool:
+        """Whether the run is over, for all."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing: no launcher joins later."""
+
+    def num_nodes_waiting(self) -> int:
+        """How many machines want to join a run that goes on: none can."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The same on all machines."""
+        return self._meeting.run_id
+
+    def shutdown(self) -> bool:
+        """Whether nothing is left to end."""
+        return True
+
+
+def _route(point: MeetingPoint) -> tuple[str, str]:
+    """This machine's address on the route to the endpoint, and the endpoint's address."""
+    try:
+        found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        raise _NotYetError(f"{point.host} does not resolve here ({error.strerror})") from None
+    refusal: OSError | None = None
+    for family, kind, _, _, address in found:
+        there = str(address[0])
+        if ipaddress.ip_address(there.partition("%")[0]).is_loopback and not network.is_loopback(point.host):
+            raise _refused(
+                point, f"{point.host} is {there} on this machine, an address that no other machine reaches "
+                "(see /etc/hosts); give the address of its network interface as the endpoint, on all machines"
+            )  # fmt: skip
+        with socket.socket(family, kind) as probe:  # connecting it sends nothing
+            try:
+                probe.connect(address)
+            except OSError as error:
+                refusal = error
+                continue
+            return point.local_address or str(probe.getsockname()[0]), there
+    assert refusal is not None
+    if refusal.errno == errno.ENETUNREACH:
+        raise _refused(point, "this machine has no route to it")
+    raise refusal
+
+
+def _serve(address: str, port: int) -> tuple["Store", int]:
+    """A store that listens on `address` alone, and its port (a free one for 0). Raises OSError."""
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a run that has just ended
+        listening.bind((address, port))
+        listening.listen(4096)
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S),
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+    return store, port
+
+
+def _client(address: str, port: int) -> "Store":
+    import torch.distributed as dist
+
+    # Before torch tries, which prints a C++ stack for each failure.
+    socket.create_connection((address, port), timeout=_CONNECT_S).close()
+    timeout = timedelta(seconds=_STORE_S)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def connect(meeting: Meeting) -> "Store":
+    """A second connection to the store, for messages while torchrun waits on the first."""
+    return _of_run(_client(meeting.address, meeting.port), f"{meeting.run_id}/exchange")
+
+
+def _of_run(store: "Store", name: str) -> "Store":
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"lptune/{name}", store)  # type: ignore[attr-defined]
+
+
+def _first_line(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
+
+
+def _refused(point: MeetingPoint, why: str) -> UserError:
+    return UserError(f"run: rendezvous at {point.name}: {why}")

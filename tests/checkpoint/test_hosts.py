@@ -1,0 +1,74 @@
+"""What must be one on all machines of a run, seen by ranks that plain torchrun would start."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lptune import checkpoint, distributed
+from lptune.checkpoint.hosts import check_shared
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, UserError
+from tests.helpers.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def _open(rank: int, num_ranks: int, folder: str, other: str) -> str:
+    keys = {
+        "lr": {"optimizer": OptimizerConfig(lr=1e-3 + rank)},
+        "resume": {"resume": "auto" if rank == 0 else "none"},
+        "path": {"model": ModelConfig(path=f"local-{rank}")},
+    }[other]
+    cfg = FinetuneConfig(
+        **{"model": ModelConfig(path="a"), "data": DataConfig(source="b"), "output_dir": folder, **keys}
+    )
+    with distributed.session("cpu") as world:
+        try:
+            with checkpoint.open_run(cfg, world):
+                return ""
+        except UserError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ("lr", "optimizer.lr: 0.001 on rank 0, 1.001 on rank 1"),
+        ("resume", "resume: auto on rank 0, none on rank 1"),
+        ("path", ""),
+    ],
+)
+def test_a_config_that_differs_on_one_rank_is_the_same_line_on_all(
+    tmp_path: Path, ranks: Ranks, other: str, line: str
+) -> None:
+    first, second = ranks.run(_open, 2, str(tmp_path / "run"), other)
+    assert first == second
+    assert first.startswith(line)
+    assert bool(first) == bool(line)
+
+
+def _share(rank: int, num_ranks: int, folders: list[str], ranks_here: int) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)
+    with distributed.session("cpu") as world:
+        try:
+            check_shared("output_dir", Path(folders[rank]), world, patience_s=0.5)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_a_folder_that_one_machine_has_for_itself_is_found(tmp_path: Path, ranks: Ranks) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    Path(one).mkdir()
+    assert ranks.run(_share, 2, [one, one], 1) == ["", ""]
+    assert ranks.run(_share, 2, [one, two], 2) == ["", ""], "one machine has one disk"
+    for folders in ([one, two], [two, one]):
+        lines = ranks.run(_share, 2, folders, 1)
+        assert lines[0].startswith("output_dir: what ")
+        assert all("choose a folder in a file system that all machines share" in line for line in lines)
+    assert not list(Path(one).iterdir()), "nothing is left"
