@@ -11,6 +11,7 @@ thousand levels, and so does a function that walks over less deep values. No rea
 import errno
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,8 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """
     if (found := kind_of(path, follow=True)) not in ("", "a file"):
         raise OSError(errno.EINVAL, f"it is {found}, not a file", str(path))
+    if path.is_symlink() and path.readlink().is_relative_to("/proc"):  # /dev/stdout, also if redirected
+        raise OSError(errno.EINVAL, "it is a link to a stream, not a file", str(path))
     suffix = f"-{secrets.token_hex(6)}" if shared else ""
     partial = path.with_name(f"{TEMPORARY}{path.name}{suffix}")
     with named(partial):
@@ -75,8 +78,11 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON by `replacing`."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Writes `value` as indented JSON by `replacing`. Half a surrogate pair, which JSON may hold as an escape
+    and UTF-8 cannot, is an escape again.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    write_text(path, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n")
 
 
 @contextmanager

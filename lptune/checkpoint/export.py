@@ -38,14 +38,22 @@ from lptune.checkpoint.hf import TIED, match_tensors, read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest
 from lptune.checkpoint.state import check_base, read_state
-from lptune.checkpoint.sums import is_as_written, write_part, write_sums
+from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
 from lptune.distributed import SideGroup, World, side_group, whole_piece
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
-from lptune.stop_ids import generation_config, read_stop_ids
+from lptune.stop_ids import generation_config, read_stop_ids, transformers_stop_ids
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
-_COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt")
+_COPIED = (
+    "*.json",
+    "*.jinja",
+    f"{TEMPLATES}/*.jinja",
+    "tokenizer.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
 EMA = "ema"
 """Of the tensors `ema/NAME` of a checkpoint: the moving average of the weight NAME (training/adamw.py)."""
 _FILES_AT_ONCE = 2  # per rank: one file is assembled while the other is flushed to disk
@@ -298,9 +306,14 @@ def _write_rest(
     scratch: Path, base: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
 ) -> None:
     for path in _copied(base.folder):
+        to = scratch / path.relative_to(base.folder)
+        if to.parent != scratch:
+            if chat_template is not None:
+                continue  # the run used one template, data.chat_template, for rows with and without tools
+            to.parent.mkdir(exist_ok=True)
         with (
             open(open_regular(model_file(base.folder, path), os.O_RDONLY), "rb") as read,
-            (scratch / path.name).open("xb") as written,
+            to.open("xb") as written,
         ):
             shutil.copyfileobj(read, written)
     corrections: dict[str, Any] = {}
@@ -333,10 +346,10 @@ def _write_stops(scratch: Path, learned: Mapping[str, int] | None, say: Callable
             "recipe that passes no `stops`); generation_config.json stays that of the base"
         )
         return
-    stop_ids = read_stop_ids(scratch)
+    stop_ids = transformers_stop_ids(scratch)
     added = {text: each for text, each in learned.items() if each not in stop_ids}
     if added:
-        content = generation_config(scratch, [*stop_ids, *added.values()])
+        content = generation_config(scratch, [*dict.fromkeys([*read_stop_ids(scratch), *added.values()])])
         write_json(scratch / "generation_config.json", content)
         names = ", ".join(f"{text} ({each})" for text, each in added.items())
         say(f"generation_config.json: generation ends at {names}, too, as the answers of the data do")

@@ -16,7 +16,9 @@ from lptune.config import MEBI, UserError, kind_of
 
 NAME = "SHA256SUMS"
 _CARD = "README.md"
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/\s][^/]*)")
+TEMPLATES = "additional_chat_templates"
+"""The one folder within an export, as transformers has it: templates of a tokenizer that has several."""
+_LINE = re.compile(rf"([0-9a-f]{{64}})  ((?:{TEMPLATES}/)?[^/\s][^/]*)")
 _COMMENT = f"# {_CARD} as it was written: "
 _MAX_BYTES = MEBI  # ten thousand files
 
@@ -35,7 +37,7 @@ def write_sums(folder: Path) -> None:
     for part in parts:
         part.unlink()
     named = {line.split("  ", 1)[1].rstrip("\n") for line in lines} | {_CARD, Scratch.MARK}
-    lines += _lines(folder, (path.name for path in folder.iterdir() if path.name not in named))
+    lines += _lines(folder, (name for name in _files(folder) if name not in named))
     lines.sort(key=lambda line: line.split("  ", 1)[1])
     write_text(folder / NAME, "".join([*lines, f"{_COMMENT}{sha256(folder / _CARD)}\n"]))
 
@@ -59,15 +61,23 @@ def is_as_written(folder: Path) -> bool:
     """Whether `folder` is an unchanged export: no file was added, removed or changed."""
     if folder.is_symlink() or not (folder / NAME).is_file():
         return False
-    if any(kind_of(path) != "a file" for path in folder.iterdir()):
+    if any(kind_of(path) != "a file" for path in folder.iterdir() if path.name != TEMPLATES):
+        return False
+    if any(kind_of(path) != "a file" for path in (folder / TEMPLATES).glob("*")):
         return False
     try:
         wanted, card = _read_sums(folder)
-        if {path.name for path in folder.iterdir()} != {*wanted, _CARD, NAME}:
+        if {*_files(folder)} != {*wanted, _CARD, NAME}:
             return False
         return verify_sums(folder) > 0 and sha256(folder / _CARD) == card
     except (OSError, UserError):
         return False
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of the files in `folder`, and of those in its folder of templates, relative to it."""
+    at_top = [path.name for path in folder.iterdir() if path.name != TEMPLATES]
+    return at_top + [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
 
 
 def _read_sums(folder: Path) -> tuple[dict[str, str], str]:

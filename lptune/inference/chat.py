@@ -35,7 +35,7 @@ class Chat:
 
     def __iter__(self) -> Iterator[Prompt]:
         preemption.react(_leave, _leave)
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             what = (
                 f"Type a message; {_RESET} begins anew"
                 if self._is_chat
@@ -71,7 +71,7 @@ class Chat:
 
 def _lines() -> Iterator[str]:
     while True:
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         try:
             line = sys.stdin.readline()

@@ -168,3 +168,13 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
         assert not path.is_symlink()
     assert (tmp_path / "target").read_text(encoding="utf-8") == "kept"
     assert sorted(os.listdir(tmp_path)) == ["target", "x"]
+
+
+def test_a_link_to_a_stream_is_not_replaced(tmp_path: Path) -> None:
+    """/dev/stdout is one, also where the stream is redirected into a file."""
+    link, target = tmp_path / "stdout", tmp_path / "redirected"
+    with target.open("w") as file:
+        link.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        with pytest.raises(OSError, match="link to a stream"):
+            write_text(link, "a")
+    assert link.is_symlink()
