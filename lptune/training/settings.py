@@ -1,10 +1,12 @@
 """Checks of settings that need no file, and the lines that tell which steps and kernels will run."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lptune.base.files import read_object
 from lptune.config import PRECISION_KINDS, RunConfig, check_batches
 from lptune.data import Loader
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
@@ -104,6 +106,11 @@ def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
             f"data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
             f"(max_position_embeddings {most})"
         )
+    if cfg.data.chat_template == "none" and _has_template(Path(cfg.model.path).expanduser()):
+        notes.append(
+            "data.chat_template=none, and the export keeps the checkpoint's template, in which the model was "
+            "not trained: generate from it with prompts.chat_template=none"
+        )
     if cfg.schedule.decay_steps == 1:
         notes.append(
             "schedule.decay_steps=1 never lowers the rate: the first step of a decay is at the peak; set at "
@@ -122,3 +129,8 @@ def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
     if not cfg.data.eval_fraction and cfg.data.eval_source is None:
         notes.append("no held-out data will show overfitting; data.eval_fraction=0.02 holds out 2%")
     return notes
+
+
+def _has_template(folder: Path) -> bool:
+    in_tokenizer = read_object(folder / "tokenizer_config.json", missing={}).get("chat_template")
+    return bool(in_tokenizer) or (folder / "chat_template.jinja").is_file()

@@ -55,3 +55,13 @@ def test_few_steps_by_few_data_are_noted(cfg: FinetuneConfig) -> None:
 def test_other_data_to_evaluate_on_is_held_out_data(cfg: FinetuneConfig) -> None:
     data = replace(cfg.data, eval_fraction=0.0, eval_source="other.jsonl")
     assert _notes(MODEL, replace(cfg, data=data), 100) == []
+
+
+def test_an_export_whose_template_was_not_trained_is_noted(cfg: FinetuneConfig, tmp_path: Path) -> None:
+    untrained = replace(
+        cfg, data=replace(cfg.data, chat_template="none"), model=replace(cfg.model, path=str(tmp_path))
+    )
+    assert _notes(MODEL, untrained, 100) == [], "the checkpoint has no template"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (note,) = _notes(MODEL, untrained, 100)
+    assert "prompts.chat_template=none" in note
