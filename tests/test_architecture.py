@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # A part may import the parts beside it (and itself); recipes may import everything.
 ALLOWED = {
-    "": {"config"},  # the modules beside the parts, which every part may ask
+    "": {"base", "config"},  # the modules beside the parts, which every part may ask
     "config": set(),
     "base": {"config"},
     "hardware": {"config"},
