@@ -6,12 +6,13 @@ BIN := .venv/bin
 TORCH := $(shell grep -o '^torch==[^ ]*' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-wheel test-oldest test-newest faults matrix check bench bench-step gpu-first docs lock
+.PHONY: help quickstart test test-slow test-kernels test-wheel test-oldest test-newest faults matrix check bench bench-step gpu-first docs lock
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make test-kernels every configuration of the Triton kernels, compiled for GPUs that are not there"
 	@echo "make test-wheel   the commands from the built wheel with the newest of what it needs: is their output clean?"
 	@echo "make test-oldest  the CPU suite with the oldest torch and Triton, on Python 3.12 (5 GB of packages)"
 	@echo "make test-newest  the same with the newest of everything, from the built wheel (5 GB)"
@@ -56,16 +57,22 @@ quickstart: .venv/.installed
 # the file's fixtures make for all of its tests. tests/conftest.py puts the longest files first.
 # What torch compiles is kept in TORCHINDUCTOR_CACHE_DIR (by default /tmp/torchinductor_$$USER) under the hash of
 # its source, for all workers and ranks and for the next time.
+SUITE := "not slow and not kernels"
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=15
 # Images of containers often set PYTHONDONTWRITEBYTECODE; each worker then rewrites the assertions of all tests
 # anew, at 4 s of CPU time.
 test: export OMP_NUM_THREADS := 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not slow" -n 3 $(BY_FILE)
+	$(BIN)/python -m pytest -m $(SUITE) -n 3 $(BY_FILE)
 
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow
+
+# The suite has one configuration of a kernel on an architecture; these are the others, one by one.
+test-kernels: export OMP_NUM_THREADS := 1
+test-kernels: .venv/.installed
+	$(BIN)/python -m pytest -m kernels -n 2 tests/kernels
 
 # What a user gets who installs the wheel today: nothing pinned but torch, no extras. It is the
 # wheel that runs; pytest and the tests are of .venv.
@@ -88,8 +95,8 @@ PYTHON_OLDEST ?= python3.12
 # The kernels' ahead-of-time compilations in full: what this Triton makes of each configuration.
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -m "not slow" -n 3 $(BY_FILE) -p no:cacheprovider
-	.venv-oldest/bin/python -m pytest -m slow -n 2 -p no:cacheprovider tests/kernels/test_triton_aot.py
+	.venv-oldest/bin/python -m pytest -m $(SUITE) -n 3 $(BY_FILE) -p no:cacheprovider
+	.venv-oldest/bin/python -m pytest -m kernels -n 2 -p no:cacheprovider tests/kernels
 
 # What a user gets who installs today: nothing pinned, the wheel and not the source. Made anew each time.
 PYTHON_NEWEST ?= python3.12
@@ -101,8 +108,8 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data]"
 	.venv-newest/bin/python -m pip list
 	LPTUNE_TEST_INSTALLED=.venv-newest/bin/python .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
-	.venv-newest/bin/python -m pytest -m "not slow" -n 3 $(BY_FILE) -p no:cacheprovider
-	.venv-newest/bin/python -m pytest -m slow -n 2 -p no:cacheprovider tests/kernels/test_triton_aot.py
+	.venv-newest/bin/python -m pytest -m $(SUITE) -n 3 $(BY_FILE) -p no:cacheprovider
+	.venv-newest/bin/python -m pytest -m kernels -n 2 -p no:cacheprovider tests/kernels
 
 # Minutes each; the suite runs short forms of them.
 faults: export OMP_NUM_THREADS := 1

@@ -52,7 +52,6 @@ LONGEST = (
     "faults/test_faults.py",
     "proofs/test_rank_matrix.py",
     "examples/test_own_model.py",
-    "kernels/test_triton_aot.py",
     "distributed/test_gather.py",
     "recipes/test_no_silent_fallback.py",
     "recipes/test_real_assets.py",

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from lptune import models
 from lptune.cli import catalog
 from lptune.config import PRECISION_KINDS, SUFFIXES, FinetuneConfig, key_paths
@@ -12,6 +10,7 @@ from lptune.data import formats
 from lptune.models.attention import BACKENDS
 from lptune.models.families import FAMILIES
 from lptune.models.presets import PRESETS
+from tests.helpers.each import holds_for_each
 
 DOCS = Path(__file__).parents[1] / "docs"
 NO_KEYS = {
@@ -119,14 +118,18 @@ def test_the_example_of_the_linear_layer_runs() -> None:
     exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_key_that_a_page_names_exists(page: Path) -> None:
+def check_keys(page: Path) -> None:
+    """What has the form of a key, SECTION.NAME, is one."""
     known = set(key_paths(FinetuneConfig))
     sections = {key.partition(".")[0] for key in known if "." in key}
     pattern = rf"(?<![\w/.])((?:{'|'.join(sorted(sections))})\.[a-z_]+)\b(?!\.)"
     prose = re.sub(r"```python\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    named = set(re.findall(pattern, prose))
-    assert named - NO_KEYS <= known
+    unknown = set(re.findall(pattern, prose)) - NO_KEYS - known
+    assert not unknown
+
+
+def test_every_key_that_a_page_names_exists() -> None:
+    holds_for_each(PAGES, check_keys, name=lambda page: page.name)
 
 
 def test_the_log_is_newest_first_with_a_verdict_in_each_title_and_short_entries() -> None:

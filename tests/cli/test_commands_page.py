@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 
 import click
-import pytest
 
 from lptune.cli import catalog, recipe
 from lptune.cli.main import cli
 from lptune.config import key_paths
+from tests.helpers.each import holds_for_each
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
 EXAMPLES = [
@@ -30,8 +30,11 @@ def test_every_command_has_its_line_in_the_table_and_an_example() -> None:
     assert {place for _, place in listed} <= headings
 
 
-@pytest.mark.parametrize("words", HERE, ids=" ".join)
-def test_each_example_has_options_names_and_keys_that_exist(words: list[str]) -> None:
+def test_each_example_has_options_names_and_keys_that_exist() -> None:
+    holds_for_each(HERE, check_example, name=" ".join)
+
+
+def check_example(words: list[str]) -> None:
     command = cli.commands[words[1]]
     options = {name for param in command.params for name in param.opts} | {"--help"}
     assert {word for word in words if word.startswith("--")} <= options
@@ -44,9 +47,11 @@ def test_each_example_has_options_names_and_keys_that_exist(words: list[str]) ->
         assert {words[2], words[-1], *words} & catalog.recipes().keys()
 
 
-@pytest.mark.parametrize("name", cli.commands)
-def test_the_help_of_each_command_is_clean_at_80_columns(name: str) -> None:
-    command = cli.commands[name]
-    context = click.Context(command, info_name=name, terminal_width=80, max_content_width=80)
-    assert max(map(len, command.get_help(context).splitlines())) <= 80
-    assert len(command.get_short_help_str(200)) > 20
+def test_the_help_of_each_command_is_clean_at_80_columns() -> None:
+    def check(name: str) -> None:
+        command = cli.commands[name]
+        context = click.Context(command, info_name=name, terminal_width=80, max_content_width=80)
+        assert max(map(len, command.get_help(context).splitlines())) <= 80
+        assert len(command.get_short_help_str(200)) > 20
+
+    holds_for_each(cli.commands, check)

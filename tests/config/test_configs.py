@@ -19,6 +19,7 @@ from lptune.config import (
     load_config,
 )
 from lptune.models import PRESETS
+from tests.helpers.each import holds_for_each
 
 CONFIGS = catalog.configs()
 RECIPES = {name: catalog.recipe_of(path) for name, path in CONFIGS.items()}
@@ -72,18 +73,22 @@ def _class(name: str) -> type[typing.Any]:
     return recipe.config_class(catalog.find_recipe(RECIPES[name]))
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
-def test_a_model_config_without_data_is_one_line(name: str) -> None:
-    with pytest.raises(
-        UserError, match=r"data: is required; set it in the file or as an argument data\.source="
-    ):
-        load_config(FinetuneConfig, CONFIGS[name])
+def test_a_model_config_without_data_is_one_line() -> None:
+    def check(name: str) -> None:
+        with pytest.raises(
+            UserError, match=r"data: is required; set it in the file or as an argument data\.source="
+        ):
+            load_config(FinetuneConfig, CONFIGS[name])
+
+    holds_for_each(SIZES, check)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_path: Path) -> None:
+def test_each_loads_and_holds_only_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    holds_for_each(CONFIGS, lambda name: check_values(name, tmp_path / "bare.yaml"))
+
+
+def check_values(name: str, bare: Path) -> None:
     cfg = load(name)
-    bare = tmp_path / "bare.yaml"
     of_teacher = "teacher: {path: x}\n" if hasattr(cfg, "teacher") else ""
     of_data = "data: {source: x}\n" if hasattr(cfg, "data") else ""
     bare.write_text(f"model: {{path: x}}\n{of_data}{of_teacher}")
@@ -98,15 +103,20 @@ def test_it_loads_and_holds_only_what_differs_from_the_defaults(name: str, tmp_p
     )
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
-def test_its_name_is_a_preset_and_gives_the_output_folder(name: str) -> None:
-    family, size = name.split("/")
-    assert size in PRESETS[family]
-    assert load(name).output_dir == f"runs/{family}-{size}-none"
+def test_each_name_is_a_preset_and_gives_the_output_folder() -> None:
+    def check(name: str) -> None:
+        family, size = name.split("/")
+        assert size in PRESETS[family]
+        assert load(name).output_dir == f"runs/{family}-{size}-none"
+
+    holds_for_each(SIZES, check)
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
-def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> None:
+def test_each_first_comment_downloads_what_the_config_reads_and_runs_it() -> None:
+    holds_for_each(SIZES, check_comment)
+
+
+def check_comment(name: str) -> None:
     text = CONFIGS[name].read_text()
     download, *runs = commands(text)
     assert download[:2] == ["lptune", "download"]
@@ -130,8 +140,11 @@ def test_its_first_comment_downloads_what_it_reads_and_runs_it(name: str) -> Non
     assert len(folders) == len(kinds), "a second command would find the first one's run"
 
 
-@pytest.mark.parametrize("name", sorted(OF_RECIPES))
-def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(name: str) -> None:
+def test_the_configs_of_other_recipes_name_their_model_and_download_what_they_read() -> None:
+    holds_for_each(OF_RECIPES, check_comment_of_another_recipe)
+
+
+def check_comment_of_another_recipe(name: str) -> None:
     family, size = name.split("/")
     assert size.partition("_")[0] in PRESETS[family]
     assert load(name).output_dir == f"runs/{family}-{size}-none"
@@ -151,12 +164,14 @@ def test_a_config_of_another_recipe_names_its_model_and_downloads_what_it_reads(
     assert len({cfg.output_dir for cfg in cfgs}) == len(cfgs)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in CONFIGS if RECIPES[n] == "continued_pretrain"))
-def test_a_config_for_pretraining_is_planned_for_its_preset_and_fits_its_schedule(name: str) -> None:
-    cfg = load(name)
-    assert cfg.given_num_steps == 1908
-    _, model, _ = planned_model.of_config(cfg, CONFIGS[name], None)
-    assert model == f"the preset {name.removesuffix('_pretrain')}"
+def test_the_configs_for_pretraining_are_planned_for_their_preset_and_fit_their_schedule() -> None:
+    def check(name: str) -> None:
+        cfg = load(name)
+        assert cfg.given_num_steps == 1908
+        _, model, _ = planned_model.of_config(cfg, CONFIGS[name], None)
+        assert model == f"the preset {name.removesuffix('_pretrain')}"
+
+    holds_for_each((name for name in CONFIGS if RECIPES[name] == "continued_pretrain"), check)
 
 
 def test_make_quickstart_runs_the_commands_of_its_config() -> None:

@@ -4,13 +4,13 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from lptune.config import PRECISION_KINDS, FinetuneConfig, key_paths
 from lptune.hardware import devices
 from lptune.linear import Kind
-from tests.helpers.docs_pages import PAGES, ROOT, anchors, blocks, links, prose
+from tests.helpers.docs_pages import EVERY_PAGE, PAGES, ROOT, Block, anchors, blocks, links, prose
+from tests.helpers.each import holds_for_each
 
 DOCS = ROOT / "docs"
 FIRST_QUESTIONS = {
@@ -113,25 +113,42 @@ def test_the_menu_of_the_site_has_every_page_once() -> None:
     assert not missing, f"put them into MENU of docs/site/build.py: {missing}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_link_leads_to_a_page_and_to_a_heading_of_it(page: Path) -> None:
+def wrong_links(page: Path) -> list[str]:
+    wrong = []
     for path, anchor in links(page):
         target = page.parent / path if path else page
-        assert target.exists(), f"{page.name}: {path}"
-        if anchor and target.suffix == ".md":
-            assert anchor in anchors(target), f"{page.name}: {path}#{anchor}"
+        if not target.exists():
+            wrong.append(f"{page.name}: {path}: there is no such file")
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            wrong.append(f"{page.name}: {path}#{anchor}: there is no such heading")
+    return wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_of_a_page_has_keys_that_exist(page: Path) -> None:
-    known = set(key_paths(FinetuneConfig))
-    for block in blocks(page, "yaml"):
-        content = yaml.safe_load(block.text)
-        if "task" in content:  # of lm_eval
-            continue
-        for section, value in content.items():
-            names = [f"{section}.{key}" for key in value] if isinstance(value, dict) else [section]
-            assert not set(names) - known, f"{block.place}: {set(names) - known}"
+def test_every_link_leads_to_a_page_and_to_a_heading_of_it() -> None:
+    wrong = [line for page in EVERY_PAGE for line in wrong_links(page)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[1](page.md) [2](#a-title) [3](no.md) [4](page.md#b) [5](no.md 'x')\n")
+    assert [line.split(": ")[1] for line in wrong_links(page)] == ["no.md", "page.md#b", "no.md"]
+
+
+def check_keys(block: Block) -> None:
+    """The keys of a block of YAML are some of a fine-tuning config."""
+    known, content = set(key_paths(FinetuneConfig)), yaml.safe_load(block.text)
+    if "task" in content:  # of lm_eval
+        return
+    for section, value in content.items():
+        names = [f"{section}.{key}" for key in value] if isinstance(value, dict) else [section]
+        unknown = set(names) - known
+        assert not unknown
+
+
+def test_the_yaml_of_every_page_has_keys_that_exist() -> None:
+    shown = [block for page in PAGES for block in blocks(page, "yaml")]
+    holds_for_each(shown, check_keys, name=lambda block: block.place)
 
 
 def test_a_table_row_has_as_many_cells_as_its_header() -> None:

@@ -12,15 +12,19 @@ import torch
 
 from lptune import linear, models
 from tests.helpers.docs_pages import PAGES, ROOT, Block, blocks
+from tests.helpers.each import holds_for_each
 
 LIBRARY = ROOT / "docs" / "library.md"
-BLOCKS = [pytest.param(each, id=each.place) for page in PAGES for each in blocks(page, "python")]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_compiles(block: Block) -> None:
+def check_syntax(block: Block) -> None:
     text = textwrap.dedent(block.text).replace(", …)", ")").replace("…", "...")
     compile(text, block.place, "exec")
+
+
+def test_every_block_compiles() -> None:
+    shown = [block for page in PAGES for block in blocks(page, "python")]
+    holds_for_each(shown, check_syntax, name=lambda block: block.place)
 
 
 def section(heading: str) -> str:

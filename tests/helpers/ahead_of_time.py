@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,17 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 """What a program can have on each architecture (CUDA C++ programming guide, "technical specifications")."""
 
 
-def some_slow(cases: Any) -> list[Any]:
-    """The first and the last case, and the others marked slow."""
-    return [
-        pytest.param(case, marks=[] if case in (cases[0], cases[-1]) else [pytest.mark.slow])
-        for case in cases
-    ]
+def suite_keeps(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
+    """For parametrize: cases, which begin with the architecture. The suite runs those of `kept`, one for each
+    architecture; `make test-kernels` runs the others.
+
+    Kept is the case with the fewest registers to spare, the first to spill when a kernel or Triton changes. A
+    thread has 255, or 65,536 over the threads of a program if that is less. Measured with Triton 3.7.1.
+    """
+    cases = list(cases)
+    assert set(kept) <= set(cases)
+    assert sorted(case[0] for case in kept) == sorted({case[0] for case in cases})
+    return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.kernels]) for case in cases]
 
 
 class Compiled(NamedTuple):

@@ -69,6 +69,8 @@ ALLOWED = {
 }
 """(file, name) -> why it may."""
 
+BUILTINS = frozenset(dir(builtins))
+
 
 def uses(source: str, file: str = "") -> Iterator[tuple[int, str, str]]:
     """(line, name, reason) of each banned use."""
@@ -86,7 +88,7 @@ def uses(source: str, file: str = "") -> Iterator[tuple[int, str, str]]:
                 yield from _banned(f"{node.module}.{alias.name}", node.lineno, file)
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in dir(builtins) and id(node) not in called:
+        if isinstance(node, ast.Name) and node.id in BUILTINS and id(node) not in called:
             continue  # a field or a parameter may be named compile
         if isinstance(node, (ast.Name, ast.Attribute)):
             first, _, rest = _dotted(node).partition(".")

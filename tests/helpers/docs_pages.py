@@ -13,6 +13,7 @@ PAGES = sorted(
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
     if path.name != "log.md"
 )
+EVERY_PAGE = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"]
 COMMANDS = (
     "bash", "curl", "docker", "hf", "lptune", "make", "pip", "pytest", "python", "python3", "rm", "sbatch",
     "torchrun", "vllm",
@@ -120,6 +121,6 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
     """(path, anchor) of each link that is no URL; path is "" for one within the page."""
-    for path, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)", prose(page)):
+    for path, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]+))?(?: [^)]*)?\)", prose(page)):
         if not re.match(r"[a-z]+:", path):
             yield path, anchor

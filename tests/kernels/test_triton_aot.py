@@ -1,17 +1,20 @@
 """The Triton kernels compiled for GPUs that are not there: what their machine code says about them.
 
 Spilled registers, the matrix instructions that were chosen and the instructions that are known to be
-miscompiled can be read off without running anything. The suite compiles the default and the largest
-configurations; the rest is marked slow.
+miscompiled can be read off without running anything. The suite compiles one configuration of a kernel on an
+architecture (`suite_keeps`), where a GEMM in another format is another kernel: it has another instruction.
+`make test-kernels` compiles the rest.
 """
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from lptune.kernels.triton import block_mm, blocks, by_row, gemm, quantize, rotation
+from lptune.kernels.triton.gemm import GemmConfig
 from lptune.numerics import FORMATS
 from tests.helpers.ahead_of_time import (
     SHARED_BYTES,
@@ -20,25 +23,34 @@ from tests.helpers.ahead_of_time import (
     check_bits,
     compile_for,
     gemm_arguments,
-    some_slow,
+    suite_keeps,
     triton_version,
 )
 
 ARCHS = (80, 90, 100)
+TILES = quantize.TILE_CONFIGS
 
 
-def _gemm_cases(major: int, is_int8: bool) -> list[Any]:
-    """(configuration, TMA or not): all that autotuning may choose."""
+def _gemm_cases(arch: int, is_int8: bool) -> list[Any]:
+    """(architecture, configuration, TMA or not): all that autotuning may choose."""
     return [
-        (config, tma)
-        for tma in ((False, True) if major >= 9 else (False,))
-        for config in gemm.gemm_configs(major, is_int8, tma)
+        (arch, config, tma)
+        for tma in ((False, True) if arch >= 90 else (False,))
+        for config in gemm.gemm_configs(arch // 10, is_int8, tma)
     ]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
-@pytest.mark.parametrize(("packs", "rotated"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("arch", "block_k", "held", "packs", "rotated"),
+    suite_keeps(
+        [
+            (arch, *row, packs, rotated)
+            for row in ((256, True), (16384, True), (4096, False))
+            for arch, packs, rotated in product(ARCHS, (False, True), (False, True))
+        ],
+        *((arch, 16384, True, False, True) for arch in ARCHS),
+    ),
+)
 def test_row_quantizers_compile_without_spills(
     arch: int, block_k: int, held: bool, packs: bool, rotated: bool
 ) -> None:
@@ -71,11 +83,8 @@ def test_row_quantizers_compile_without_spills(
     assert bool(re.search(r"cvt\.rn\.bf16", compiled.ptx)) == packs
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
-def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.TileConfig, fmt: str) -> None:
-    arguments = {
+def _of_both_phases(config: quantize.TileConfig) -> dict[str, Any]:
+    return {
         "x_ptr": "*bf16",
         "multiplier_k_ptr": "*fp32",
         "multiplier_m_ptr": "*fp32",
@@ -92,10 +101,32 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
     }
-    if fmt == "int8":  # the first phase knows no format
-        first = arguments | {"TILES": quantize.TILES_PER_PROGRAM}
-        check(compile_for(arch, quantize.amax_kernel, first, num_warps=config.num_warps))
-    second = arguments | {
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    suite_keeps(product(ARCHS, TILES), (80, TILES[2]), (90, TILES[1]), (100, TILES[0])),
+)
+def test_the_first_phase_of_tile_quantizers_compiles_without_spills(
+    arch: int, config: quantize.TileConfig
+) -> None:
+    arguments = _of_both_phases(config) | {"TILES": quantize.TILES_PER_PROGRAM}
+    check(compile_for(arch, quantize.amax_kernel, arguments, num_warps=config.num_warps))
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "fmt"),
+    suite_keeps(
+        product(ARCHS, TILES, ("int8", "e4m3")),
+        (80, TILES[4], "e4m3"),
+        (90, TILES[0], "int8"),
+        (100, TILES[1], "int8"),
+    ),
+)
+def test_the_second_phase_of_tile_quantizers_compiles_without_spills(
+    arch: int, config: quantize.TileConfig, fmt: str
+) -> None:
+    arguments = _of_both_phases(config) | {
         "row_q_ptr": "*i8",
         "column_q_ptr": "*i8",
         "row_scale_ptr": "*fp32",
@@ -110,7 +141,7 @@ def test_tile_quantizers_compile_without_spills(arch: int, config: quantize.Tile
         "POWER_OF_TWO": False,
         "HARDWARE_FLOAT8": arch > 80,
     }
-    check_bits(compile_for(arch, quantize.store_kernel, second, num_warps=config.num_warps))
+    check_bits(compile_for(arch, quantize.store_kernel, arguments, num_warps=config.num_warps))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -123,8 +154,7 @@ def test_the_rotation_compiles_without_spills(arch: int) -> None:
     check(compile_for(arch, rotation.rotate_kernel, arguments, num_warps=rotation.NUM_WARPS))
 
 
-def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Compiled:
-    config, tma = case
+def _scaled_mm(arch: int, config: GemmConfig, tma: bool, dtype: str) -> Compiled:
     arguments = gemm_arguments(config, dtype, tma, BLOCK_K=config.block_k) | {
         "scale_a_ptr": "*fp32",
         "scale_b_ptr": "*fp32",
@@ -145,7 +175,7 @@ def _scaled_mm(arch: int, case: tuple[gemm.GemmConfig, bool], dtype: str) -> Com
     return compiled
 
 
-def _check_that_programs_fit(compiled: Compiled, config: gemm.GemmConfig) -> None:
+def _check_that_programs_fit(compiled: Compiled, config: GemmConfig) -> None:
     """On a Hopper processor: 228 KB of shared memory, of which each program takes 1 KB more than its own, and
     65,536 registers, dealt out by 8 to a thread.
     """
@@ -155,67 +185,108 @@ def _check_that_programs_fit(compiled: Compiled, config: gemm.GemmConfig) -> Non
     assert programs * threads * -(-compiled.registers // 8) * 8 <= 65536
 
 
-@pytest.mark.parametrize("case", some_slow(_gemm_cases(8, True)))
-def test_int8_gemm_on_sm_80_uses_the_int8_instruction(case: tuple[gemm.GemmConfig, bool]) -> None:
-    compiled = _scaled_mm(80, case, "i8")
+LARGE = GemmConfig(128, 256, 8, 3, 1)
+
+
+@pytest.mark.parametrize(("arch", "config", "tma"), suite_keeps(_gemm_cases(80, True), (80, LARGE, False)))
+def test_int8_gemm_on_sm_80_uses_the_int8_instruction(arch: int, config: GemmConfig, tma: bool) -> None:
+    compiled = _scaled_mm(arch, config, tma, "i8")
     assert compiled.tensor_core == "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
+    assert compiled.shared_bytes <= SHARED_BYTES[arch]
 
 
-@pytest.mark.parametrize("case", some_slow(_gemm_cases(9, True)))
-def test_int8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool]) -> None:
-    compiled = _scaled_mm(90, case, "i8")
+@pytest.mark.parametrize(
+    ("arch", "config", "tma"),
+    suite_keeps(_gemm_cases(90, True), (90, LARGE._replace(num_stages=4), True)),
+)
+def test_int8_gemm_on_sm_90_uses_wgmma(arch: int, config: GemmConfig, tma: bool) -> None:
+    compiled = _scaled_mm(arch, config, tma, "i8")
     assert re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", compiled.tensor_core)
     # A fact about Triton 3.6 to 3.9, and a reason to look again when it changes: each step drains (gemm.py).
     assert compiled.waits == {0}
 
 
-@pytest.mark.parametrize("case", some_slow(_gemm_cases(9, False)))
-@pytest.mark.parametrize("dtype", ["fp8e4nv", pytest.param("fp8e5 fp8e4nv", marks=[pytest.mark.slow])])
-def test_float8_gemm_on_sm_90_uses_wgmma(case: tuple[gemm.GemmConfig, bool], dtype: str) -> None:
-    compiled = _scaled_mm(90, case, dtype)
+@pytest.mark.parametrize(
+    ("arch", "config", "tma", "dtype"),
+    suite_keeps(
+        [(*case, dtype) for case in _gemm_cases(90, False) for dtype in ("fp8e4nv", "fp8e5 fp8e4nv")],
+        (90, GemmConfig(256, 128, 8, 3, 1), True, "fp8e4nv"),
+    ),
+)
+def test_float8_gemm_on_sm_90_uses_wgmma(arch: int, config: GemmConfig, tma: bool, dtype: str) -> None:
+    compiled = _scaled_mm(arch, config, tma, dtype)
     a_format = "e4m3" if dtype == "fp8e4nv" else "e5m2"
     pattern = rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.{a_format}\.e4m3"
     assert re.fullmatch(pattern, compiled.tensor_core)
     assert compiled.waits == {0, 1}  # one step stays pending while the next is loaded
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 120])
-def test_the_default_of_each_gemm_fits_devices_with_little_shared_memory(arch: int) -> None:
+def _default_fits(arch: int, dtype: str, tma: bool) -> None:
     """Without autotuning the first configuration that fits is taken; consumer GPUs have 99 KB."""
-    for dtype in ["i8"] if arch < 89 else ["i8", "fp8e4nv"]:
-        for tma in (False, True) if arch >= 90 else (False,):
-            default = gemm.gemm_configs(arch // 10, dtype == "i8", tma)[0]
-            assert _scaled_mm(arch, (default, tma), dtype).shared_bytes <= SHARED_BYTES[arch], (dtype, tma)
-    for kind, block in (("square", 128), ("vector", 128), ("vector", 32)) if arch >= 89 else ():
-        default = block_mm.block_mm_configs(kind, arch // 10)[0]
-        assert _block_mm(arch, kind, block, (default, False)).shared_bytes <= SHARED_BYTES[arch], kind
+    default = gemm.gemm_configs(arch // 10, dtype == "i8", tma)[0]
+    assert _scaled_mm(arch, default, tma, dtype).shared_bytes <= SHARED_BYTES[arch]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [89, 120])
-def test_every_block_gemm_of_consumer_gpus_compiles_without_spills(arch: int) -> None:
-    for kind, block in (("square", 128), ("vector", 128), ("vector", 32)):
-        for config in block_mm.block_mm_configs(kind, arch // 10):
-            _block_mm(arch, kind, block, (config, False))
+@pytest.mark.parametrize(
+    ("arch", "tma"),
+    suite_keeps(
+        [(86, False), (89, False), (120, False), (120, True)], (86, False), (89, False), (120, False)
+    ),
+)
+def test_the_default_of_the_int8_gemm_fits_consumer_gpus(arch: int, tma: bool) -> None:
+    _default_fits(arch, "i8", tma)
 
 
-@pytest.mark.parametrize("case", some_slow(_gemm_cases(10, False)))
-def test_float8_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
-    assert _scaled_mm(100, case, "fp8e4nv").tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+@pytest.mark.parametrize(
+    ("arch", "tma"), suite_keeps([(89, False), (120, False), (120, True)], (89, False), (120, False))
+)
+def test_the_default_of_the_float8_gemm_fits_consumer_gpus(arch: int, tma: bool) -> None:
+    _default_fits(arch, "fp8e4nv", tma)
 
 
-@pytest.mark.parametrize("case", some_slow(_gemm_cases(10, True)))
+@pytest.mark.parametrize(
+    ("arch", "kind", "block", "config"),
+    suite_keeps(
+        [
+            (arch, kind, block, config)
+            for arch in (89, 120)
+            for kind, block in (("square", 128), ("vector", 128), ("vector", 32))
+            for config in block_mm.block_mm_configs(kind, arch // 10)
+        ],
+        *((arch, "square", 128, block_mm.block_mm_configs("square", arch // 10)[0]) for arch in (89, 120)),
+    ),
+)
+def test_block_gemms_of_consumer_gpus_compile_without_spills_and_the_defaults_fit(
+    arch: int, kind: str, block: int, config: GemmConfig
+) -> None:
+    compiled = _block_mm(arch, kind, block, config, False)
+    if config == block_mm.block_mm_configs(kind, arch // 10)[0]:
+        assert compiled.shared_bytes <= SHARED_BYTES[arch]
+
+
+@pytest.mark.parametrize(("arch", "config", "tma"), suite_keeps(_gemm_cases(100, False), (100, LARGE, False)))
+def test_float8_gemm_on_sm_100_uses_tcgen05(arch: int, config: GemmConfig, tma: bool) -> None:
+    used = _scaled_mm(arch, config, tma, "fp8e4nv").tensor_core
+    assert used == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+
+
+@pytest.mark.parametrize(("arch", "config", "tma"), suite_keeps(_gemm_cases(100, True), (100, LARGE, False)))
 def test_int8_gemm_on_sm_100_gets_its_instruction_since_triton_3_8(
-    case: tuple[gemm.GemmConfig, bool],
+    arch: int, config: GemmConfig, tma: bool
 ) -> None:
     older = r"mma\.sync\.aligned\.m16n8k32\.row\.col\.satfinite\.s32\.s8\.s8\.s32"
     newer = r"tcgen05\.mma\.cta_group::1\.kind::i8"
     expected = older if triton_version < Version("3.8") else newer
-    assert re.fullmatch(expected, _scaled_mm(100, case, "i8").tensor_core)
+    assert re.fullmatch(expected, _scaled_mm(arch, config, tma, "i8").tensor_core)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1)])
+@pytest.mark.parametrize(
+    ("arch", "block"),
+    suite_keeps(
+        product(ARCHS, ((1, 128), (128, 1), (128, 128), (1, 32), (32, 1))),
+        *((arch, (128, 128)) for arch in ARCHS),
+    ),
+)
 def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, int]) -> None:
     tile, mx = blocks.block_tile(*block), 32 in block
     arguments = {
@@ -241,8 +312,9 @@ def test_block_quantizers_compile_without_spills(arch: int, block: tuple[int, in
     check_bits(compile_for(arch, blocks.quantize_blocks_kernel, arguments, num_warps=tile.num_warps))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("size", [128, 32])
+@pytest.mark.parametrize(
+    ("arch", "size"), suite_keeps(product(ARCHS, (128, 32)), *((arch, 128) for arch in ARCHS))
+)
 def test_quantizers_by_row_and_column_blocks_compile_without_spills(arch: int, size: int) -> None:
     tile, mx = blocks.square_tile(size), size == 32
     scale = "*u8" if mx else "*fp32"
@@ -273,8 +345,8 @@ def test_quantizers_by_row_and_column_blocks_compile_without_spills(arch: int, s
     check_bits(compile_for(arch, kernel, arguments, num_warps=tile.num_warps))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
+@pytest.mark.kernels  # the kernel of the second phase
+@pytest.mark.parametrize(("arch", "config"), [*product(ARCHS, TILES)])
 def test_quantizers_by_tensor_both_ways_compile_without_spills(
     arch: int, config: quantize.TileConfig
 ) -> None:
@@ -311,8 +383,7 @@ def test_quantizers_by_tensor_both_ways_compile_without_spills(
     check_bits(compile_for(arch, quantize.store_kernel, arguments, num_warps=config.num_warps))
 
 
-def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, bool]) -> Compiled:
-    config, tma = case
+def _block_mm(arch: int, kind: str, block: int, config: GemmConfig, tma: bool) -> Compiled:
     scale = "*u8" if block == 32 else "*fp32"
     arguments = gemm_arguments(config, "fp8e4nv", tma, BLOCK_K=128 if kind == "native" else block) | {
         "scale_a_ptr": scale,
@@ -339,32 +410,53 @@ def _block_mm(arch: int, kind: str, block: int, case: tuple[gemm.GemmConfig, boo
     return compiled
 
 
-def _block_cases(kind: str, major: int) -> list[Any]:
-    return [(config, tma) for tma in (False, True) for config in block_mm.block_mm_configs(kind, major)]
+def _block_cases(kind: str, arch: int) -> list[Any]:
+    """(architecture, configuration, TMA or not): all that autotuning may choose."""
+    return [(arch, *case) for case in product(block_mm.block_mm_configs(kind, arch // 10), (False, True))]
 
 
-@pytest.mark.parametrize("case", some_slow(_block_cases("square", 9)))
-@pytest.mark.parametrize("arch", [90, 100])
-def test_square_block_gemm_uses_the_float8_instruction(arch: int, case: tuple[gemm.GemmConfig, bool]) -> None:
-    used = _block_mm(arch, "square", 128, case).tensor_core
+@pytest.mark.parametrize(
+    ("arch", "config", "tma"),
+    suite_keeps(
+        [*_block_cases("square", 90), *_block_cases("square", 100)],
+        (90, GemmConfig(128, 128, 8, 4, 1), False),
+        (100, GemmConfig(128, 64, 4, 4, 2), True),
+    ),
+)
+def test_square_block_gemm_uses_the_float8_instruction(arch: int, config: GemmConfig, tma: bool) -> None:
+    used = _block_mm(arch, "square", 128, config, tma).tensor_core
     wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
     assert re.fullmatch(wgmma if arch == 90 else r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4", used)
 
 
-@pytest.mark.parametrize("case", some_slow(_block_cases("vector", 9)))
-@pytest.mark.parametrize("block", [128, 32])
-def test_vector_block_gemm_on_sm_90_uses_wgmma(block: int, case: tuple[gemm.GemmConfig, bool]) -> None:
+@pytest.mark.parametrize(
+    ("arch", "config", "tma", "block"),
+    suite_keeps(
+        [(*case, block) for case in _block_cases("vector", 90) for block in (128, 32)],
+        (90, GemmConfig(128, 64, 8, 4, 1), False, 128),
+    ),
+)
+def test_vector_block_gemm_on_sm_90_uses_wgmma(arch: int, config: GemmConfig, tma: bool, block: int) -> None:
     wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
-    assert re.fullmatch(wgmma, _block_mm(90, "vector", block, case).tensor_core)
+    assert re.fullmatch(wgmma, _block_mm(arch, "vector", block, config, tma).tensor_core)
 
 
-@pytest.mark.parametrize("case", some_slow(_block_cases("vector", 10)))
-def test_vector_block_gemm_on_sm_100_uses_tcgen05(case: tuple[gemm.GemmConfig, bool]) -> None:
-    assert _block_mm(100, "vector", 128, case).tensor_core == "tcgen05.mma.cta_group::1.kind::f8f6f4"
+@pytest.mark.parametrize(
+    ("arch", "config", "tma"),
+    suite_keeps(_block_cases("vector", 100), (100, GemmConfig(64, 128, 4, 4, 1), True)),
+)
+def test_vector_block_gemm_on_sm_100_uses_tcgen05(arch: int, config: GemmConfig, tma: bool) -> None:
+    used = _block_mm(arch, "vector", 128, config, tma).tensor_core
+    assert used == "tcgen05.mma.cta_group::1.kind::f8f6f4"
 
 
-@pytest.mark.parametrize("case", some_slow(_block_cases("native", 10)))
-def test_mx_gemm_on_sm_100_leaves_the_scales_to_the_tensor_core(case: tuple[gemm.GemmConfig, bool]) -> None:
-    used = _block_mm(100, "native", 32, case).tensor_core
+@pytest.mark.parametrize(
+    ("arch", "config", "tma"),
+    suite_keeps(_block_cases("native", 100), (100, GemmConfig(256, 128, 8, 3, 1), False)),
+)
+def test_mx_gemm_on_sm_100_leaves_the_scales_to_the_tensor_core(
+    arch: int, config: GemmConfig, tma: bool
+) -> None:
+    used = _block_mm(arch, "native", 32, config, tma).tensor_core
     size = "scale_vec::1X" if triton_version < Version("3.8") else "block32"  # two names of the same
     assert used == f"tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.{size}"

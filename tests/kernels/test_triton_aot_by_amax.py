@@ -1,15 +1,19 @@
-"""The quantizers by known amaxes, and with stochastic rounding, compiled for GPUs that are not there."""
+"""The quantizers by known amaxes, and with stochastic rounding, compiled for GPUs that are not there: one
+configuration of each on an architecture in the suite, all by `make test-kernels`.
+"""
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
 from lptune.kernels.triton import by_amax, by_row, quantize, stochastic
 from lptune.numerics import FORMATS
-from tests.helpers.ahead_of_time import check, check_bits, compile_for, some_slow
+from tests.helpers.ahead_of_time import check, check_bits, compile_for, suite_keeps
 
 ARCHS = (80, 89, 90)
+TILES = quantize.TILE_CONFIGS
 _SIZES = {"M": "i32", "K": "i32", "stride_m": "i32", "stride_k": "1"}
 
 
@@ -17,10 +21,17 @@ def _format(arch: int, fmt: str) -> dict[str, Any]:
     return {"FORMAT": fmt, "MAX": FORMATS[fmt].max, "POWER_OF_TWO": False, "HARDWARE_FLOAT8": arch > 80}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
-@pytest.mark.parametrize("what", ["weight", "weight in blocks", "delayed", "delayed both ways"])
+@pytest.mark.parametrize(
+    ("arch", "config", "fmt", "what"),
+    suite_keeps(
+        product(
+            ARCHS, TILES, ("int8", "e4m3"), ("weight", "weight in blocks", "delayed", "delayed both ways")
+        ),
+        (80, TILES[4], "int8", "delayed both ways"),
+        (89, TILES[1], "e4m3", "weight in blocks"),
+        (90, TILES[1], "e4m3", "weight in blocks"),
+    ),
+)
 def test_quantizers_by_known_amaxes_compile_without_spills(
     arch: int, config: quantize.TileConfig, fmt: str, what: str
 ) -> None:
@@ -72,10 +83,19 @@ def test_measuring_kernels_compile_without_spills(arch: int) -> None:
         check(compile_for(arch, kernel, arguments, num_warps=4))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
-@pytest.mark.parametrize(("block_k", "held"), [(256, True), (16384, True), (4096, False)])
-@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "fmt", "block_k", "held", "updates"),
+    suite_keeps(
+        [
+            (arch, fmt, *row, updates)
+            for row in ((256, True), (16384, True), (4096, False))
+            for arch, fmt, updates in product(ARCHS, ("int8", "e4m3"), (False, True))
+        ],
+        (80, "e4m3", 16384, True, False),
+        (89, "e4m3", 16384, True, True),
+        (90, "e4m3", 16384, True, False),
+    ),
+)
 def test_stochastic_row_quantizers_compile_without_spills(
     arch: int, fmt: str, block_k: int, held: bool, updates: bool
 ) -> None:
@@ -101,10 +121,19 @@ def test_stochastic_row_quantizers_compile_without_spills(
     check_bits(compile_for(arch, stochastic.stochastic_rows_kernel, arguments, num_warps=num_warps))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("config", some_slow(quantize.TILE_CONFIGS))
-@pytest.mark.parametrize("fmt", ["int8", "e4m3"])
-@pytest.mark.parametrize(("dim", "twice"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("arch", "config", "fmt", "dim", "twice"),
+    suite_keeps(
+        [
+            (*case, *dims)
+            for case in product(ARCHS, TILES, ("int8", "e4m3"))
+            for dims in ((0, False), (1, False), (2, True))
+        ],
+        (80, TILES[0], "e4m3", 0, False),
+        (89, TILES[4], "e4m3", 0, False),
+        (90, TILES[2], "e4m3", 0, False),
+    ),
+)
 def test_stochastic_tile_quantizers_compile_without_spills(
     arch: int, config: quantize.TileConfig, fmt: str, dim: int, twice: bool
 ) -> None:
