@@ -29,10 +29,11 @@ from lptune.data.formats import (
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import inline_calls, is_messages, is_missing, read_tools
+from lptune.data.messages import is_messages, is_missing, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.transcripts import read_chat
+from lptune.data.unwritten import UnwrittenFinder
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
@@ -152,8 +153,7 @@ class PromptWriter:
         assert template is not None
         if self.cfg.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.cfg.system_prompt}, *messages]
-        if "tool_calls" not in template.source(tools):
-            messages = inline_calls(messages)
+        messages = UnwrittenFinder(template).with_calls(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=True).text
         return self._ids(text)
 

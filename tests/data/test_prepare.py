@@ -313,7 +313,7 @@ def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Cal
     tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
     prepared = run(jsonl(row), tokenizer)
     report = "\n".join(prepared.report)
-    assert "does not support tool_calls: the calls of 1 conversations are written as JSON text" in report
+    assert "does not write the tool calls of 1 conversations: they are written as JSON text" in report
     assert "does not write 1 tool definitions: they are left out" in report
     assert "1 rows hold placeholders such as {{name}}" in report
     assert texts(prepared, tokenizer)[0][1] == '{"name": "f", "arguments": {"x": 1}}<|im_end|>'
