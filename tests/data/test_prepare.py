@@ -285,6 +285,13 @@ def test_what_does_not_go_together_is_one_line(
     for row, tokenizer, keys, message in cases:
         with pytest.raises(UserError, match=message):
             run(jsonl(row), tokenizer, **keys)
+    asked, unlearned = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}
+    with pytest.raises(UserError, match=r"all 1 rows are masked: none of their answers is learned .weight 0"):
+        run(jsonl({"messages": [asked, unlearned]}), chat)
+    some = run(
+        jsonl({"messages": [asked, unlearned]}, {"messages": [asked, {**unlearned, "weight": 1}]}), chat
+    )
+    assert "note: dropped 1 documents of which no answer is learned: weight 0" in "\n".join(some.report)
     twice = jsonl({"question": "q", "answer": "a"}, {"question": "q", "answer": "b"})
     with pytest.raises(UserError, match="gives 2 documents with one and the same prompt"):
         run(twice, bare, eval_fraction=0.5)
