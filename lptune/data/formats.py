@@ -100,10 +100,10 @@ class Format:
     history: str | None = None
     prompt_template: str | None = None
     absent: tuple[str, ...] = ()
-    """The parts among input, tools, system and history that the first rows lack. A later row may have such a
-    part under one of its usual names."""
+    """The parts among input, tools, system and history that the first rows lack, and those that each row may
+    have in another column. A row has such a part under one of its usual names."""
     columns: frozenset[str] = frozenset()
-    """The columns of the first rows."""
+    """The columns of the first rows, but for those of tools and system messages."""
 
     def _parts(self) -> dict[str, str]:
         """Part -> the column that is used for it."""
@@ -141,7 +141,8 @@ class Format:
             return self
         late: dict[str, Any] = {}
         for column in values:
-            part = None if is_missing(values[column]) else self._part_of(column)
+            value = values[column]
+            part = None if is_missing(value) or value in ("", []) else self._part_of(column)
             if part in late:
                 raise RowError(
                     f"columns {late[part]}, {column} could each be {_PART_NAMES[part]}; keep one of them"
