@@ -53,16 +53,16 @@ def is_config(name: str) -> bool:
     return name in configs() or ("=" not in name and Path(name).suffix in (".yaml", ".yml"))
 
 
-def recipe_of(config: Path) -> str:
+def recipe_of(config: Path, default: str = DEFAULT_RECIPE) -> str:
     """The recipe that a config is for: that of the first `lptune run RECIPE --config …` in its comments, if
-    this installation has it; else full_finetune.
+    this installation has it; else `default`.
     """
     try:
         text = read_text(config, 4 * MEBI)
     except (OSError, ValueError):  # reported where the config is loaded
-        return DEFAULT_RECIPE
+        return default
     found = _COMMAND.search(text)
-    return found[1] if found and found[1] in recipes() else DEFAULT_RECIPE
+    return found[1] if found and found[1] in recipes() else default
 
 
 def find_any(name: str) -> Path:

@@ -49,7 +49,7 @@ def split(config: str, arguments: Sequence[str]) -> tuple[Path, Path, Sequence[s
 
 def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     """The config of the recipe at `path`: `load_config`, but for a key of another recipe the error names the
-    recipe that has it.
+    recipe that has it, unless `config` says that it is of this one.
     """
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
@@ -61,7 +61,7 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
                 f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
                 "lptune"
             ) from None
-        if error.similar is not None and catalog.recipe_of(config) == path.stem:
+        if catalog.recipe_of(config, default="") == path.stem:
             raise  # the config is of this recipe: the key is wrong, not the recipe
         if name := _recipe_with(error.key, path, config):
             meant = f" (did you mean {error.similar!r}?)" if error.similar else ""

@@ -64,8 +64,9 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     """Logits of tokens that the prompt or the answer already has are divided by this where they are positive,
     and multiplied elsewhere. Above 1: fewer repetitions, at temperature 0, too."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
+    stop: str | tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it. The model's end tokens always end it. A list, or one
+    text; in quotes, "\\n" is a line break."""
 
     def __post_init__(self) -> None:
         at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
@@ -77,8 +78,15 @@ class SamplingConfig:
             raise UserError(f"sampling.min_p: must be within 0 and 1, found {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"sampling.repetition_penalty: must be above 0, found {self.repetition_penalty}")
-        if "" in self.stop:
-            raise UserError("sampling.stop: has an empty text, which would end every answer; remove it")
+        object.__setattr__(self, "stop", _texts("sampling.stop", self.stop))
+
+
+def _texts(key: str, value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The stop texts of `key`: one text is a list of one."""
+    texts = (value,) if isinstance(value, str) else value
+    if "" in texts:
+        raise UserError(f"{key}: has an empty text, which would end every answer; remove it")
+    return texts
 
 
 def _check_common(cfg: "GenerateConfig | EvaluateConfig") -> None:
@@ -151,16 +159,16 @@ class AnswersConfig:
     last ####, without $ and commas)."""
     max_new_tokens: int = 256
     """Largest number of tokens of an answer."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer; they are not part of it. The model's end tokens always end it."""
+    stop: str | tuple[str, ...] = ()
+    """Texts that end an answer; they are not part of it. The model's end tokens always end it. A list, or one
+    text; in quotes, "\\n" is a line break."""
     output: str | None = None
     """New file for all rows with their answers, one JSON object per row."""
 
     def __post_init__(self) -> None:
         one_of("answers.extract", self.extract, ("exact", "gsm8k"))
         at_least("answers.max_new_tokens", self.max_new_tokens, 1)
-        if "" in self.stop:
-            raise UserError("answers.stop: has an empty text, which would end every answer; remove it")
+        object.__setattr__(self, "stop", _texts("answers.stop", self.stop))
         if self.output is not None:
             check_path("answers.output", self.output)
 

@@ -174,9 +174,13 @@ def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: st
         "system": has_system,
         "history": True,
     }
-    fmt = dataclasses.replace(fmt, system=system, history=history, columns=frozenset(columns))
-    absent = tuple(name for name in is_open if is_open[name] and getattr(fmt, name) is None)
-    return dataclasses.replace(fmt, absent=absent)
+    fmt = dataclasses.replace(fmt, system=system, history=history)
+    varied = {"tools", *(["system"] if cfg.system_column is None else [])}
+    absent = tuple(
+        name for name in is_open if is_open[name] and (getattr(fmt, name) is None or name in varied)
+    )
+    named = {*_present(free, TOOLS_NAMES), *(getattr(fmt, name) for name in varied)}
+    return dataclasses.replace(fmt, absent=absent, columns=frozenset(columns) - named)
 
 
 def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> None:

@@ -100,10 +100,10 @@ class Format:
     history: str | None = None
     prompt_template: str | None = None
     absent: tuple[str, ...] = ()
-    """The parts among input, tools, system and history that the first rows lack. A later row may have such a
-    part under one of its usual names."""
+    """The parts among input, tools, system and history that the first rows lack, and those that each row may
+    have in another column. A row has such a part under one of its usual names."""
     columns: frozenset[str] = frozenset()
-    """The columns of the first rows."""
+    """The columns of the first rows, but for those of tools and system messages."""
 
     def _parts(self) -> dict[str, str]:
         """Part -> the column that is used for it."""
@@ -141,7 +141,8 @@ class Format:
             return self
         late: dict[str, Any] = {}
         for column in values:
-            part = None if is_missing(values[column]) else self._part_of(column)
+            value = values[column]
+            part = None if is_missing(value) or value in ("", []) else self._part_of(column)
             if part in late:
                 raise RowError(
                     f"columns {late[part]}, {column} could each be {_PART_NAMES[part]}; keep one of them"
@@ -164,7 +165,7 @@ class Format:
         """
         assert self.rejected
         if self.response:
-            other = dataclasses.replace(self, response=self.rejected)
+            other = dataclasses.replace(self, response=self.rejected, rejected=self.response)
         else:
             other = dataclasses.replace(self, messages=self.rejected)
         chosen, rejected = self.document(row), other.document(row)
@@ -233,29 +234,56 @@ class Format:
             raise RowError(_lacks(values, self.messages))
         messages = read_chat(values[self.messages], self.messages)
         if self.response:
-            answer = values.get(self.response)
-            if isinstance(answer, str):
-                answer = [{"role": "assistant", "content": answer}]
-            messages = messages + read_messages(answer, self.response)
+            answer = _read_answer(values, self.response)
+            if answer[0]["role"] == "assistant":
+                messages = self._without_answer(values, messages)
+            # Some rows repeat the prompt before the answer.
+            messages = answer if answer[: len(messages)] == messages else messages + answer
+        elif self.rejected and not any(message["role"] in ("system", "user") for message in messages):
+            raise RowError(f"column {self.messages!r} holds an answer without its prompt; put both into it")
         if not any(message["role"] == "assistant" for message in messages):
             raise RowError(
                 f"column {self.messages!r} holds no assistant message, so there is nothing to learn"
             )
         return Conversation(messages, read_tools(values.get(self.tools), self.tools) if self.tools else None)
 
+    def _without_answer(self, values: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`messages`, the prompt, without the answer of another column at its end. RowError if it ends with
+        another answer.
+        """
+        for column in filter(None, (self.response, self.rejected)):
+            answer = _read_answer(values, column)
+            if messages[-len(answer) :] == answer and len(answer) < len(messages):
+                return messages[: -len(answer)]
+        if messages[-1]["role"] == "assistant":
+            raise RowError(
+                f"column {self.messages!r} ends with an answer that is not the one of {self.response!r}; the "
+                "beginning of an answer belongs into that column"
+            )
+        return messages
+
+
+def _read_answer(values: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """The answer in `column`, text or messages, as messages."""
+    answer = values.get(column)
+    return read_messages(
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer, column
+    )
+
 
 def with_common_prompt(chosen: Conversation, rejected: Conversation) -> tuple[Conversation, Conversation]:
     """The two conversations, in which nothing is learned (weight 0) of the answers that both begin with.
 
-    Raises RowError if the first message that differs is not the assistant's in both.
+    Raises RowError unless the first message that differs is the assistant's in both. Equal conversations
+    differ in nothing; their last answers are taken for it.
     """
-    pairs = list(zip(chosen.messages, rejected.messages, strict=False))
-    # The last message is an answer to compare, also if it is the same one.
-    num_common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
-    if any(message["role"] != "assistant" for message in pairs[num_common]):
+    both = chosen.messages, rejected.messages
+    num_equal = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+    num_common = num_equal - (both[0] == both[1])
+    if any([message["role"] for message in each[num_common:][:1]] != ["assistant"] for each in both):
         raise RowError(
             f"the chosen and the rejected conversation differ in message {num_common + 1}, which is not an "
-            "answer; give both the same prompt"
+            "answer in both; give both the same prompt, and an answer each"
         )
     return _answered_from(chosen, num_common), _answered_from(rejected, num_common)
 

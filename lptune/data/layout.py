@@ -19,7 +19,6 @@ from typing import NamedTuple
 from lptune.config import DataConfig, UserError
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
-from lptune.data.messages import inline_calls
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import TurnFinder
 from lptune.data.unwritten import SYSTEM, UnwrittenFinder
@@ -138,10 +137,8 @@ class Layout:
                 "has an answer that is not learned (weight 0), and data.train_on_prompt=true learns every "
                 "token; give up one of the two"
             )
-        source = self.finder.template.source(tools)
-        if "tool_calls" not in source and any("tool_calls" in message for message in messages):
-            messages = inline_calls(messages)
-            self.num_inlined_calls += 1
+        messages = [*self.unwritten_finder.with_calls(messages, tools)]
+        self.num_inlined_calls += messages != conversation.messages
         is_prompted = self.system_prompt is not None and messages[0]["role"] not in ("system", "developer")
         if is_prompted:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -196,8 +193,8 @@ class Layout:
             )
         if self.num_inlined_calls:
             notes.append(
-                f"the chat template does not support tool_calls: the calls of {self.num_inlined_calls:,} "
-                "conversations are written as JSON text"
+                f"the chat template does not write the tool calls of {self.num_inlined_calls:,} "
+                "conversations: they are written as JSON text"
             )
         if self.num_unwritten:
             left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.num_unwritten.items()))

@@ -307,6 +307,12 @@ def _make(
         if dropped := answer_losses(cfg, counts):
             what = "answer" if fmt.label else "preference"
             raise UserError(f"{source}: no usable {what}: {'; '.join(dropped)}")
+        if counts.num_unlearned_documents and not counts.num_dropped_documents:
+            raise UserError(
+                f"{source}: all {unused.num_rows:,} rows are masked: none of their answers is learned "
+                "(weight 0, or outside the chat template's marks); remove the weights or correct "
+                "data.chat_template"
+            )
         raise UserError(
             f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "

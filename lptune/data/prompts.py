@@ -29,10 +29,11 @@ from lptune.data.formats import (
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import inline_calls, is_messages, is_missing, read_tools
+from lptune.data.messages import is_messages, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.transcripts import read_chat
+from lptune.data.unwritten import UnwrittenFinder
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
@@ -122,9 +123,10 @@ class PromptWriter:
                 messages.pop()  # the answer that the row has
             if not messages:
                 raise RowError(f"column {self.column!r} holds no message before the assistant's")
-            name = next((name for name in TOOLS_NAMES if not is_missing(values.get(name))), None)
-            tools = read_tools(values[name], name) if name else None
-            return Prompt(row, self.of_messages(messages, tools), False)
+            tools = [read_tools(values.get(name), name) for name in TOOLS_NAMES]
+            if all(tools):
+                raise RowError(f"columns {', '.join(TOOLS_NAMES)} could each be the tools; keep one of them")
+            return Prompt(row, self.of_messages(messages, next(filter(None, tools), None)), False)
         if self.kind == "text":
             return Prompt(row, self.of_text(required_text(values, self.column)), True)
         second = optional_text(values, self.input) if self.input else ""
@@ -152,8 +154,7 @@ class PromptWriter:
         assert template is not None
         if self.cfg.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.cfg.system_prompt}, *messages]
-        if "tool_calls" not in template.source(tools):
-            messages = inline_calls(messages)
+        messages = UnwrittenFinder(template).with_calls(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=True).text
         return self._ids(text)
 

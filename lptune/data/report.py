@@ -29,6 +29,11 @@ def losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
             f"dropped {counts.num_dropped_documents:,} documents without a token for the loss in their first "
             f"{cfg.seq_len} tokens"
         )
+    if counts.num_unlearned_documents:
+        lines.append(
+            f"dropped {counts.num_unlearned_documents:,} documents of which no answer is learned: weight 0, "
+            "or outside the chat template's marks"
+        )
     if counts.num_joined_answers:
         lines.append(
             f"the tokenizer would join the beginning of {counts.num_joined_answers:,} answers with the white "

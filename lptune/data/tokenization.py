@@ -43,7 +43,9 @@ class Counts:
     num_truncated_documents: int = 0
     num_truncated_tokens: int = 0
     num_dropped_documents: int = 0
-    """Documents that were dropped because they have no target."""
+    """Documents that were dropped because they have no target within seq_len."""
+    num_unlearned_documents: int = 0
+    """Documents that were dropped because none of their answers is learned."""
     num_placeholder_rows: int = 0
     """Rows that hold {{name}}."""
     num_null_fields: int = 0
@@ -308,7 +310,7 @@ class _Builder:
     def _add_preference(self, chosen: tuple[Ids, Mask], rejected: tuple[Ids, Mask]) -> None:
         both = (chosen, rejected)
         if not all(is_target[1:].any() for _, is_target in both):
-            self.counts.num_dropped_documents += 2
+            self.counts.num_unlearned_documents += 2
         elif np.array_equal(chosen[0], rejected[0]):
             self.counts.num_equal_preferences += 1
         elif sum(len(tokens) for tokens, _ in both) > self.seq_len:
@@ -321,7 +323,7 @@ class _Builder:
 
     def _add_labelled(self, tokens: Ids, is_target: Mask, label: bool) -> None:
         if not is_target[1:].any():
-            self.counts.num_dropped_documents += 1
+            self.counts.num_unlearned_documents += 1
         elif len(tokens) > self.seq_len:
             self.counts.num_long_answers += 1
         else:
@@ -330,7 +332,7 @@ class _Builder:
 
     def _add_answered(self, tokens: Ids, is_target: Mask) -> None:
         if not is_target.any():
-            self.counts.num_dropped_documents += 1
+            self.counts.num_unlearned_documents += 1
             return
         first, end = _first_answer(is_target)
         key = _key(tokens[:first])

@@ -101,11 +101,13 @@ class TurnFinder:
         texts = [str(messages[i].get(key, "")).strip() for key in REASONING_KEYS]
         for before, _ in self._around(messages, tools, i):
             own = before[_common_prefix(before, given or "") :]
+            # A space before the content is part of its first token in many tokenizers.
+            spaced = given is not None and is_prefix and before.startswith(given) and not own.strip()
+            start = len(given) if given is not None and spaced else len(before)
             if whole.startswith(before) and not any(text and text in own for text in texts):
-                # A space before the content is part of its first token in many tokenizers.
-                spaced = given is not None and is_prefix and not before[len(given) :].strip()
-                start = len(given) if given is not None and spaced else len(before)
                 return start, is_prefix and start == len(given or "")
+            if spaced and messages[i].get("tool_calls"):  # a call has no space before it
+                return start, True
         # The prompt closes its reasoning and this turn shows some: they part behind `<think>`.
         earlier = self._try(messages[:i], tools) if i else None
         if given is not None and earlier is not None and given.startswith(earlier):

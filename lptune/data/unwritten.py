@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lptune.data.errors import RowError
-from lptune.data.messages import REASONING_KEYS
+from lptune.data.messages import REASONING_KEYS, inline_calls
 from lptune.data.templates import ChatTemplate
 
 Message = Mapping[str, Any]
@@ -52,6 +52,21 @@ class UnwrittenFinder:
         if tools and self._render(messages, [*tools, _PROBE_TOOL]) == text:
             found.append((TOOLS, -1))
         return found
+
+    def with_calls(self, messages: Sequence[dict[str, Any]], tools: Any) -> Sequence[dict[str, Any]]:
+        """`messages`, in which each tool call that the template does not write stands in the content, as JSON
+        text. Many templates write calls under a condition: with tools, without a content.
+        """
+        calling = [i for i, message in enumerate(messages) if message.get("tool_calls")]
+        if calling and "tool_calls" not in self._template.source(tools):
+            return inline_calls(messages)
+        text = self._render(messages, tools) if calling else None
+        out = [*messages]
+        for i in calling if text is not None else ():
+            changed = [*messages[:i], {**messages[i], "tool_calls": [_PROBE_TOOL]}, *messages[i + 1 :]]
+            if self._render(changed, tools) == text:
+                out[i : i + 1] = inline_calls(messages[i : i + 1])
+        return out
 
     def _is_written(
         self, messages: Sequence[Message], tools: Any, text: str, i: int, key: str, probe: Any

@@ -196,6 +196,15 @@ def test_a_wrong_choice_of_many_is_one_short_line() -> None:
 def test_a_key_of_another_recipes_section_gets_the_key_of_this_one(command: Command) -> None:
     hint = "error: argument 'data.source=x': unknown key 'data.source' (did you mean 'prompts.source'?)\n"
     assert command("run", "generate", "--config", "generation", "data.source=x") == (2, "", hint)
+    # So does a key without a counterpart: the recipe is that of the config.
+    for name, config, key in (
+        ("generate", "generation", "compile"),
+        ("full_dpo", "llama3_2/1b_dpo", "num_samples"),
+        ("full_finetune", "quickstart", "preference.beta"),
+    ):
+        _, _, stderr = command("validate", name, "--config", config, f"{key}=1")
+        assert f"argument '{key}=1': unknown key '{key.partition('.')[0]}'" in stderr
+        assert "the recipe" not in stderr
     # With the config of another recipe, the recipe may be what is wrong: both are said.
     _, _, stderr = command(
         "validate", "full_dpo", "--config", "llama3_2/1b_kto", "data.source=x", "kto.beta=1"

@@ -52,7 +52,7 @@ def _cut(folder: Path) -> None:
         (_keys(num_experts=8), "mixtures of experts are not supported"),
         (_keys(hidden_size="64"), "hidden_size: expected an integer"),
         (lambda m: (m / "config.json").unlink(), "m/config.json: not found"),
-        (lambda m: (m / "config.json").write_text("{"), "m/config.json: line 1: not JSON"),
+        (lambda m: (m / "config.json").write_text("{"), "m/config.json: line 1: not valid JSON"),
         (lambda m: (m / "model.safetensors").unlink(), "m: holds no *.safetensors file"),
         (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), "only pickled weights"),
         (_cut, "m/model.safetensors: is no readable safetensors file"),

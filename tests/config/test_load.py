@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 
 from lptune.config import (
     PRECISION_KINDS,
+    EvaluateConfig,
     FinetuneConfig,
+    GenerateConfig,
     UserError,
     closest,
     key_paths,
@@ -141,6 +143,27 @@ def test_lists_come_as_yaml_or_separated_by_commas(tmp_path: Path) -> None:
     )
     assert load(tmp_path, BASE, "precision.skip=*_proj").precision.skip == ("*_proj",)
     assert load(tmp_path, BASE, "precision.skip=").precision.skip == ()
+
+
+STOPS = (
+    ("[' little']", (" little",)), ('["mom, dad", b]', ("mom, dad", "b")), ('["\\n"]', ("\n",)),
+    ("[' ']", (" ",)), ("a, b", ("a, b",)), ("' b'", (" b",)), ("[]", ()), ("[1, x]", ("1", "x")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "texts"), STOPS)
+def test_stop_texts_are_those_of_yaml(tmp_path: Path, written: str, texts: tuple[str, ...]) -> None:
+    path = tmp_path / "c.yaml"
+    for cls, section in ((GenerateConfig, "sampling"), (EvaluateConfig, "answers")):
+        path.write_text("model: {path: a}\n")
+        cfg = load_config(cls, path, [f"{section}.stop={written}"])
+        path.write_text(f"model: {{path: a}}\n{section}:\n  stop: {written}\n")
+        assert getattr(cfg, section).stop == texts
+        assert load_config(cls, path) == cfg
+        path.write_text(to_yaml(cfg))
+        assert load_config(cls, path) == cfg
+        with pytest.raises(UserError, match=rf"{section}\.stop: has an empty text"):
+            load_config(cls, path, [f"{section}.stop=['']"])
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,27 @@ def test_a_column_that_comes_up_late_is_read_all_the_same(
     assert document(PAIR | {"input": "i"}, PAIR, input_column="none") == Pair("q", "", "a", None)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}),
+        ({"system": "s"}, {"system_prompt": "t"}),
+    ],
+)
+def test_rows_that_name_a_part_differently_keep_it(
+    run: Callable, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    rows = [CHAT | one, CHAT | other]
+    for row, empty in zip(rows, ([], ""), strict=True):
+        assert document(row, rows[0]) == document(row)
+        assert document(row | dict.fromkeys([*one, *other], empty) | row, rows[0]) == document(row)
+    with pytest.raises(RowError, match=f"columns {next(iter(one))}, {next(iter(other))} could each be the"):
+        document(rows[0] | other, rows[0])
+    assert not notes(run(rows[0], *[CHAT] * LATE, rows[1]))
+    if "tools" in one:
+        assert [document(row, *rows) for row in rows] == [document(row) for row in rows]
+
+
 def test_unused_columns_and_message_keys_are_named_over_all_rows(run: Callable) -> None:
     marked = {"messages": [SAY[0] | {"train": True}, SAY[1] | {"mood": "calm", "train": True}], "id": 7}
     prepared = run(*[CHAT | {"notes": None}] * LATE, marked, marked)

@@ -186,6 +186,31 @@ def test_conversations_are_those_of_transformers_and_only_the_answers_that_diffe
     assert [learned for _, learned in texts(rows, chat)] == [f"{a['content']}<|im_end|>" for a in (GOOD, BAD)]
 
 
+@pytest.mark.parametrize("answers", ["chosen", "rejected"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_prompt_that_ends_with_an_answer_of_the_row_is_read_without_it(
+    answers: str, as_text: bool, jsonl: Callable[..., str], chat: Tokenizer
+) -> None:
+    row = {"messages": [*HELLO, USER], "chosen": [GOOD], "rejected": [BAD]}
+    longer = {**row, "messages": [*row["messages"], *row[answers]]}
+    if as_text:
+        longer |= {"chosen": GOOD["content"], "rejected": BAD["content"]}
+    wanted = texts(run(jsonl(row), chat).train, chat)
+    assert texts(run(jsonl(longer), chat).train, chat) == wanted
+
+
+def test_a_row_of_another_form_than_the_first_keeps_its_prompt_or_is_bad(
+    jsonl: Callable[..., str], chat: Tokenizer
+) -> None:
+    whole = {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    parts = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    found = texts(run(jsonl(parts, whole), chat).train, chat)
+    assert found[:2] == found[2:]
+    for answers in (parts, {"chosen": [GOOD], "rejected": [USER, BAD]}):
+        with pytest.raises(UserError, match="line 2: column 'chosen' holds an answer without its prompt"):
+            run(jsonl(whole, answers), chat)
+
+
 def test_both_documents_have_the_prompts_key_and_stand_next_to_each_other_in_one_row(
     jsonl: Callable[..., str], tokenizer: Tokenizer
 ) -> None:
@@ -314,6 +339,23 @@ def test_the_cache_keeps_preferences_apart_from_pairs(
             {"chosen": [USER, GOOD], "rejected": [HELLO[0], BAD]},
             {},
             "the chosen and the rejected conversation differ in message 1, which is not an answer",
+        ),
+        *(
+            (
+                {"chosen": a, "rejected": b},
+                {},
+                "differ in message 3, which is not an answer in both; give both the same prompt",
+            )
+            for more in ([BAD], HELLO, [HELLO[0]])
+            for a, b in (
+                ([USER, GOOD], [USER, GOOD, *more]),
+                ([USER, GOOD, *more], [USER, GOOD]),
+            )
+        ),
+        (
+            {"messages": [*HELLO], "chosen": "Hello. I am here.", "rejected": "No."},
+            {},
+            "column 'messages' ends with an answer that is not the one of 'chosen'",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "b"},

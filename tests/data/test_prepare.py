@@ -285,6 +285,13 @@ def test_what_does_not_go_together_is_one_line(
     for row, tokenizer, keys, message in cases:
         with pytest.raises(UserError, match=message):
             run(jsonl(row), tokenizer, **keys)
+    asked, unlearned = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}
+    with pytest.raises(UserError, match=r"all 1 rows are masked: none of their answers is learned .weight 0"):
+        run(jsonl({"messages": [asked, unlearned]}), chat)
+    some = run(
+        jsonl({"messages": [asked, unlearned]}, {"messages": [asked, {**unlearned, "weight": 1}]}), chat
+    )
+    assert "note: dropped 1 documents of which no answer is learned: weight 0" in "\n".join(some.report)
     twice = jsonl({"question": "q", "answer": "a"}, {"question": "q", "answer": "b"})
     with pytest.raises(UserError, match="gives 2 documents with one and the same prompt"):
         run(twice, bare, eval_fraction=0.5)
@@ -313,7 +320,7 @@ def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Cal
     tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
     prepared = run(jsonl(row), tokenizer)
     report = "\n".join(prepared.report)
-    assert "does not support tool_calls: the calls of 1 conversations are written as JSON text" in report
+    assert "does not write the tool calls of 1 conversations: they are written as JSON text" in report
     assert "does not write 1 tool definitions: they are left out" in report
     assert "1 rows hold placeholders such as {{name}}" in report
     assert texts(prepared, tokenizer)[0][1] == '{"name": "f", "arguments": {"x": 1}}<|im_end|>'

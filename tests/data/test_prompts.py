@@ -105,6 +105,15 @@ def test_raw_text_and_templates_are_continued_as_they_stand(tokenizer: Tokenizer
         ({"question": "\ud83d"}, {}, "half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, {}, "no message before the assistant's"),
         ({"question": "x"}, {"prompt_template": "{x}"}, "prompts.chat_template=none"),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"name": "f"}],
+                "functions": [{"name": "g"}],
+            },
+            {},
+            "columns tools, functions could each be the tools; keep one of them",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used_get_one_line(

@@ -162,6 +162,30 @@ def test_a_call_that_ends_otherwise_than_an_answer_ends_there() -> None:
     assert answer == "It is 4.<|eot_id|>"
 
 
+@pytest.mark.parametrize("said", ["", "Let me see."])
+@pytest.mark.parametrize("before", ["", " ", "  "])
+def test_a_call_starts_right_behind_the_prompt_where_answers_start_with_a_space(
+    before: str, said: str
+) -> None:
+    # As in Mistral v0.3, whose prompt has no header.
+    source = (
+        "{% for m in messages %}{% if m.role != 'assistant' %}[INST]{{ m.content }}[/INST]"
+        "{% elif m.tool_calls %}[CALLS]{{ m.tool_calls | tojson }}</s>{% else %}"
+        + before
+        + "{{ m.content }}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    chat = ChatTemplate({"default": source}, {"eos_token": "</s>"})
+    messages = [*TOOL_CONVERSATION[4:], *TOOL_CONVERSATION[:4]]
+    messages[3] = {**messages[3], "content": said}
+    turns = TurnFinder(chat).find(messages)
+    *_, call, answer = [turns.text[start:stop] for start, stop in turns.spans]
+    assert call.startswith("[CALLS][{")
+    assert call.endswith("}]</s>")
+    assert answer == f"{before}It is 4.</s>"
+    assert turns.follow_prompt == [True] * 3
+
+
 def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: Callable[..., Path]) -> None:
     messages = [
         {"role": "user", "content": "a"},

@@ -1,13 +1,15 @@
 """What a chat template leaves out of a conversation is named, and nothing else is."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, UserError
-from lptune.data import ChatTemplate, Prepared, load_tokenizer, prepare
+from lptune.config import DataConfig, PromptsConfig, UserError
+from lptune.data import ChatTemplate, Prepared, PromptWriter, load_tokenizer, prepare
+from lptune.data.sources import Row
 from lptune.data.unwritten import UnwrittenFinder
 from tests.helpers.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
 
@@ -45,8 +47,6 @@ def test_what_is_left_out_is_named_with_its_message() -> None:
 
 
 def run(folder: Path, tmp_path: Path, rows: list[list[dict[str, Any]]], **keys: Any) -> Prepared:
-    import json
-
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     tokenizer = load_tokenizer(folder)
@@ -80,3 +80,35 @@ def test_a_system_prompt_that_is_never_written_is_an_error(
         with pytest.raises(UserError, match=f"data.system_prompt: {message}"):
             run(folder, tmp_path, rows, system_prompt="Be brief.")
     run(chatml, tmp_path, [plain, own], system_prompt="Be brief.")
+
+
+@pytest.mark.parametrize("condition", ["tools and m.tool_calls", "m.tool_calls and not m.content"])
+def test_each_call_that_a_condition_leaves_out_is_text_in_training_and_in_prompts(
+    condition: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        f"{{% if {condition} %}}CALL{{{{ m.tool_calls | tojson }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer(tokenizer_folder(**config("chatml") | {"chat_template": source}))
+    silent, spoken = TOOL_CONVERSATION[:4], [*TOOL_CONVERSATION[:4]]
+    spoken[1] = {**spoken[1], "content": "Let me see."}
+    rows = [
+        {"messages": messages, "tools": tools} for tools in (TOOLS, None) for messages in (silent, spoken)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DataConfig(source=str(path), seq_len=256, cache="none")
+    prepared = prepare(cfg, tokenizer, seed=0, vocab_size=600)
+    assert "does not write the tool calls of 2 conversations: they are" in "\n".join(prepared.report)
+    writer = PromptWriter(PromptsConfig(), tokenizer, 600, [Row("x", row) for row in rows])
+    for i, row in enumerate(rows):
+        start, stop = prepared.train.documents.place(i)
+        tokens = prepared.train.documents.tokens_T[start:stop].tolist()
+        text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
+        is_written = row["tools"] is not None if "tools and" in condition else row["messages"] is silent
+        assert text.count("CALL") == is_written
+        assert '"name": "add", "arguments": {"a": 2, "b": 2}}' in text
+        prompt = writer.of_row(Row("x", row)).ids
+        assert tokens[: len(prompt)] == prompt
