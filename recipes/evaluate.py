@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lptune import data, distributed, inference, models
+from lptune import checkpoint, data, distributed, inference, models
 from lptune.config import EvaluateConfig, SamplingConfig
 
 
@@ -37,6 +37,8 @@ def main(cfg: EvaluateConfig) -> None:
         if cfg.data.source:
             with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
                 held_out = data.prepare_evaluation(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
+            digests = {name: rows.digest for name, rows in held_out.of_source.items()}
+            checkpoint.check_same("data.source", repr(digests), world)
 
         # --- Model. Each rank has all of it.
         loaded = opened.load(cfg.precision, cfg.compute_dtype, world, num_tokens=cfg.tokens_per_forward)

@@ -10,7 +10,7 @@ from lptune.checkpoint.hf import (
     read_config,
     weights_digest,
 )
-from lptune.checkpoint.hosts import check_shared
+from lptune.checkpoint.hosts import check_same, check_shared
 from lptune.checkpoint.load import load_state, load_weights
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
 from lptune.checkpoint.resume import (
@@ -41,6 +41,7 @@ __all__ = [
     "Trained",
     "causes_of_change",
     "check_fingerprint",
+    "check_same",
     "check_shared",
     "check_unchanged",
     "decides_rows",

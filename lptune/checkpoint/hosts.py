@@ -41,6 +41,18 @@ def check_one_config(cfg: Any, world: World) -> None:
             )
 
 
+def check_same(key: str, digest: str, world: World) -> None:
+    """Raises UserError if ranks have read different things at `key`, a path. digest: of what this rank has.
+    A collective.
+    """
+    found = world.gather([socket.gethostname(), digest])
+    if others := sorted({host for host, other in found if other != found[0][1]}):
+        raise UserError(
+            f"{key}: is not the same on all ranks: {found[0][0]} and {', '.join(others)} have read different "
+            "files; give all machines the same"
+        )
+
+
 def check_shared(key: str, folder: Path, world: World, patience_s: float = PATIENCE_S) -> None:
     """Raises UserError if `folder`, which some rank has and `key` names, is not one for all ranks: if one
     does not see what rank 0 writes there within `patience_s`. A collective; without another machine it does

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from lptune.checkpoint.export import EMA
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import Base, load_hf, read_base, weights_digest
+from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.load import load_weights
 from lptune.checkpoint.manifest import NAME as MANIFEST
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.resume import newest_verified
-from lptune.checkpoint.state import check_base, read_state
+from lptune.checkpoint.state import base_digests, check_base, read_state
 from lptune.config import UserError
+from lptune.distributed import World
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Trained:
     def digest(self) -> str:
         """Identifies the weights, without reading all of them: of a checkpoint by its manifest."""
         return sha256(self.folder / MANIFEST) if self.checkpoint else weights_digest(self.folder)
+
+    def check_same(self, world: World) -> None:
+        """Raises UserError if ranks have found different weights, config.json or tokenizer. A collective."""
+        check_same("model.path", f"{self.digest()} {base_digests(self.base.folder)}", world)
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Fills the parameters of `model`, in place, cast to their dtype.

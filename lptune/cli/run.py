@@ -73,7 +73,8 @@ def run(
             preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
         else:
             preflight.check_models(cfg)
-    if torchrun_flags or any(value not in (None, "1", "1:1") for value in counts.values()):
+    is_asked = any(value not in (None, "1", "1:1") for value in counts.values())
+    if torchrun_flags or is_asked or flags.launches_by_environment():
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
         if not torchrun_flags and flags.known_ranks(nnodes, nproc_per_node)[0] == 1:
             banner.show_in_launcher(cfg, *names[1:])

@@ -60,6 +60,7 @@ class OpenedModel:
         notes: bool = True,
     ) -> LoadedModel:
         """Reads the weights. The arguments are those of `load_model`. notes: print those on the dtype."""
+        self.trained.check_same(world)
         dtype: torch.dtype = getattr(torch, compute_dtype)
         for note in emulated_bfloat16(compute_dtype, world.device) if notes else ():
             world.print(f"note: {note}")

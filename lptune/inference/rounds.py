@@ -6,10 +6,12 @@ exchange (`gather_answers`) is a collective: a rank waits for the others for at 
 rest of the job. Each rank has the whole model here, so every rank is a data rank.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from lptune.checkpoint import check_same
 from lptune.distributed import World
 from lptune.inference.answer import Answer
 
@@ -33,8 +35,11 @@ def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def rounds(batches: Iterable[Sequence[T]], world: World) -> Iterator[list[Sequence[T]]]:
-    """Lists of one batch for each data rank. In the last list, the batches at the end may be empty."""
+    """Lists of one batch for each data rank. In the last list, the batches at the end may be empty. Raises
+    UserError if ranks have read other items. A collective.
+    """
     for found in in_batches(batches, world.data_size):
+        check_same("prompts.source", hashlib.sha256(ascii(found).encode()).hexdigest(), world)
         yield [*found, *([()] * (world.data_size - len(found)))]
 
 

@@ -91,6 +91,7 @@ class Exchange(threading.Thread):
             store = connect(self._meeting)
             while not self._leaving.is_set():
                 self._ask(store)
+            self._send(store)
             self._say_farewell(store)
         except Exception:  # torch's store is gone, or somebody writes nonsense into it
             self.is_lost = True
@@ -98,10 +99,7 @@ class Exchange(threading.Thread):
 
     def _ask(self, store: "Store") -> None:
         self._asked.clear()
-        with suppress(queue.Empty):
-            while True:
-                message = [self._meeting.machine, self._to_send.get_nowait()._asdict()]
-                store.set(f"outcome/{store.add('outcomes', 1)}", json.dumps(message))
+        self._send(store)
         self._beat(store)
         for number in range(self._num_read + 1, store.add("outcomes", 0) + 1):
             if not store.check([f"outcome/{number}"]):
@@ -113,6 +111,12 @@ class Exchange(threading.Thread):
         self._answered_s = time.monotonic()
         self._answered.set()
         self._asked.wait(_ASK_S)
+
+    def _send(self, store: "Store") -> None:
+        with suppress(queue.Empty):
+            while True:
+                message = [self._meeting.machine, self._to_send.get_nowait()._asdict()]
+                store.set(f"outcome/{store.add('outcomes', 1)}", json.dumps(message))
 
     def _beat(self, store: "Store") -> None:
         """Writes a heartbeat; machine 0 reads those of the others."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
-from lptune.config import UserError, closest
+from lptune.config import UserError, closest, printable
 from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint
 
 if TYPE_CHECKING:
@@ -83,6 +83,13 @@ def known_ranks(
     return int(numbers[0]), int(numbers[1])
 
 
+def launches_by_environment() -> bool:
+    """Whether torchrun's variables ask for more than one rank or machine, as a job of Kubernetes does."""
+    return any(
+        os.environ.get(name, "1") not in ("", "1", "1:1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")
+    )
+
+
 def parser() -> "argparse.ArgumentParser":
     """torchrun's parser; it raises UserError where the original prints and exits."""
     quieten()
@@ -130,6 +137,9 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
     args.rdzv_id, args.rdzv_backend = run_id, BACKEND
     if num_machines == 1:
         args.standalone = False  # it would choose torchrun's rendezvous
+        if args.rdzv_endpoint:
+            line = f"note: the endpoint {args.rdzv_endpoint} is not used: this is one machine (--nnodes)"
+            print(printable(line), file=sys.stderr, flush=True)
         args.rdzv_endpoint = f"{LOOPBACK}:0"
         return MeetingPoint("", 0, 0, 1, "", run_id, timeout_s)
     if args.standalone:

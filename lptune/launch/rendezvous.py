@@ -156,7 +156,8 @@ class _Arrival(threading.Thread):
                 store, port = _serve(here, point.port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or point.machine == 0:
-                    raise _refused(point, f"{_first_line(error)}; choose a port that is free there") from None
+                    todo = "above 1023" if error.errno == errno.EACCES else "that is free there"
+                    raise _refused(point, f"{_first_line(error)}; choose a port {todo}") from None
             else:
                 odd = f"; {point.host} is {there}, and this is {here}, machine 0" if here != there else ""
                 return self._host(store, Meeting(store, here, port, 0, [], point.run_id, here), odd)

@@ -72,3 +72,19 @@ def test_a_folder_that_one_machine_has_for_itself_is_found(tmp_path: Path, ranks
         assert lines[0].startswith("output_dir: what ")
         assert all("choose a folder in a file system that all machines share" in line for line in lines)
     assert not list(Path(one).iterdir()), "nothing is left"
+
+
+def _same(rank: int, num_ranks: int, digests: list[str]) -> str:
+    with distributed.session("cpu") as world:
+        try:
+            checkpoint.check_same("model.path", digests[rank], world)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_have_read_different_files_end_with_the_same_line(ranks: Ranks) -> None:
+    assert ranks.run(_same, 2, ["a", "a"]) == ["", ""]
+    first, second = ranks.run(_same, 2, ["a", "b"])
+    assert first == second
+    assert first.startswith("model.path: is not the same on all ranks")

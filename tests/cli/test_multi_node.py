@@ -184,6 +184,16 @@ def test_a_launch_that_could_only_hang_is_one_line(
     assert command("run", *flags, *toy) == (2, "", f"error: {message}\n")
 
 
+def test_machines_may_be_asked_for_by_torchruns_variables(
+    command: Command, toy: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a job of Kubernetes asks. Each machine would train alone."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    code, _, errors = command("run", "--nproc-per-node=1", *toy)
+    assert code == 2
+    assert errors.startswith("error: run: --nnodes 2: the machines need a place to meet")
+
+
 def test_a_port_in_use_is_one_line(tmp_path: Path, toy: list[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
