@@ -382,7 +382,7 @@ def no_config_json(job: Job) -> None:
     (job.checkpoint / "config.json").unlink()
 
 
-@case("checkpoint/config.json: line ", "not JSON", "download it again", on=(GENERATED, STORY))
+@case("checkpoint/config.json: line ", "not valid JSON", "download it again", on=(GENERATED, STORY))
 def config_json_cut_off(job: Job) -> None:
     cut(job.checkpoint / "config.json")
 

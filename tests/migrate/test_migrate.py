@@ -348,7 +348,7 @@ FILES = [
     ("a.json", "[" * 100_000, "nested too deep"),
     ("a.json", '{"a":' * 900 + "1" + "}" * 900, "nested too deep"),
     ("a.toml", f"{'a.' * 900}a = 1", "nested too deep"),
-    ("a.toml", f"a = {'[' * 900}", "nested too deep"),
+    ("a.toml", f"a = {'[' * 100_000}", "nested too deep"),
     ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
 ]
 

@@ -130,7 +130,10 @@ def test_killed_and_resumed_every_number_is_that_of_an_uninterrupted_run(
     metrics = tmp_path / "run" / "metrics.jsonl"
     command = ["run", "continued_pretrain", "--config", str(pretrain_config), *common]
     process = warm.start(command, tmp_path, {}, tmp_path)
-    while process.is_alive() and (not metrics.exists() or metrics.read_text().count("\n") < 6):
+    saved = tmp_path / "run" / "checkpoints"  # in the background, so perhaps after more steps
+    while process.is_alive() and not (
+        metrics.exists() and metrics.read_text().count("\n") >= 6 and any(saved.glob("step-*"))
+    ):
         time.sleep(0.005)
     process.kill()
     process.join()
