@@ -16,7 +16,7 @@ from lptune.stop_ids import read_stop_ids
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an answer: those of generation_config.json or, without it, of config.json; the
+    """The tokens that end an answer: those of generation_config.json or, if it has none, of config.json; the
     tokenizer's end token; the token that closes the assistant's turn in the chat template; and, for the
     checkpoint of a run, those that its rows taught.
     """

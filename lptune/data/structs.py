@@ -11,16 +11,17 @@ inside of them. One that is null itself stays only if its type is null: then no 
 that a row wrote it. (A null that a row wrote beside values of other rows cannot be told from a missing key.)
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from lptune.base.files import parse_json
 from lptune.data.messages import TOOLS_NAMES
 
 _Reader = Callable[[Any], Any]
 
-_DATA, _SCHEMA, _NAMES = "data", "schema", "names"
-"""What the fields of a struct are: data, keywords of a JSON schema, or names of parameters in one."""
+_DATA, _SCHEMA, _NAMES, _VALUES = "data", "schema", "names", "values"
+"""What the fields of a struct are: data, keywords of a JSON schema, names of parameters in one, or values of
+a parameter there, whose nulls stay."""
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_VALUES = ("default", "const", "enum", "examples")
 
@@ -45,9 +46,9 @@ class StructReader:
 
     def _reader(self, field: Any, kind: str, depth: int) -> _Reader:
         """Reads the values of `field`. kind: of the innermost of the `depth` structs around it."""
-        if kind == _SCHEMA and field.name in _OF_VALUES:
-            return _same
-        if kind == _NAMES or field.name.lower() in TOOLS_NAMES:
+        if kind == _VALUES or (kind == _SCHEMA and field.name in _OF_VALUES):
+            kind = _VALUES
+        elif kind == _NAMES or field.name.lower() in TOOLS_NAMES:
             kind = _SCHEMA
         elif kind == _SCHEMA and field.name in _OF_NAMES:
             kind = _NAMES
@@ -61,15 +62,21 @@ class StructReader:
             of_item = self._reader(type_.value_field, kind, depth)
             return of_item if of_item is _same else _or_null(lambda items: [*map(of_item, items)])
         is_json = getattr(type_, "extension_name", None) == "arrow.json" and not self._is_decoded
-        return _or_null(json.loads) if is_json else _same
+        return _or_null(parse_json) if is_json else _same
 
     def _struct(self, type_: Any, kind: str, depth: int) -> _Reader:
         readers = {field.name: self._reader(field, kind, depth + 1) for field in type_}
         values = _OF_VALUES if kind == _SCHEMA else ()
         written = [field.name for field in type_ if field.name in values and self._types.is_null(field.type)]
 
-        def read(value: dict[str, Any]) -> dict[str, Any]:
-            kept = {name: each for name, each in value.items() if each is not None or name in written}
+        def read(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value  # datasets has made something of it, an image
+            kept = {
+                name: each
+                for name, each in value.items()
+                if each is not None or kind == _VALUES or name in written
+            }
             self._num_left_out += len(value) - len(kept) if depth else 0
             return {name: readers[name](each) for name, each in kept.items()}
 

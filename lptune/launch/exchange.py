@@ -40,7 +40,9 @@ class Exchange(threading.Thread):
         self._num_beats, self._next_beat_s = 0, 0.0
         self._beats = dict.fromkeys(range(1, meeting.num_machines), ("", time.monotonic()))
         self._answered_s = time.monotonic()
-        self._asked, self._answered, self._leaving = threading.Event(), threading.Event(), threading.Event()
+        self._asked, self._leaving = threading.Event(), threading.Event()
+        self._num_rounds = 0
+        self._reported: set[int] = set()
         self._patience_s = math.inf
         self.is_lost = False
         """Whether the store is gone: machine 0's launcher has ended."""
@@ -69,11 +71,11 @@ class Exchange(threading.Thread):
 
     def settle(self) -> None:
         """Waits until everything is sent, and everything that was there is received."""
-        self._answered.clear()
-        self._asked.set()
+        wanted = self._num_rounds + 2  # the round that goes on may have sent already
         deadline_s = time.monotonic() + _FAREWELL_S
-        while self.is_alive() and time.monotonic() < deadline_s and not self._answered.wait(_ASK_S / 10):
-            pass
+        while self.is_alive() and self._num_rounds < wanted and time.monotonic() < deadline_s:
+            self._asked.set()
+            time.sleep(_ASK_S / 10)
 
     def leave(self, *, failed: bool) -> None:
         """Ends the exchange. The store ends with the launcher of machine 0, which therefore waits: in a run
@@ -95,7 +97,6 @@ class Exchange(threading.Thread):
             self._say_farewell(store)
         except Exception:  # torch's store is gone, or somebody writes nonsense into it
             self.is_lost = True
-        self._answered.set()
 
     def _ask(self, store: "Store") -> None:
         self._asked.clear()
@@ -109,7 +110,7 @@ class Exchange(threading.Thread):
                 self._received.put(Outcome(**values))
             self._num_read = number
         self._answered_s = time.monotonic()
-        self._answered.set()
+        self._num_rounds += 1
         self._asked.wait(_ASK_S)
 
     def _send(self, store: "Store") -> None:
@@ -129,13 +130,13 @@ class Exchange(threading.Thread):
             store.set(f"beat/{self._meeting.machine}", str(self._num_beats))
             return
         for machine in self._at_work(store):
-            if now_s - self._beats[machine][1] > SILENCE_S:
+            if now_s - self._beats[machine][1] > SILENCE_S and machine not in self._reported:
                 name = f"machine {machine} of {self._meeting.num_machines}, {self._meeting.hosts[machine]},"
                 line = f"{name} sent no heartbeat for {SILENCE_S:.0f} s"
                 report = Outcome(-1, 1, time.time_ns(), "", line)
                 self._received.put(report)
                 self.publish(report)
-                self._beats[machine] = (self._beats[machine][0], math.inf)  # once
+                self._reported.add(machine)
 
     def _at_work(self, store: "Store") -> list[int]:
         """The machines that have not left, after a look at their heartbeats."""

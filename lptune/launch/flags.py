@@ -152,6 +152,10 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
     args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     host, port = _host_and_port(args.rdzv_endpoint)
     machine = _machine(args, given, num_machines)
+    if args.local_addr and not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", args.local_addr):
+        raise UserError(
+            f"run: --local-addr: must be an address of this machine, found {args.local_addr!r:.60}"
+        )
     args.node_rank = 0  # torchrun's own numbers would be of its static rendezvous
     return MeetingPoint(host, port, machine, num_machines, args.local_addr or "", run_id, timeout_s)
 

@@ -8,7 +8,7 @@ and the store listens on one address:
     several machines   the endpoint's port, on machine 0's interface of the route to the endpoint
 
 The launcher of machine 0 hosts the store (torch's TCPStore, which also serves the ranks). Each other launcher
-writes what it is about to run, and then counts once a second, so that machine 0 tells those that are there
+writes what it is about to run, and then counts twice a second, so that machine 0 tells those that are there
 from those that have died: no clock is compared. Machine 0 checks that all run the same command, numbers the
 machines and writes the order.
 
@@ -108,7 +108,7 @@ def meet(point: MeetingPoint, told: Told) -> Meeting:
     while arrival.is_alive():
         arrival.join(_POLL_S)
         waited_s = time.monotonic() - started_s
-        if waited_s > point.join_timeout_s and arrival.meeting is None:
+        if waited_s > point.join_timeout_s and arrival.meeting is None and arrival.error is None:
             raise _refused(
                 point, f"after {point.join_timeout_s:.0f} s: {arrival.waits_for}; start the same command on "
                 f"all {point.num_machines} machines, with a host that they reach and a port free there"
@@ -187,8 +187,9 @@ class _Arrival(threading.Thread):
             )
             if why := self._why_not(there):
                 store.set("refused", why)
+                self.error = UserError(why)
                 self._linger(store, num_others)
-                raise UserError(why)
+                raise self.error
             all_here_s = min(all_here_s, now_s) if not missing else math.inf
             # One more sign of each: a launcher that has died was here, too.
             if not missing and all(there[number].seen_s > all_here_s for number in order):
@@ -244,8 +245,9 @@ class _Arrival(threading.Thread):
                 signed_s = now_s
                 store.add(f"alive/{number}", 1)
             if store.check(["refused"]):
+                why = printable(store.get("refused").decode())
                 store.add("told", 1)
-                raise UserError(printable(store.get("refused").decode()))
+                raise UserError(why)
             if store.check(["start"]):
                 order, meeting.hosts = json.loads(store.get("start"))
                 if number not in order:
@@ -338,8 +340,8 @@ def _route(point: MeetingPoint) -> tuple[str, str]:
     """This machine's address on the route to the endpoint, and the endpoint's address."""
     try:
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_DGRAM)
-    except socket.gaierror as error:
-        raise _NotYetError(f"{point.host} does not resolve here ({error.strerror})") from None
+    except (socket.gaierror, UnicodeError) as error:
+        raise _NotYetError(f"{point.host} does not resolve here ({_first_line(error)})") from None
     refusal: OSError | None = None
     for family, kind, _, _, address in found:
         there = str(address[0])

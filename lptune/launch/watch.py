@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lptune.config import printable
 from lptune.launch.exchange import SILENCE_S, Exchange
 from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
 from lptune.launch.rendezvous import Meeting
@@ -175,7 +176,8 @@ class Watch(threading.Thread):
         for rank, pidfd in self._pidfds.items():
             if not self._has_ended(rank):
                 self._killed.add(rank)
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     # ---- other machines
 
@@ -217,10 +219,11 @@ class Watch(threading.Thread):
         self._tell(here)
         cause = min([*here, *self._elsewhere], key=lambda outcome: outcome.precedence, default=None)
         if cause is None:
-            return 1
+            cause = Outcome(-1, 1, 0, "", "a launcher lost the others before a rank said why; run again")
+            here.append(cause)
         same = [outcome for outcome in outcomes if outcome.line and outcome.code == cause.code]
         if cause.nothing_to_save:
-            print(cause.line, file=sys.stderr)
+            print(printable(cause.line), file=sys.stderr)
         elif cause.code in LEAVING and any(outcome.code == cause.code for outcome in outcomes):
             pass  # the ranks here have exited by themselves
         elif same:  # most errors occur on every rank: quote the first

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig
+from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
 from lptune.data.sources import Row, read_rows
@@ -144,3 +144,19 @@ def test_maps_and_json_text_have_the_keys_of_each_row(tmp_path: Path) -> None:
         calls = pyarrow.StructArray.from_arrays([column], ["arguments"])
         found = read(tmp_path, pyarrow.table({"calls": pyarrow.ListArray.from_arrays([0, 2], calls)}))
         assert found == [Row(found[0].place, {"calls": [{"arguments": arguments}, {}]}, 0)]
+
+
+@pytest.mark.skipif(not hasattr(pyarrow, "json_"), reason="needs pyarrow's JSON type")
+def test_a_default_that_is_json_text_is_read_and_deep_text_is_one_line(tmp_path: Path) -> None:
+    def table(*texts: str) -> Any:
+        column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+        schema = pyarrow.StructArray.from_arrays([column], ["default"])
+        return pyarrow.table({"tools": pyarrow.ListArray.from_arrays([0, *range(1, len(texts) + 1)], schema)})
+
+    found = read(tmp_path, table("5", '{"unit": null}'))
+    assert [row.values for row in found] == [
+        {"tools": [{"default": 5}]},
+        {"tools": [{"default": {"unit": None}}]},
+    ]
+    with pytest.raises(UserError, match="nested too deep"):
+        read(tmp_path, table("[" * 100_000))
