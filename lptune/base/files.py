@@ -1,4 +1,4 @@
-"""Files: the one way to write a file, and the one way to read JSON and JSON lines.
+"""Files: the one way to write a file, and the one way to read a file of JSON or JSON lines.
 
 A file is written under a temporary name in the same folder, flushed to the disk and renamed. So a reader, or
 a run that resumes after a kill, sees the old content or the new content, never a part. A link at the path is
@@ -87,7 +87,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def write_errors(where: str, todo: str) -> Iterator[None]:
-    """Turns an OSError of the block into a UserError: `WHERE cannot be written: REASON; TODO`."""
+    """An OSError of the block is a UserError: `where` cannot be written, why, and what to do."""
     try:
         yield
     except OSError as error:

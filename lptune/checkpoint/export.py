@@ -153,7 +153,7 @@ def _export(
                 _write_rest(scratch, base, files, cfg, about.chat_template, card)
                 _write_stops(scratch, state.stop_tokens, say)
                 write_sums(scratch)
-                for path in scratch.iterdir():
+                for path in scratch.rglob("*"):
                     fsync_path(path)
                 assert made is not None
                 made.unmark()

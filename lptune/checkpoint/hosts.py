@@ -9,6 +9,7 @@ tried before the first step: rank 0 writes a file with a name that nobody can ha
 opens it.
 """
 
+import hashlib
 import os
 import secrets
 import socket
@@ -29,8 +30,11 @@ def check_one_config(cfg: Any, world: World) -> None:
     """Raises UserError if a rank has another config than rank 0; paths that may be local are not compared. A
     collective.
     """
+    if world.size == 1:
+        return
     mine = tell(cfg)
-    if len(set(world.gather(repr(mine)))) == 1:
+    # The whole of it would be megabytes from a thousand ranks.
+    if len(set(world.gather(hashlib.sha256(ascii(mine).encode()).hexdigest()))) == 1:
         return
     told = world.gather([socket.gethostname(), mine])
     for rank, (host, theirs) in enumerate(told):

@@ -55,7 +55,9 @@ class Trained:
 
     def check_same(self, world: World) -> None:
         """Raises UserError if ranks have found different weights, config.json or tokenizer. A collective."""
-        check_same("model.path", f"{self.digest()} {base_digests(self.base.folder)}", world)
+        if world.size > 1:
+            own = {"checkpoint": self.digest()} if self.checkpoint else {}
+            check_same("model.path", repr(base_digests(self.base.folder) | own), world)
 
     def load(self, model: nn.Module, tensors: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Fills the parameters of `model`, in place, cast to their dtype.

@@ -22,12 +22,11 @@ from lptune.data.formats import (
     REJECTED_NAMES,
     RESPONSE_NAMES,
     TEXT_NAMES,
-    TOOLS_NAMES,
     Format,
     listed,
     placeholders,
 )
-from lptune.data.messages import ANSWER_ROLES, is_messages, is_missing
+from lptune.data.messages import ANSWER_ROLES, TOOLS_NAMES, is_messages, is_missing
 from lptune.data.sources import Row
 from lptune.data.transcripts import is_chat, is_transcript
 

@@ -16,8 +16,7 @@ from typing import Any
 from lptune.config import UserError, closest
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES, earlier_turns, refuse_unlearnable
 from lptune.data.errors import RowError
-from lptune.data.messages import TOOLS_NAMES as TOOLS_NAMES
-from lptune.data.messages import is_messages, is_missing, read_messages, read_tools
+from lptune.data.messages import TOOLS_NAMES, is_messages, is_missing, read_messages, read_tools
 from lptune.data.sources import Row
 from lptune.data.text_files import JsonFloat
 from lptune.data.transcripts import read_chat

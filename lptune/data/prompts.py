@@ -21,7 +21,6 @@ from lptune.data.formats import (
     MESSAGES_NAMES,
     PROMPT_NAMES,
     TEXT_NAMES,
-    TOOLS_NAMES,
     fill,
     listed,
     optional_text,
@@ -29,7 +28,7 @@ from lptune.data.formats import (
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import is_messages, read_tools
+from lptune.data.messages import TOOLS_NAMES, is_messages, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.transcripts import read_chat

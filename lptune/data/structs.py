@@ -66,17 +66,18 @@ class StructReader:
 
     def _struct(self, type_: Any, kind: str, depth: int) -> _Reader:
         readers = {field.name: self._reader(field, kind, depth + 1) for field in type_}
-        values = _OF_VALUES if kind == _SCHEMA else ()
-        written = [field.name for field in type_ if field.name in values and self._types.is_null(field.type)]
+        # Fields whose nulls a row has written.
+        written = {
+            field.name
+            for field in type_
+            if kind == _VALUES
+            or (kind == _SCHEMA and field.name in _OF_VALUES and self._types.is_null(field.type))
+        }
 
         def read(value: Any) -> Any:
             if not isinstance(value, dict):
                 return value  # datasets has made something of it, an image
-            kept = {
-                name: each
-                for name, each in value.items()
-                if each is not None or kind == _VALUES or name in written
-            }
+            kept = {name: each for name, each in value.items() if each is not None or name in written}
             self._num_left_out += len(value) - len(kept) if depth else 0
             return {name: readers[name](each) for name, each in kept.items()}
 

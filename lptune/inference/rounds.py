@@ -39,7 +39,8 @@ def rounds(batches: Iterable[Sequence[T]], world: World) -> Iterator[list[Sequen
     UserError if ranks have read other items. A collective.
     """
     for found in in_batches(batches, world.data_size):
-        check_same("prompts.source", hashlib.sha256(ascii(found).encode()).hexdigest(), world)
+        if world.size > 1:
+            check_same("prompts.source", hashlib.sha256(ascii(found).encode()).hexdigest(), world)
         yield [*found, *([()] * (world.data_size - len(found)))]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from lptune.config import UserError, closest, printable
+from lptune.launch.network import is_address
 from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
     args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     host, port = _host_and_port(args.rdzv_endpoint)
     machine = _machine(args, given, num_machines)
-    if args.local_addr and not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", args.local_addr):
+    if args.local_addr and not is_address(args.local_addr):
         raise UserError(
             f"run: --local-addr: must be an address of this machine, found {args.local_addr!r:.60}"
         )

@@ -4,12 +4,18 @@ import ipaddress
 import socket
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is written as an address of this machine alone."""
+def is_address(text: str) -> bool:
+    """Whether `text` is an IPv4 or IPv6 address, and no name."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(text)
     except ValueError:
         return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as an address of this machine alone."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def interface_of(address: str) -> str | None:

@@ -172,6 +172,7 @@ def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(
         (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --rdzv-backend (or PET_RDZV_BACKEND): c10d: lptune's machines meet in their own way, in which nothing is unpickled; leave it out"),
         (["--nnodes", "2", "--rdzv-endpoint", "localhost:0"], "run: --rdzv-endpoint: must be HOST:PORT with a port of 1 to 65535, found 'localhost:0'"),
         (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--node-rank", "2"], "run: --node-rank: must be 0 to 1 (--nnodes 2), found '2'"),
+        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--local-addr", "host-a"], "run: --local-addr: must be an address of this machine, found 'host-a'"),
         (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--rdzv-conf", "join_timeout=soon"], "run: --rdzv-conf: must be join_timeout=SECONDS, found 'join_timeout=soon'"),
         (["--nnodes", "1:4", "--rdzv-endpoint", "localhost:1"], "run: --nnodes: 1:4: a run does not change its size while it runs; give one number, and start it again with another (resume: auto continues it)"),
         (["--nnodes", "2", "--standalone"], "run: --standalone is for one machine, --nnodes is 2"),

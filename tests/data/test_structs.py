@@ -13,6 +13,7 @@ from lptune.config import DataConfig, UserError
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
 from lptune.data.sources import Row, read_rows
+from lptune.data.structs import StructReader
 from tests.helpers.chat_templates import config
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -160,3 +161,10 @@ def test_a_default_that_is_json_text_is_read_and_deep_text_is_one_line(tmp_path:
     ]
     with pytest.raises(UserError, match="nested too deep"):
         read(tmp_path, table("[" * 100_000))
+
+
+def test_what_datasets_has_made_of_a_struct_is_left_alone() -> None:
+    """An image is one: bytes and a path in Arrow, and an object in the row."""
+    schema = pyarrow.schema({"image": pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})})
+    image = object()
+    assert StructReader(schema, is_decoded=True).read({"image": image}) == ({"image": image}, 0)

@@ -14,8 +14,6 @@ from tests.faults.hosts import Network, address, missing
 from tests.helpers import cold
 from tests.helpers.cold import ROOT
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
-
 # In every Python process of a run, before any other code: notes classes that unpickling looks up.
 AUDIT = """
 import os, sys
@@ -65,6 +63,8 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    if why := missing():
+        pytest.skip(why)
     return Bench(tmp_path_factory.mktemp("hosts"))
 
 
