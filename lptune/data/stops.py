@@ -3,7 +3,7 @@
 A base model that learns chats closes its answers with the template's `<|im_end|>`, which no file of the base
 may name as an end. An export therefore adds the tokens that were learned to generation_config.json.
 
-Legend: T tokens.
+Legend: T tokens, N documents.
 """
 
 import numpy as np
@@ -29,9 +29,9 @@ def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
     does not learn to stop.
 
     An answer ends where its targets do. A row may have answers that end differently: a tool call of Llama 3
-    ends with <|eom_id|>. Where prompts are learned, too, the targets do not show where an answer ends: there
-    the tokenizer's end token and that of the chat template count, if they are targets. The end of a document
-    of `seq_len` tokens does not count, because the document may have been cut there.
+    ends with <|eom_id|>. Where prompts are learned, too, the targets do not show where an answer ends, so the
+    tokenizer's end token and that of the chat template count wherever they are targets. The end of a document
+    of `seq_len` tokens does not count for others, because the document may have been cut there.
     """
     texts = tokenizer.template.special_texts if tokenizer.template else tokenizer.special_texts
     texts -= {tokenizer.special_tokens.get("unk_token", "")}

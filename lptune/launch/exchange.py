@@ -29,7 +29,8 @@ _LEFT = "left"  # in place of a heartbeat
 
 
 class Exchange(threading.Thread):
-    """The connection of one launcher to the others. No method waits for the store, but for seconds."""
+    """The connection of one launcher to the others. No method waits for the store for more than seconds, but
+    `leave` on machine 0, for those that are still at work."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(name="lptune-exchange", daemon=True)
@@ -45,7 +46,7 @@ class Exchange(threading.Thread):
         self._reported: set[int] = set()
         self._patience_s = math.inf
         self.is_lost = False
-        """Whether the store is gone: machine 0's launcher has ended."""
+        """Whether no message passes any more: the store is gone, with machine 0's launcher, or unreadable."""
 
     @property
     def silence_s(self) -> float:

@@ -69,7 +69,7 @@ class Watch(threading.Thread):
         return bool(self._ranks) or any(self._folder.glob("rank-*.json"))
 
     def pass_on(self, number: signal.Signals) -> bool:
-        """Sends `number` once to each rank of this machine; False if no rank has started.
+        """Has the thread send `number` once to each rank of this machine; False if no rank has started.
 
         The ranks get as long as they need to save. A scheduler can still kill, a user can signal again.
         """
@@ -99,7 +99,7 @@ class Watch(threading.Thread):
     # ---- the thread
 
     def run(self) -> None:
-        """The thread: polls until the launcher has printed the cause."""
+        """The thread: polls until `stop`, or until the ranks here must be killed."""
         try:
             self._wait_for_an_end()
             self._kill_ranks()
