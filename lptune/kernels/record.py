@@ -28,7 +28,11 @@ RECOMPUTED = len(GEMMS)
 # (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
 
-_active: list[Executed] = []
+# The recorders by identity: two with the same counts are equal. A recording may end at any moment, within
+# `note`, too: the garbage collector ends it when it frees a model that was never trained. So nothing iterates
+# over the live dictionary, and each change of it is one operation.
+_active: dict[int, Executed] = {}
+_num_pauses = 0
 
 
 # Indices of the values in a handle.
@@ -49,22 +53,22 @@ def handle_of_part(layer: Tensor, part: int) -> Tensor:
 def record_gemms() -> Iterator[Executed]:
     """Counts every low-precision GEMM that executes within the block, in forward and backward."""
     executed: Executed = Counter()
-    _active.append(executed)
+    _active[id(executed)] = executed
     try:
         yield executed
     finally:
-        # Compared by identity: two recorders with the same counts are equal.
-        _active[:] = [other for other in _active if other is not executed]
+        del _active[id(executed)]
 
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
     """Within the block no GEMM is counted, for passes that are not part of the training."""
-    suspended, _active[:] = list(_active), []
+    global _num_pauses
+    _num_pauses += 1
     try:
         yield
     finally:
-        _active[:] = suspended
+        _num_pauses -= 1
 
 
 def expect_gather(number: int) -> None:
@@ -97,5 +101,7 @@ def note(layer: Tensor, gemm: int) -> None:
     """
     if gemm == 0 and torch._C._current_graph_task_id() != -1:  # -1: this thread is not in a backward
         gemm = RECOMPUTED
-    for executed in _active:
+    if _num_pauses:
+        return
+    for executed in list(_active.values()):
         executed[int(layer[NUMBER]), gemm] += 1

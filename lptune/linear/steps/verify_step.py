@@ -125,7 +125,7 @@ class FirstStep:
         if not self._enabled:
             self._of = " of this plan"
         self._plan, self._enabled = plan, self._is_wanted
-        for each in _watched:
+        for each in tuple(_watched):
             each.expect(plan)
 
     @contextmanager
@@ -182,8 +182,9 @@ class _FirstUpdate:
     def expect(self, plan: Plan) -> None:
         """Makes the layers that are not verified yet be compared with `plan`."""
         for layer in plan.converted:
-            if layer.number in self._layers:
-                self._layers[layer.number] = layer, self._layers[layer.number][1]
+            assert layer.number is not None
+            if known := self._layers.get(layer.number):
+                self._layers[layer.number] = layer, known[1]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of `optimizer`. Raises PrecisionNotAppliedError."""
@@ -193,7 +194,8 @@ class _FirstUpdate:
             return
         faults: list[str] = []
         done = []
-        for number, (layer, reference) in self._layers.items():
+        # Copies: a layer that the garbage collector frees meanwhile leaves the dictionary.
+        for number, (layer, reference) in tuple(self._layers.items()):
             module: Any = reference()
             if getattr(module, "number", None) != number:
                 done.append(number)  # released
@@ -217,7 +219,7 @@ class _FirstUpdate:
             self._forget(number)
 
     def _parameters(self, model: nn.Module | None) -> Iterator[Tensor]:
-        modules = [reference() for _, reference in self._layers.values()] if model is None else [model]
+        modules = [reference() for _, reference in tuple(self._layers.values())] if model is None else [model]
         for module in modules:
             yield from module.parameters() if module is not None else ()
 

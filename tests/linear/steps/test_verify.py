@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lptune import linear
 from lptune.config import PRECISION_KINDS, PrecisionConfig
+from lptune.kernels import record_gemms
+from lptune.kernels.record import note
 
 INT8 = PrecisionConfig(kind="int8_rowcol")
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
@@ -248,6 +250,22 @@ def test_verifications_can_be_nested() -> None:
     with linear.verify_step(model, plan, 1) as outer, linear.verify_step(model, plan, 1) as inner:
         _step(model, 1)
     assert outer == inner
+
+
+def test_a_model_freed_while_a_gemm_is_counted_hides_no_count() -> None:
+    # The garbage collector may run in any line, and it ends the recording of a model that never trained.
+    with contextlib.ExitStack() as of_a_freed_model:
+        of_a_freed_model.enter_context(record_gemms())
+
+        class Handle:
+            def __getitem__(self, _: int) -> int:
+                of_a_freed_model.close()
+                return 7
+
+        with record_gemms() as executed:
+            note(Handle(), 0)  # type: ignore[arg-type]
+            note(Handle(), 1)  # type: ignore[arg-type]
+    assert executed == {(7, 0): 1, (7, 1): 1}
 
 
 def test_frozen_layers_need_no_grad_weight() -> None:
