@@ -38,6 +38,7 @@ ALLOWED = {
     "sweep": {"base", "config"},
     "training": {
         "base", "config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed",
+        "checkpoint",
     },
     "inference": {
         "base", "config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint",
