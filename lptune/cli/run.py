@@ -70,7 +70,9 @@ def run(
         check_given_files_stay(cfg, (config_path, recipe_path))
     if recipe_path in catalog.recipes().values():
         if isinstance(cfg, RunConfig):
-            preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
+            num_machines, num_local_ranks = flags.known_ranks(nnodes, nproc_per_node)
+            # Other machines may have another number of ranks; the ranks check what all of them make.
+            preflight.check(cfg, 1 if num_machines == 1 else None, num_local_ranks)
         else:
             preflight.check_models(cfg)
     is_asked = any(value not in (None, "1", "1:1") for value in counts.values())

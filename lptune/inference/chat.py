@@ -35,6 +35,7 @@ class Chat:
 
     def __iter__(self) -> Iterator[Prompt]:
         preemption.react(_leave, _leave)
+        getattr(sys.stdout, "must_be_written", lambda: None)()  # lptune/cli/streams.py
         if sys.stdin is not None and sys.stdin.isatty():
             what = (
                 f"Type a message; {_RESET} begins anew"
