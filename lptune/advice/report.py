@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lptune import progress
 from lptune.advice.from_counts import predictable
 from lptune.advice.from_times import WORTH, Advice, parts_of
 from lptune.advice.layers import Group
 from lptune.advice.measure import Measured
 from lptune.advice.quality import PUBLISHED, Quality
-from lptune.config import PRECISION_KINDS, size_text, with_addresses
+from lptune.base.text import duration_text, size_text, with_addresses
+from lptune.config import PRECISION_KINDS
 from lptune.hardware.devices import Device
 from lptune.training.fit import fits
 
@@ -54,7 +54,7 @@ def timed_report(
 ) -> list[str]:
     """Lines for what was timed here. emulated: the kinds without native GEMMs here. notes: come last."""
     lines = _heading(setting)
-    spent = f"timed here in {progress.duration_text(measured.duration_s)}"
+    spent = f"timed here in {duration_text(measured.duration_s)}"
     if measured.timed_tokens < measured.tokens:
         spent += f", with {measured.timed_tokens:,} tokens, scaled up to {measured.tokens:,}"
     lines += _wrapped(spent)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.cli.path_argument import PathArgument
@@ -21,7 +22,6 @@ from lptune.config import (
     PRECISION_KINDS,
     PrecomputeConfig,
     RunConfig,
-    UserError,
     check_batches,
     check_sources,
     mesh_axes,

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from lptune import __version__
+from lptune.base.text import text_width, wrapped
 from lptune.cli import recipe
-from lptune.cli.terminal import text_width, wrapped
 
 
 @click.command()

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import click
 
+from lptune.base.errors import UserError, closest
+from lptune.base.files import read_text
+from lptune.base.text import cut, line_width, text_width, wrapped
 from lptune.cli import catalog
-from lptune.cli.terminal import cut, line_width, text_width, wrapped
-from lptune.config import UserError, closest, read_text
 
 _BYTES_PER_WEIGHT = 16
 """float32 weight and gradient, and the two moments of AdamW."""

@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.cli import planned_model
-from lptune.config import (
-    DistillConfig,
-    PrecomputeConfig,
-    RunConfig,
-    UserError,
-    check_batches,
-)
+from lptune.config import DistillConfig, PrecomputeConfig, RunConfig, check_batches
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:

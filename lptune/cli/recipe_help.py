@@ -12,9 +12,10 @@ from pathlib import Path
 
 import click
 
+from lptune.base.errors import UserError
+from lptune.base.files import read_text
+from lptune.base.text import columns, text_width, wrapped
 from lptune.cli import catalog, recipe
-from lptune.cli.terminal import columns, text_width, wrapped
-from lptune.config import UserError, read_text
 
 _HELP = ("-h", "--help")
 _MORE = {

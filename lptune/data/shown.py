@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import printable
+from lptune.base.text import printable
 from lptune.data.rows import Rows
 from lptune.data.tokenizer import Tokenizer
 

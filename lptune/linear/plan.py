@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lptune.base.text import group_name, without_number
 from lptune.kernels import GEMMS, backend_text
-from lptune.layer_names import group_name, without_number
 from lptune.linear.kind import LinearSpec, kind_of
 
 FELL_BACK = "precision.shadow_on_bad: fell back"

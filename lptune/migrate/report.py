@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from lptune.config import printable
+from lptune.base.text import printable
 from lptune.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
 
 _WIDTH = 80

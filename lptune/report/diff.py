@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.layer_names import group_name, without_number
+from lptune.base.text import group_name, without_number
 from lptune.report.plan import COLUMNS, Plan
 from lptune.report.run import Run, read_run
 from lptune.report.summary import NOT_COMPARED, differing_keys, loss_text, steps_text

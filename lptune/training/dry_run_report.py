@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lptune import linear
-from lptune.config import flop_text, size_text
+from lptune.base.text import flop_text, size_text
 from lptune.training import memory
 
 if TYPE_CHECKING:

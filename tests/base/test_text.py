@@ -2,7 +2,8 @@
 
 import pytest
 
-from lptune.config import DivergedError, UserError, flop_text, printable, size_text
+from lptune.base.errors import DivergedError, UserError
+from lptune.base.text import flop_text, printable, size_text
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J \x9b31m a\rb \u202egnp.exe \u200b \x7f \udcff"
 
