@@ -81,17 +81,39 @@ def terminal_columns() -> int:
     return min(shutil.get_terminal_size().columns, 120)
 
 
-def wrapped(text: str, width: int, indent: int = 0, *, break_words: bool = False) -> list[str]:
-    """`text` in lines of at most `width` columns, each indented. break_words: cut longer words (paths)."""
-    margin = " " * indent
+def wrapped(
+    text: str, width: int = 80, indent: int = 0, hang: int = 0, *, break_words: bool = False
+) -> list[str]:
+    """`text` in lines of at most `width` columns.
+
+    indent: blanks before each line. hang: further ones before all but the first. break_words: cut words that
+    are longer than a line (paths).
+    """
     return textwrap.wrap(
         text,
         width,
-        initial_indent=margin,
-        subsequent_indent=margin,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hang),
         break_long_words=break_words,
         break_on_hyphens=False,
     )
+
+
+def table(
+    rows: Sequence[Sequence[str]], align: str = "<", *, indent: int = 0, rule: bool = False
+) -> list[str]:
+    """Lines of `rows`, in columns two blanks apart. align: a `<` or `>` for each column; the last one holds
+    for the further columns. rule: a line under the first row.
+    """
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = align.ljust(len(widths), align[-1])
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return [lines[0], "-" * len(lines[0]), *lines[1:]] if rule else lines
 
 
 def cut(line: str, width: int | None) -> str:
@@ -99,9 +121,9 @@ def cut(line: str, width: int | None) -> str:
     return line if width is None or len(line) <= width else f"{line[: width - 1].rstrip()}…"
 
 
-def columns(left: str, text: str, start: int, width: int) -> Iterator[str]:
+def columns(left: str, text: str, start: int, width: int, *, break_words: bool = False) -> Iterator[str]:
     """Lines that begin with `left`, with `text` from column `start` on. A longer `left` has its own line."""
-    lines = wrapped(text, width, start)
+    lines = wrapped(text, width, start, break_words=break_words)
     if len(left) + 2 > start or not lines:
         yield left
         yield from lines

@@ -6,7 +6,6 @@ copied recipe has them, too.
 
 import os
 import shlex
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lptune.base import progress
 from lptune.base.errors import DivergedError, UserError
-from lptune.base.text import duration_text, printable
+from lptune.base.text import duration_text, printable, wrapped
 from lptune.config import RunConfig
 
 if TYPE_CHECKING:
@@ -153,6 +152,6 @@ def _evaluate(cfg: RunConfig, path: str) -> list[str]:
         for key, (value, usual) in keys.items()
         if value != usual
     ]
-    rest = textwrap.wrap(" ".join(words), 70, break_long_words=False, break_on_hyphens=False)
+    rest = wrapped(" ".join(words), 70)
     first = f"lptune run evaluate --config evaluation model.path={path}"
     return " \\\n    ".join([first, *rest]).split("\n")

@@ -14,7 +14,7 @@ import click
 
 from lptune.base.errors import UserError, closest
 from lptune.base.files import read_text
-from lptune.base.text import cut, line_width, text_width, wrapped
+from lptune.base.text import cut, line_width, table, text_width, wrapped
 from lptune.cli import catalog
 
 _BYTES_PER_WEIGHT = 16
@@ -127,12 +127,7 @@ def _is_meant(word: str, of: Row) -> bool:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each row: its cells in columns, or its comment."""
-    tables = [each.cells for each in rows if each.cells]
-    widths = [max(map(len, column)) for column in zip(*tables, strict=True)]
+    lines = iter(table([each.cells for each in rows if each.cells], ">>><"))
     start = max((len(each.name) for each in rows), default=0)
     for each in rows:
-        cells = [
-            cell.rjust(width) if number < len(widths) - 1 else cell
-            for number, (cell, width) in enumerate(zip(each.cells, widths, strict=False))
-        ]
-        yield f"  {each.name:<{start}}  {'  '.join(cells) or each.comment}".rstrip()
+        yield f"  {each.name:<{start}}  {next(lines) if each.cells else each.comment}".rstrip()

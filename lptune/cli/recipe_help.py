@@ -6,7 +6,6 @@ since only Python can tell its keys.
 
 import ast
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,8 +93,6 @@ def _command_lines(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = len(line) - len(line.lstrip())
-    first, *rest = textwrap.wrap(
-        line.strip(), width - indent - 4, break_long_words=False, break_on_hyphens=False
-    )
+    first, *rest = wrapped(line.strip(), width - indent - 4)
     parts = [f"{' ' * indent}{first}", *(f"{' ' * (indent + 2)}{part}" for part in rest)]
     return [f"{part} \\" for part in parts[:-1]] + parts[-1:]
