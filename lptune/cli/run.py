@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
-from lptune.config import RunConfig, UserError, check_given_files_stay
+from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--help", "-h")

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from lptune.config import UserError, printable
+from lptune.base.errors import UserError
+from lptune.base.text import printable
 from lptune.data import Prompt, PromptWriter
 from lptune.data.errors import RowError
 from lptune.data.sources import Row

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lptune import distributed, linear
+from lptune.base.errors import UserError
 from lptune.cli import preflight
-from lptune.config import FinetuneConfig, UserError, load_config
+from lptune.config import FinetuneConfig, load_config
 from tests.cli.conftest import Command, write_model
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
 from lptune.data.sources import Row, read_rows
