@@ -28,9 +28,9 @@ RECOMPUTED = len(GEMMS)
 # (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
 
-# The recorders, each under a key of its own: two with the same counts are equal. A recording may end at any moment, within
-# `note`, too: the garbage collector ends it when it frees a model that was never trained. So nothing iterates
-# over the live dictionary, and each change of it is one operation.
+# The recorders, each under a key of its own: two with the same counts are equal. A recording may end at any
+# moment, within `note`, too: the garbage collector ends it when it frees a model that was never trained. So
+# nothing iterates over the live dictionary, and each change of it is one operation.
 _active: dict[object, Executed] = {}
 _num_pauses = 0
 
