@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from lptune.base.progress import is_verbose
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base
 from lptune.checkpoint.hosts import check_same
@@ -51,7 +52,6 @@ from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig, as_written
 from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
-from lptune.progress import is_verbose
 
 _T = TypeVar("_T")
 

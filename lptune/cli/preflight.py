@@ -9,15 +9,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
 from lptune.config import (
     EvaluateConfig,
     GenerateConfig,
     RunConfig,
     check_inputs_stay,
     check_sources,
-    no_8_bit_gemm_error,
-    no_gpu_error,
-    too_many_ranks_error,
 )
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 

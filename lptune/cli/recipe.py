@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lptune.config
+from lptune.base.errors import UnknownKeyError, UserError
+from lptune.base.files import MEBI, read_text
 from lptune.cli import catalog, import_path
-from lptune.config import MEBI, UnknownKeyError, UserError, read_text
 
 if TYPE_CHECKING:
     from lptune.training import PlannedStep

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from lptune.base.errors import UserError
 from lptune.config.checks import num_micro_batches
-from lptune.config.errors import UserError
 
 if TYPE_CHECKING:
     from lptune.config.schema import ParallelConfig

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lptune.base.errors import UserError
 from lptune.checkpoint import Run
-from lptune.config import EvaluatedConfig, UserError
+from lptune.config import EvaluatedConfig
 from lptune.data import Batch, Loader, Prepared, Tokenizer, learned_stops
 from lptune.linear import Plan
 from lptune.training.first_loss import check_first_loss

@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 
 from lptune import checkpoint, distributed
+from lptune.base.errors import UserError
 from lptune.checkpoint.hosts import check_shared
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
-from lptune.config import (
-    DataConfig,
-    FinetuneConfig,
-    ModelConfig,
-    OptimizerConfig,
-    UserError,
-    load_config,
-)
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, load_config
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_recipe import make_checkpoint, write_config, write_rows
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.retention import patience
-from lptune.config import FinetuneConfig, UserError, load_config
+from lptune.config import FinetuneConfig, load_config
 from tests.helpers.tiny_recipe import (
     write_config,
     write_labelled,
