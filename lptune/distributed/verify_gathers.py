@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lptune.distributed.collective_counts import Collectives, record_collectives
 from lptune.distributed.parallelize import reshard
 from lptune.kernels import NUMBER, gathered_bytes
-from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError, kind_of
+from lptune.linear import LowPrecisionLinear, PrecisionNotAppliedError
 from lptune.linear.weights.master_weight import planned_bytes
 
 FSDP_AXIS = "fsdp"
@@ -93,7 +93,7 @@ def _gathers_low(layer: LowPrecisionLinear) -> bool:
     """Whether the plan gathers the weight in 8 bits. Does not look at the weight: a weight that is no longer
     wrapped is a fault to report.
     """
-    return kind_of(layer.spec).keys.stores_low or gathered_bytes(int(layer.handle[NUMBER])) is not None
+    return layer.spec.kind.keys.stores_low or gathered_bytes(int(layer.handle[NUMBER])) is not None
 
 
 def _padded_numel(parameter: DTensor) -> int:

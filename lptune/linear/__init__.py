@@ -9,13 +9,17 @@
 """
 
 from lptune.linear import kinds
-from lptune.linear.autograd import QuantizedTokens
-from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.dtensors import check_part, on_this_rank
-from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
+from lptune.linear.kind import KINDS, Kind, LinearSpec
 from lptune.linear.low_precision import LowPrecision
-from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
+from lptune.linear.module import (
+    LowPrecisionLinear,
+    QuantizedTokens,
+    gather_in_8_bits,
+    local_part,
+    weights_changed,
+)
 from lptune.linear.native import native_kinds
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT
@@ -47,7 +51,6 @@ __all__ = [
     "Plan",
     "PrecisionNotAppliedError",
     "PrecomputedScales",
-    "Predicted",
     "QuantizedTokens",
     "RowTensor",
     "StochasticRounding",
@@ -59,13 +62,11 @@ __all__ = [
     "gather_in_8_bits",
     "int8_rows",
     "is_stored_in_place",
-    "kind_of",
     "kinds",
     "local_part",
     "native_kinds",
     "on_this_rank",
     "plain_rows",
-    "predicted_errors",
     "row_scales",
     "stored_beside",
     "unconvert",
