@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from lptune import distributed, linear, models, progress
+from lptune import distributed, linear, models
 from lptune.advice import from_counts, from_times, measure, quality, report
 from lptune.advice.from_times import Advice
 from lptune.advice.report import Planned, Setting
-from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig, UserError
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig
 from lptune.distributed import World
 from lptune.hardware.devices import Device
 from lptune.kernels import emulated_bfloat16

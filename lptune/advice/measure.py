@@ -23,9 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lptune import distributed, linear, models, progress, training
+from lptune import distributed, linear, models, training
 from lptune.advice.layers import Group, Shape, groups_of
-from lptune.config import ParallelConfig, PrecisionConfig, RunConfig, UserError, size_text
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.base.text import size_text
+from lptune.config import ParallelConfig, PrecisionConfig, RunConfig
 from lptune.distributed import World
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 12

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from lptune import data, inference, linear, models, progress
+from lptune import data, inference, linear, models
 from lptune.advice.measure import precision_of
+from lptune.base import progress
 from lptune.config import PRECISION_KINDS, PrecisionConfig, RunConfig
 from lptune.data import Batch
 from lptune.distributed import World

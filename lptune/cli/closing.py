@@ -6,15 +6,16 @@ copied recipe has them, too.
 
 import os
 import shlex
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lptune import progress
-from lptune.config import DivergedError, RunConfig, UserError, printable
+from lptune.base import progress
+from lptune.base.errors import DivergedError, UserError
+from lptune.base.text import duration_text, printable, wrapped
+from lptune.config import RunConfig
 
 if TYPE_CHECKING:
     from lptune.report import Run, Summary
@@ -80,9 +81,9 @@ def _done(found: "Summary") -> str:
     compile_s = found.compile_time_s or 0.0
     text = f"{found.last_step:,} step{'s' * (found.last_step > 1)}"
     if found.train_time_s is not None:
-        text += f" in {progress.duration_text(found.train_time_s + compile_s)}"
+        text += f" in {duration_text(found.train_time_s + compile_s)}"
     if compile_s >= progress.WORTH_A_LINE_S:
-        text += f" ({progress.duration_text(compile_s)} of it compiling)"
+        text += f" ({duration_text(compile_s)} of it compiling)"
     return text + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
 
 
@@ -151,6 +152,6 @@ def _evaluate(cfg: RunConfig, path: str) -> list[str]:
         for key, (value, usual) in keys.items()
         if value != usual
     ]
-    rest = textwrap.wrap(" ".join(words), 70, break_long_words=False, break_on_hyphens=False)
+    rest = wrapped(" ".join(words), 70)
     first = f"lptune run evaluate --config evaluation model.path={path}"
     return " \\\n    ".join([first, *rest]).split("\n")

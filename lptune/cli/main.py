@@ -23,6 +23,8 @@ from typing import NoReturn
 import click
 
 from lptune import __version__
+from lptune.base.errors import DivergedError, UserError, closest
+from lptune.base.text import with_addresses
 from lptune.cli.advise import advise
 from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
@@ -43,7 +45,6 @@ from lptune.cli.streams import OutputLostError
 from lptune.cli.sweep import sweep
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
-from lptune.config import DivergedError, UserError, closest, with_addresses
 
 
 @click.group(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import LIVE, NUMBER, cast, expect_gather, handle_of_part, layer_handle
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect

@@ -9,7 +9,8 @@ import torch
 
 from lptune import distributed, linear, models
 from lptune.advice import measure
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 
 TINY = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
 CFG = FinetuneConfig(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lptune import report
+from lptune.base.errors import DivergedError
 from lptune.cli import closing
 from lptune.cli.catalog import find_config
-from lptune.config import DivergedError, EvaluateConfig, FinetuneConfig, load_config
+from lptune.config import EvaluateConfig, FinetuneConfig, load_config
 
 
 def _cfg(folder: Path, *keys: str) -> FinetuneConfig:

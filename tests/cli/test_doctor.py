@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from lptune.base.errors import UserError
 from lptune.cli.doctor import line_text
-from lptune.config import PRECISION_KINDS, UserError
+from lptune.config import PRECISION_KINDS
 from lptune.doctor import NOTE, OK, PROBLEM, Line, child, examined, host, software, with_torch
 from lptune.doctor.kinds import Speed, Support, recommended
 from lptune.kernels import choose_backend

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.sweep import Grid, Shape, result, script, table
 from lptune.sweep.grid import point_name, short_names, split_values
 from tests.cli.conftest import Command, Lptune, write_model
@@ -42,7 +42,8 @@ import sys
 import time
 from pathlib import Path
 
-from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.base.errors import DivergedError, UserError
+from lptune.config import FinetuneConfig
 from lptune.launch import preemption
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear
-from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 from tests.proofs import noise
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]

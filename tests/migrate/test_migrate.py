@@ -18,8 +18,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import UserError
 from lptune.migrate import Draft, counts, migrate, reading, to_text, to_yaml
 from lptune.migrate.draft import UNKNOWN, leaves
 from lptune.training.schedule import learning_rate

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lptune import report
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.report import read_run
 from lptune.report.charts import charts
 from lptune.report.page import _json, arrange, page

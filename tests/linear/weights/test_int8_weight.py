@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear, numerics
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.linear import Int8Weight
 from tests.proofs.noise import predicted_relative_error, relative_error
 
