@@ -26,7 +26,16 @@ from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.verify import (
+    FSDP_AXIS,
+    FirstStep,
+    PrecisionNotAppliedError,
+    Verified,
+    planned_gathers,
+    verify_gathers,
+    verify_step,
+    verify_token_gathers,
+)
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
@@ -34,6 +43,7 @@ from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
+    "FSDP_AXIS",
     "PLAN_COLUMNS",
     "READ_ONE_INPUT",
     "ComputeWeights",
@@ -67,10 +77,13 @@ __all__ = [
     "native_kinds",
     "on_this_rank",
     "plain_rows",
+    "planned_gathers",
     "row_scales",
     "stored_beside",
     "unconvert",
     "use_compute_weights",
+    "verify_gathers",
     "verify_step",
+    "verify_token_gathers",
     "weights_changed",
 ]

@@ -24,7 +24,7 @@ from lptune.linear.kind import LinearSpec
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, OtherWeight, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
-from lptune.linear.steps.verify_step import verify_first_update
+from lptune.linear.verify import verify_first_update
 from lptune.linear.weights.compute_weights import is_parallelized
 
 
@@ -51,7 +51,7 @@ def convert(
 
     The GEMMs and the gather of each converted layer are compared with the plan before the first step of any
     torch optimizer for which the layer has a gradient; PrecisionNotAppliedError is raised if they differ
-    (verify_step.py). `precision.verify=False` switches this off.
+    (verify.py). `precision.verify=False` switches this off.
 
     Raises UserError: for a pattern that matches no layer; if no layer would be converted; if the device has
     no 8-bit GEMM for the kind; if skip_small has no measurement; for an unknown LPTUNE_KERNELS; for a layer
