@@ -26,7 +26,7 @@ MOST_PLANNING_S = 15.0
 
 def timed(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     gpu: Device | None,
     kinds: tuple[str, ...],
@@ -70,7 +70,7 @@ def timed(
 
 def predicted_for(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     device: Device,
     kinds: tuple[str, ...],
@@ -142,7 +142,7 @@ def _with_quality(
 
 def _with_memory(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     advice: Advice,
     gpu: Device | None,

@@ -20,7 +20,7 @@ from lptune.config import DistillConfig, PrecomputeConfig, RunConfig, check_batc
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
-    from lptune.models import DecoderConfig
+    from lptune.models import Facts
 
 
 @click.command()
@@ -128,7 +128,7 @@ def _device(name: str | None) -> Device:
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
-def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
+def _teacher(cfg: RunConfig, preset: str | None) -> "Facts | None":
     """The teacher of a distillation, from config.json in teacher.path or from `preset`; None if none
     runs."""
     from lptune import models

@@ -24,7 +24,7 @@ class LiveTeacher:
 
     started_on: date | None = None
     """The day that chat templates print, if the teacher decides it."""
-    model: models.Decoder | None = None
+    model: models.Backbone | None = None
     """The model, after `load`."""
 
     def __init__(self, cfg: DistillConfig, world: World) -> None:

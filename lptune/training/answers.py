@@ -16,7 +16,7 @@ from torch import Tensor
 from lptune.config import RunConfig
 from lptune.data import Batch, Rows, evaluation_batches
 from lptune.distributed import World
-from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.models import Backbone, DocumentBounds, log_probabilities
 from lptune.training.evaluating import evaluating
 
 
@@ -41,7 +41,7 @@ def answers_in(log_p_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def reference_log_p(
-    model: Decoder, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
+    model: Backbone, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
 ) -> dict[str, Tensor]:
     """log ρ of the answer of each document of each of `rows`: (N,), float32, on the CPU, the same on all
     ranks. A collective. model: with the weights of the reference. None among `rows` is left out.
@@ -53,7 +53,7 @@ def reference_log_p(
 
 
 @evaluating
-def _answer_log_p(model: Decoder, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
+def _answer_log_p(model: Backbone, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
     log_p_N = torch.zeros(rows.num_documents, device=world.device)
     for batch in evaluation_batches(
         rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size

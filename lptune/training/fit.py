@@ -46,11 +46,11 @@ def verdict(found: DryRun, device: Device) -> str:
 
 def remedies(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     world_size: int,
     device: Device,
     found: DryRun,
-    teacher_config: models.DecoderConfig | None = None,
+    teacher_config: models.Facts | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
@@ -131,10 +131,10 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
 def _plan(
     cfg: RunConfig,
     change: Remedy,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     world_size: int,
     device: Device,
-    teacher_config: models.DecoderConfig | None,
+    teacher_config: models.Facts | None,
 ) -> DryRun:
     in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
     at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}

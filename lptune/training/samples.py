@@ -8,7 +8,7 @@ from lptune.base.errors import UserError
 from lptune.data import Rows, Tokenizer
 from lptune.data.errors import RowError
 from lptune.distributed import World
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.training.generate import greedy
 
 _MOST_TOKENS = 128
@@ -30,7 +30,7 @@ class Sample(TypedDict):
 
 
 def show_samples(
-    model: Decoder, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, step: int
+    model: Backbone, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, step: int
 ) -> list[Sample]:
     """Answers the first `num_samples` prompts of `rows` greedily; prints how many answers equal the
     reference, and some of the answers. A collective.

@@ -12,7 +12,7 @@ from lptune.data import Loader
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import LowPrecision, Plan
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.training.shadow import LossOf, RunFiles, ShadowCheck
 from lptune.training.trackers import check_logging
 
@@ -29,7 +29,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
 
 
 def shadow_check(
-    model: Decoder,
+    model: Backbone,
     low: LowPrecision,
     loader: Loader,
     cfg: RunConfig,
@@ -45,7 +45,7 @@ def shadow_check(
 
 
 def describe_run(
-    model: Decoder,
+    model: Backbone,
     plan: Plan,
     cfg: RunConfig,
     world: World,
@@ -76,7 +76,7 @@ def describe_run(
     ]
 
 
-def lasting_bytes(model: Decoder, cfg: RunConfig) -> int | None:
+def lasting_bytes(model: Backbone, cfg: RunConfig) -> int | None:
     """The bytes that weights, their gradients and the state of AdamW take on this rank, once the first step
     is done. None for weights that are stored in 8 bits. `lptune plan` adds what a step takes for a while.
     """
@@ -98,9 +98,9 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 
-def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
+def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:
     """Notes on what is legal and rarely meant. A day of training may depend on each."""
-    notes, most = [], model.config.max_position_embeddings
+    notes, most = [], model.facts.max_position_embeddings
     if cfg.data.seq_len > most:
         notes.append(
             f"data.seq_len={cfg.data.seq_len} is longer than what the model was made for "
