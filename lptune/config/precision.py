@@ -33,8 +33,6 @@ class KindKeys:
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 _NONE = "none"
 
-# Each kind's own file, lptune/linear/kinds/NAME.py, says the same of it, which is checked where torch is
-# imported; this copy is for configs, which are read without torch.
 PRECISION_KINDS = {
     _NONE: KindKeys((), (), ()),
     "int8_rowcol": KindKeys(

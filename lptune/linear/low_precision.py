@@ -13,7 +13,7 @@ It has four parts. A part that the kind does not use costs nothing.
     scales      precomputed for all weights: one collective a step, not one a gather   precomputed.py
     histories   of amaxes, from which `float8_delayed` takes its scales                delayed.py
     rounding    the random bits of `precision.stochastic_rounding`                     stochastic.py
-    first step  its GEMMs and gathers are compared with the plan                       verify_step.py
+    first step  its GEMMs and gathers are compared with the plan                       verify.py
 
 Without LowPrecision, weights are gathered with the same scales, but slower; kinds that need histories or
 random keys raise an error in their kernels. A loop that does not use `step` is still verified, but less
@@ -32,7 +32,7 @@ from lptune.linear.plan import Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify_step import FirstStep, Verified
+from lptune.linear.verify import FirstStep, Verified
 
 
 class Ranks(Protocol):
