@@ -17,8 +17,10 @@ from lptune.base.text import printable, size_text
 from lptune.doctor.host import size_of
 from lptune.doctor.line import NOTE, OK, PROBLEM, Line
 
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "omegaconf")
-_EXTRAS = ("pyarrow", "datasets", "lm_eval", "transformers", "torchao", "tensorboard", "wandb", "trackio")
+_PACKAGES = (
+    "torch", "triton", "numpy", "safetensors", "transformers", "tokenizers", "huggingface_hub", "omegaconf",
+)  # fmt: skip
+_EXTRAS = ("pyarrow", "datasets", "lm_eval", "torchao", "tensorboard", "wandb", "trackio")
 _MATTERS = re.compile(
     r"(CUDA_|OMP_|MKL_|NCCL_|GLOO_|TORCH|PYTORCH_|TRITON_|HF_|LPTUNE_|CXX$|MALLOC_|GLIBC_TUNABLES|LD_PRELOAD"
     r"|XDG_CACHE_HOME|TMPDIR|RANK$|WORLD_SIZE|MASTER_|PET_|SLURM_JOB|NVIDIA_TF32_OVERRIDE)"
