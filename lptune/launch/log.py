@@ -76,17 +76,12 @@ def _says_something(log: Path) -> bool:
 
 def _append(folder: Path, name: str) -> BinaryIO:
     """Opens the log `name` in `folder`, to write at its end. Raises OSError for a link, a pipe and anything
-    else that is not a regular file, since other people may have prepared the run's folder. A file with a
-    second name (a hard link) may belong to another user: it is left alone, and a new file takes its place.
+    else that is not a regular file, since other people may have prepared the run's folder.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         descriptor = os.open(name, flags, 0o644, dir_fd=within)
-        if os.fstat(descriptor).st_nlink > 1:
-            os.close(descriptor)
-            os.unlink(name, dir_fd=within)
-            descriptor = os.open(name, flags | os.O_EXCL, 0o644, dir_fd=within)
     finally:
         os.close(within)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
