@@ -36,7 +36,9 @@ ALLOWED = {
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
     "report": {"config"},
     "sweep": set(),
-    "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
+    "training": {
+        "config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed", "checkpoint",
+    },
     "inference": {
         "config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint",
     },

@@ -132,8 +132,7 @@ class PrecisionConfig:
     did not run."""
     shadow_every: int = 0
     """Steps between two shadow checks: one micro-batch also runs in high precision, on the same weights, and
-    each layer's errors go to shadow.jsonl (docs/shadow.md); 0: never. It does not change the training. With
-    full_finetune and continued_pretrain."""
+    each layer's errors go to shadow.jsonl (docs/shadow.md); 0: never. It does not change the training."""
     shadow_on_bad: str = "warn"
     """warn: print a line if a layer's error is beyond shadow_min_sqnr_db | fallback: also run such layers in
     high precision from this step on. fallback gathers weights in compute dtype."""

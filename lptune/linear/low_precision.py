@@ -88,11 +88,9 @@ class LowPrecision:
         self._rounding = StochasticRounding(model, plan, seed)
         self._first_step = FirstStep(model, plan, enabled=verify, report=report, watch=watch)
         self._step: int | None = None
-        self._model = model
+        self.model = model
         self.plan = plan
         """The precision of the steps to come."""
-        self.has_shadow_check = False
-        """Whether the loop makes shadow checks; set by what makes them."""
 
     def leave_out(self, like: Mapping[int, int]) -> None:
         """For a dry run of a model without some of its blocks. like: number of a layer that was left out ->
@@ -145,7 +143,7 @@ class LowPrecision:
         for layer in self.plan.converted:
             if layer.name not in names:
                 continue
-            module = self._model.get_submodule(layer.name)
+            module = self.model.get_submodule(layer.name)
             assert isinstance(module, LowPrecisionLinear)
             assert layer.spec is not None
             if layer.spec.gathers_low:
