@@ -20,8 +20,9 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -263,7 +264,7 @@ def _mapped(entry: Path, name: str, expected: dict[str, Any]) -> np.ndarray[Any,
     return np.frombuffer(mapped, dtype=_DTYPES[name])
 
 
-def _open_file(path: Path) -> BinaryIO:
+def _open_file(path: Path) -> BufferedReader:
     try:
         return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
     except FileNotFoundError as error:
