@@ -11,13 +11,10 @@ The exit code of a recipe (143: stopped by a signal) arrives as SystemExit and i
 Commands import torch inside their function, so that `--help` and `validate` answer at once.
 """
 
-import errno
-import functools
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
@@ -60,23 +57,6 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
-    """`body` behind a check that the current directory exists.
-
-    Without one no relative path can be made absolute, and MKL ends the process at the first matrix product.
-    """
-
-    @functools.wraps(body)
-    def checked(*arguments: object, **options: object) -> object:
-        try:
-            os.getcwd()
-        except OSError:
-            raise UserError("the current directory was removed; go to one that is there") from None
-        return body(*arguments, **options)
-
-    return checked
-
-
 _COMMANDS = {
     advise: "Which precision.kind is fastest on this device",
     cat: "Print a recipe or a config",
@@ -103,9 +83,6 @@ for command, short_help in _COMMANDS.items():
     command.short_help = short_help
     command.help = with_addresses(command.help or "")
     cli.add_command(command)
-    if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
-        assert command.callback is not None
-        command.callback = _in_a_folder(command.callback)
     for option in command.params:
         if isinstance(option, click.Option) and option.help:
             option.help = with_addresses(option.help)
@@ -127,11 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         fail(error.format_message())
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            traceback.print_exc()
-            sys.exit(1)
-        fail(f"{error.filename or ''!s:.60}…: is longer than a name can be; give a shorter one")
     except Exception:
         traceback.print_exc()
         sys.exit(1)

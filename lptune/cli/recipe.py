@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lptune.config
 from lptune.base.errors import UnknownKeyError, UserError
 from lptune.base.files import MEBI, read_text
-from lptune.cli import catalog, import_path
+from lptune.cli import catalog
 
 if TYPE_CHECKING:
     from lptune.training import PlannedStep
@@ -114,7 +114,8 @@ def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: is not a Python file; a recipe ends in .py")
-    import_path.add(str(path.resolve().parent))
+    if (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(beside)  # last: its modules hide none of Python's
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
     # The modules that a recipe imports, torch above all, live to the end. Collecting garbage among them again

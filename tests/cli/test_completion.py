@@ -122,7 +122,7 @@ def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path)
         compopt() {{ echo "compopt" "$@"; }}
         COMP_WORDS=(lptune run full_dpo precision.kind = mx) COMP_CWORD=5
         _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
-        COMP_WORDS=(lptune run full_dpo precision.gr) COMP_CWORD=3
+        COMPREPLY=() COMP_WORDS=(lptune run full_dpo precision.gr) COMP_CWORD=3
         _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
     """
     environment = cold.environment() | {"PATH": f"{program.parent}:/usr/bin:/bin"}

@@ -10,7 +10,7 @@ from tests.faults.adversary.subjects import all_cases, drawn
 from tests.faults.adversary.things import NotHere
 
 # Slow, by new interpreters, a compiler and a megabyte of text; the tests of these parts have such cases.
-_SHORT = ("ASCII terminal", "modules in the way", "cached kernels", "cached rows")
+_SHORT = ("ASCII terminal", "cached kernels", "cached rows")
 _CASES = [
     *drawn([case for case in all_cases(0) if case.subject not in _SHORT], 2, seed=1),
     *drawn([case for case in all_cases(0) if case.subject in _SHORT], 1, seed=1),
