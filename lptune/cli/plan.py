@@ -76,9 +76,9 @@ def plan(
     teacher = _teacher(cfg, teacher_preset)
     with progress.in_place("loading torch ..."):
         from lptune.checkpoint.disk import disk_report
-        from lptune.training.dry_run import dry_run
-        from lptune.training.dry_run_report import wrapped
-        from lptune.training.fit import fits, remedies, verdict
+        from lptune.plan.dry_run import dry_run
+        from lptune.plan.dry_run_report import wrapped
+        from lptune.plan.fit import fits, remedies, verdict
 
     device = None if cfg.device == "cpu" else _device(device_name)
     with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
@@ -97,7 +97,7 @@ def plan(
 
 
 def _echo(text: str) -> None:
-    from lptune.training.dry_run_report import wrapped
+    from lptune.plan.dry_run_report import wrapped
 
     click.echo("\n".join(wrapped(text)))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lptune.config
-from lptune.cli import catalog, import_path
+from lptune.cli import catalog, import_path, tools
 from lptune.config import MEBI, UnknownKeyError, UserError, read_text
 
 MAX_CHARS = 4 * MEBI  # far above any recipe or config
@@ -54,9 +54,8 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
-        from lptune import migrate  # slow to import
-
-        if error.where == str(config) and (tool := migrate.tool_of(config)):
+        migrate = tools.module("migrate.reading") if error.where == str(config) else None
+        if migrate is not None and (tool := migrate.tool_of(config)):
             raise UserError(
                 f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
                 "lptune"

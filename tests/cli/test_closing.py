@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lptune import report
 from lptune.cli import closing
 from lptune.cli.catalog import find_config
 from lptune.config import DivergedError, EvaluateConfig, FinetuneConfig, load_config
+from lptune.tools.report import closing as tool
 
 
 def _cfg(folder: Path, *keys: str) -> FinetuneConfig:
@@ -178,7 +178,7 @@ def test_no_error_of_the_report_makes_a_finished_run_a_failed_one(
 
     cfg = _cfg(tmp_path)
     _write(tmp_path, [_step(1)])
-    monkeypatch.setattr(report, broken, fails)
+    monkeypatch.setattr(tool, broken, fails)
     _show(cfg)
     out = capsys.readouterr().out
     assert out == "note: no report of the run: MemoryError: no memory for a page\n"

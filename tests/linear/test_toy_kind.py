@@ -22,7 +22,7 @@ from lptune.linear.kind import Agree
 from lptune.linear.noise import Operand, Operands, exact, known, rounded
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.weight_amax import Shard
-from lptune.training.dry_run import dry_run
+from lptune.plan.dry_run import dry_run
 from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save

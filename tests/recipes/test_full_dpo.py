@@ -193,7 +193,7 @@ def test_other_losses_train_and_only_those_with_a_reference_keep_one(
 def test_a_dry_run_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     from lptune import models
     from lptune.config import DataConfig, ModelConfig, PreferenceConfig
-    from lptune.training.dry_run import dry_run
+    from lptune.plan.dry_run import dry_run
 
     seen = []
     forward = models.Decoder.forward

@@ -221,7 +221,7 @@ def test_preferences_train_as_two_answers_and_the_data_command_shows_them(
 def test_plan_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     from lptune import models
     from lptune.config import DataConfig, KtoConfig, ModelConfig
-    from lptune.training.dry_run import dry_run
+    from lptune.plan.dry_run import dry_run
 
     seen = []
     forward = models.Decoder.forward

@@ -30,7 +30,7 @@ def add(kind: Kind) -> None:
     row = PRECISION_KINDS.get(kind.name)
     if row is None:
         raise ValueError(f"{kind.name}: has no row in PRECISION_KINDS of lptune/config/precision.py")
-    for field in dataclasses.fields(row):
+    for field in (each for each in dataclasses.fields(row) if each.compare):
         ours, theirs = getattr(kind.keys, field.name), getattr(row, field.name)
         if ours != theirs:
             raise ValueError(
