@@ -24,7 +24,7 @@ import torch
 from harness import Results, device_name, device_type, median_ms, parser, strict_compilation
 
 from lptune import kernels
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.hardware.devices import known_device
 from lptune.kernels import choose_backend, layer_handle
 

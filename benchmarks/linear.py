@@ -27,7 +27,8 @@ from harness import Results, device_name, device_type, fastest_ms, parser, stric
 from torch import nn
 
 from lptune import linear, models
-from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.hardware.host_memory import keep_freed_memory
 from lptune.models.attention import make_visibilities
 

@@ -37,8 +37,9 @@ from linear import convert_to_torchao  # benchmarks/linear.py
 from planned import Setting, peak_gib  # benchmarks/planned.py
 
 from lptune import checkpoint, distributed, linear, models, training
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, PrecisionConfig, UserError, load_config
+from lptune.config import FinetuneConfig, PrecisionConfig, load_config
 from lptune.hardware.trials import TRIALS
 
 # The most important ones first, because a run may be interrupted. torchao's INT8 last: it measures its 27

@@ -20,7 +20,9 @@ import torch
 
 import lptune
 from lptune import data, distributed, inference
-from lptune.config import GenerateConfig, UserError, printable
+from lptune.base.errors import UserError
+from lptune.base.text import printable
+from lptune.config import GenerateConfig
 from lptune.launch import preemption
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lptune import distributed
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.hardware.constant import constant_result
 from lptune.hardware.trials import TRIALS, check_trials, tries
 

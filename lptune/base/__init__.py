@@ -1,1 +1,4 @@
-"""What every part needs and no part owns: files.py, the one way to write a file and to read JSON."""
+"""What every part needs and no part owns: errors, text, files, a model's folder, the hub, progress.
+
+Imports nothing else of lptune, and only the standard library until a function needs more.
+"""

@@ -1,29 +1,195 @@
-"""Files: the one way to write a file, and the one way to read a file of JSON or JSON lines.
+"""Files: the one way to write a file, to lock one, and to read a file of JSON or JSON lines.
 
 A file is written under a temporary name in the same folder, flushed to the disk and renamed. So a reader, or
 a run that resumes after a kill, sees the old content or the new content, never a part. A link at the path is
 replaced, not followed. Nothing replaces a pipe, a device or a folder.
 
-JSON may come from anyone, so its size and its depth have limits. Python's parser raises RecursionError at a
-thousand levels, and so does a function that walks over less deep values. No real file has a tenth of that.
+A path may have been prepared by other people. A file is opened without following a link in the last part of
+its path, and a pipe is refused without waiting for it. Two paths are compared by device and inode, never as
+text: a link, a `..`, another spelling, and a bind mount of the place or of a folder above it all count as the
+same place. A bind mount of something inside the place is not recognised.
+
+A file may come from anyone, so its size has a limit far above any real file and far below what fills the
+memory, and JSON has a limit of depth: Python's parser raises RecursionError at a thousand levels, and so does
+a function that walks over less deep values. No real file has a tenth of that.
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
-from lptune.config import MEBI, TEMPORARY, UserError, kind_of, named, open_regular, raw_lines
+from lptune.base.errors import UserError
 
+MEBI = 1024**2
+TEMPORARY = ".tmp-"
+"""Prefix of the temporary names under which files and folders are written or removed, in the same folder."""
 MAX_BYTES = 64 * MEBI
 """Of a JSON file: eight times the size of the index of a model with 90,000 tensors."""
 _MAX_LEVELS = 100
 _TOO_DEEP = "its brackets are nested too deep"
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
+
+
+def is_within(path: Path, place: Path) -> bool:
+    """Whether `path` leads to `place` or to something in it. False if either does not exist."""
+    try:
+        found, real = place.stat(), path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links
+        return False
+    for part in (real, *real.parents):
+        with suppress(OSError):
+            if os.path.samestat(part.stat(), found):
+                return True
+    return False
+
+
+def kind_of(path: Path, *, follow: bool = False) -> str:
+    """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there.
+
+    follow: what a link leads to, instead of "a link" (but for one that leads to itself).
+    """
+    try:
+        mode = path.stat(follow_symlinks=follow).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return "a link"
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}
+    return kinds.get(stat.S_IFMT(mode), "a device or socket")
+
+
+def is_mount_point(path: Path) -> bool:
+    """Whether something is mounted at `path`: a file system, or a folder of the same one (a bind mount).
+
+    Such a folder can be neither renamed nor replaced by a rename.
+    """
+    if not path.is_dir():
+        return False
+    real = os.path.realpath(path)
+    with (
+        suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
+    ):
+        places = (line.split(" ")[4] for line in mounts)  # the kernel writes blanks and line ends as \ooo
+        if real in (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places):
+            return True
+    return os.path.ismount(real)
+
+
+def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
+    """A descriptor of the regular file at `path`. Never waits for a pipe; follows a link only if `follow`.
+
+    flags: as for os.open. Raises OSError as os.open does, and UserError for anything but a regular file.
+    """
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError:
+        if kind_of(path) not in ("", "a file", "a link" if follow else ""):
+            raise _not_regular(path, follow) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path, follow)
+    return descriptor
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Adds `path` to an OSError raised in the block: errors of write, flush and lock name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _not_regular(path: Path, follow: bool) -> UserError:
+    return UserError(f"{path}: is {kind_of(path, follow=follow)}, where a regular file is needed; remove it")
+
+
+class Lock:
+    """An open file, locked against other processes until `close`, or the end of the process.
+
+    why_not: why the file system has no locks, and nothing is locked; otherwise empty.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        flags: int = os.O_RDWR | os.O_CREAT,
+        *,
+        mode: int = 0o666,
+        wait: bool = False,
+        follow: bool = False,
+        shared: bool = False,
+    ) -> None:
+        """flags, mode, follow: as for `open_regular`. shared: only an exclusive lock is in the way.
+
+        Raises BlockingIOError if another process holds the lock, unless `wait`; OSError with the name of the
+        file, and UserError, as `open_regular` does.
+        """
+        self.descriptor, self.why_not = open_regular(path, flags, mode, follow=follow), ""
+        how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            with named(path):
+                fcntl.flock(self.descriptor, how)
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                self.close()
+                raise
+            self.why_not = os.strerror(error.errno)
+
+    def close(self) -> None:
+        """Releases the lock. A second call does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class HeldFolder:
+    """A folder that is kept open: `check` raises if its path no longer leads to it.
+
+    The open descriptor keeps the inode in use, so that no other folder can get the same number.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the folder. Raises OSError where `path` is not a folder."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raises UserError where the folder was removed, renamed, replaced or unmounted."""
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                return
+        raise UserError(
+            f"output_dir: {self.path} was removed, renamed or unmounted while the run was writing there; put "
+            "it back and run again"
+        )
+
+    def close(self) -> None:
+        """Closes the descriptor. A second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def fsync_path(path: Path) -> None:
@@ -92,6 +258,22 @@ def write_errors(where: str, todo: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{where} cannot be written: {error.strerror or error}; {todo}") from None
+
+
+def read_text(path: Path, max_chars: int, encoding: str = "utf-8") -> str:
+    """The text of the file at `path`.
+
+    Raises OSError and UnicodeDecodeError as `Path.read_text` does, and ValueError for a file that is longer
+    than `max_chars` or not regular: reading a pipe would wait, and /dev/zero has no end.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an OSError by itself
+        raise ValueError("it is not a regular file")
+    with path.open(encoding=encoding) as file:
+        text = file.read(max_chars + 1)
+    if len(text) > max_chars:
+        raise ValueError(f"it is longer than {max_chars:,} characters, so it is something else")
+    return text
 
 
 def read_bytes(path: Path, max_bytes: int, *, follow: bool = True) -> bytes:
@@ -164,6 +346,20 @@ def is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+class LongLineError(ValueError):
+    """A line has more bytes than any real one."""
+
+
+def raw_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """The lines of `file`, each with its line feed. Raises LongLineError for one of more than `max_bytes`,
+    of which no more is read.
+    """
+    while line := file.readline(max_bytes + 1):
+        if len(line) > max_bytes:
+            raise LongLineError(f"is longer than {max_bytes:,} bytes")
+        yield line
 
 
 def lines_of(path: Path, max_bytes: int = MEBI) -> Iterator[bytes]:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.files import why
 from lptune.checkpoint.load import StoredFiles
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.checkpoint.state import read_state
-from lptune.config import UserError
 from lptune.distributed import SideGroup, whole_piece
 
 

@@ -21,8 +21,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 import lptune
+from lptune.base.errors import UserError
 from lptune.checkpoint.state import About, RunState
-from lptune.config import RunConfig, UserError
+from lptune.config import RunConfig
 from lptune.linear import PLAN_COLUMNS, Plan
 
 _HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)")  # of huggingface_hub's cache

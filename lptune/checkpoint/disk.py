@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from lptune.base.errors import UserError
+from lptune.base.text import size_text
 from lptune.checkpoint.export import plan_files
-from lptune.config import RunConfig, UserError, size_text
+from lptune.config import RunConfig
 from lptune.models import read_index
 
 _ITEM_BYTES = {"original": 2, "bfloat16": 2, "float16": 2, "float32": 4}

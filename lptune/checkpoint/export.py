@@ -22,7 +22,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
-from lptune.base.files import fsync_path, read_json, write_json, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import fsync_path, kind_of, open_regular, read_json, write_json, write_text
+from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
+from lptune.base.text import size_text
 from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
@@ -39,10 +42,9 @@ from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
-from lptune.config import ExportConfig, UserError, kind_of, model_file, open_regular, size_text
+from lptune.config import ExportConfig
 from lptune.distributed import SideGroup, World, side_group, whole_piece
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
-from lptune.stop_ids import generation_config, read_stop_ids, transformers_stop_ids
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (

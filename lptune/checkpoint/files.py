@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lptune.base.files import fsync_path
-from lptune.config import TEMPORARY, UserError, kind_of, lock_file, named, open_regular
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY, Lock, fsync_path, kind_of, named, open_regular
 
 
 def num_threads() -> int:
@@ -113,7 +113,7 @@ class Scratch:
 
     def __init__(self, final: Path, number: int | None = None) -> None:
         """number: of a folder that another process has made. None: makes a new folder."""
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         if number is not None:
             self.number = number
         else:
@@ -123,9 +123,8 @@ class Scratch:
         if number is None:
             self.path.mkdir()
             unlocked = self.path / f"{self.MARK}-new"
-            self._lock = open_regular(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            with suppress(OSError):  # without a lock, the next writer takes this folder for a leftover
-                lock_file(self._lock, wait=False)
+            # Without locks, no writer takes another's folder for a leftover.
+            self._lock = Lock(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             unlocked.rename(self.path / self.MARK)
 
     def unmark(self) -> None:
@@ -136,16 +135,11 @@ class Scratch:
         """Removes the folder, if it was not published, and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.close()
 
     def _remove_leftovers(self, final: Path) -> None:
         for path in final.parent.glob(f"{TEMPORARY}{glob.escape(final.name)}-*"):
             if re.fullmatch("[0-9a-f]{12}", path.name[-12:]) and kind_of(path) == "a folder":
-                with suppress(OSError, UserError):
-                    lock = open_regular(path / self.MARK, os.O_RDWR)
-                    try:
-                        if not lock_file(lock, wait=False):
-                            shutil.rmtree(path)
-                    finally:
-                        os.close(lock)
+                with suppress(OSError, UserError), Lock(path / self.MARK, os.O_RDWR) as lock:
+                    if not lock.why_not:
+                        shutil.rmtree(path)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune import models
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 from lptune.distributed import Piece, World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 from lptune.models.headers import DERIVED, INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lptune.config import TEMPORARY, UserError
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY
 from lptune.distributed import World
 from lptune.launch.agreement import difference, tell
 

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
 from lptune.checkpoint.state import read_state
 from lptune.checkpoint.stored import Stored, further, parameters_of, state_to_fill
-from lptune.config import UserError
 from lptune.distributed import Piece
 from lptune.linear import dequantized, fill_stored, is_stored_in_place, stored_beside, weights_changed
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 import lptune
-from lptune.base.files import parse_json, read_bytes, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, parse_json, read_bytes, write_text
 from lptune.checkpoint.files import num_threads, sha256, why
 from lptune.checkpoint.tiling import check_rows, check_tiling
-from lptune.config import MEBI, UserError
 from lptune.distributed import SideGroup
 from lptune.models.headers import read_shapes
 

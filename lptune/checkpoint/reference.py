@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lptune.base.files import parse_json, read_bytes, write_bytes
+from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, write_bytes
 from lptune.checkpoint.run_folder import RunFolder
-from lptune.config import MEBI, kind_of
 from lptune.distributed import World
 
 _KEY = "lptune"

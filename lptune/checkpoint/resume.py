@@ -11,22 +11,15 @@ from typing import Any
 
 import torch
 
+from lptune.base.errors import UserError
+from lptune.base.model_folder import read_stop_ids
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.checkpoint.state import RunState, about_run, base_digests
-from lptune.config import (
-    PRECISION_KINDS,
-    FinetuneConfig,
-    RunConfig,
-    UserError,
-    as_written,
-    default,
-    key_paths,
-)
+from lptune.config import PRECISION_KINDS, FinetuneConfig, RunConfig, as_written, default, key_paths
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
-from lptune.stop_ids import read_stop_ids
 
 _MEANING = {
     "weights": " (a digest of the safetensors in model.path)",

@@ -28,6 +28,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lptune.base.errors import UserError
+from lptune.base.progress import is_verbose
 from lptune.checkpoint.export import export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here
 from lptune.checkpoint.load import load_state
@@ -49,10 +51,9 @@ from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.run_records import keep_checks_until, write_launch, write_samples
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
-from lptune.config import RunConfig, UserError, as_written
+from lptune.config import RunConfig, as_written
 from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
-from lptune.progress import is_verbose
 
 
 class Counts(Protocol):

@@ -20,30 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from lptune import launch
-from lptune.base.files import lines_of, object_of, read_json, write_bytes, write_json, write_text
+from lptune.base.errors import UserError, remedy
+from lptune.base.files import (
+    TEMPORARY,
+    HeldFolder,
+    Lock,
+    LongLineError,
+    is_mount_point,
+    is_within,
+    kind_of,
+    lines_of,
+    object_of,
+    read_json,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from lptune.checkpoint.files import remove_leftover, set_aside
 from lptune.checkpoint.hosts import check_one_config, check_shared
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
 from lptune.checkpoint.retention import evaluations
-from lptune.config import (
-    RUN_FILES,
-    RUN_FOLDERS,
-    TEMPORARY,
-    ExportConfig,
-    HeldFolder,
-    LongLineError,
-    RunConfig,
-    UserError,
-    check_inputs_stay,
-    is_mount_point,
-    is_within,
-    kind_of,
-    lock_file,
-    named,
-    open_regular,
-    remedy,
-    to_yaml,
-)
+from lptune.config import RUN_FILES, RUN_FOLDERS, ExportConfig, RunConfig, check_inputs_stay, to_yaml
 from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
@@ -59,7 +56,7 @@ class RunFolder:
     def __init__(self, path: Path, world: World) -> None:
         self.path = path
         self._world = world
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         self._held: HeldFolder | None = None
 
     @property
@@ -237,25 +234,23 @@ class RunFolder:
         """
         self.hold()
         path = self.path / ".lock"
-        self._lock = open_regular(path, os.O_RDWR | os.O_CREAT | flags)
         try:
-            with named(path):
-                why_not = lock_file(self._lock, wait=False)
+            self._lock = Lock(path, os.O_RDWR | os.O_CREAT | flags)
         except BlockingIOError:
             self.unlock()
             raise UserError(
                 f"output_dir: another run is writing to {self.path}; wait for it or choose another folder"
             ) from None
-        if why_not:
+        if self._lock.why_not:
             self._world.print(
-                f"note: {path} cannot be locked ({why_not}); do not start a second run in that folder, since "
-                "nothing would stop it"
+                f"note: {path} cannot be locked ({self._lock.why_not}); do not start a second run in that "
+                "folder, since nothing would stop it"
             )
 
     def unlock(self) -> None:
         """Releases the lock, so that other runs can use the folder."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
         if self._held is not None:
             self._held.close()

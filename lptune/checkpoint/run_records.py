@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 
 import lptune
+from lptune.base.errors import UserError
 from lptune.base.files import MAX_BYTES, lines_of, object_of, read_object, write_bytes, write_json
-from lptune.config import UserError
+from lptune.base.progress import RECIPE
 from lptune.distributed import World
-from lptune.progress import RECIPE
 
 _MAX_LAUNCHES = 1000
 _T = TypeVar("_T")

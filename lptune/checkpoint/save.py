@@ -36,7 +36,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lptune.base.files import read_json, write_json
+from lptune.base.errors import UserError, remedy
+from lptune.base.files import TEMPORARY, HeldFolder, read_json, write_json
+from lptune.base.text import size_text
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
@@ -65,7 +67,7 @@ from lptune.checkpoint.stored import (
     parameters_of,
     state_of,
 )
-from lptune.config import TEMPORARY, CheckpointConfig, HeldFolder, UserError, remedy, size_text
+from lptune.config import CheckpointConfig
 from lptune.distributed import SideGroup, World, reshard
 from lptune.linear import dequantized
 

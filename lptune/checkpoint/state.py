@@ -24,11 +24,12 @@ from typing import Any, get_type_hints
 import torch
 
 import lptune
+from lptune.base.errors import UserError
 from lptune.base.files import read_json
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import RunConfig, SourceConfig, UserError, as_written, source_names
+from lptune.config import RunConfig, SourceConfig, as_written, source_names
 
 
 @dataclass(frozen=True)

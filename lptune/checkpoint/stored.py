@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lptune.base.text import with_addresses
 from lptune.checkpoint.manifest import Shard
-from lptune.config import with_addresses
 from lptune.distributed import Piece, World, fused_rows, is_first_holder, local_pieces, on_this_rank
 from lptune.linear import stored_beside
 

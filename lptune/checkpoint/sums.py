@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lptune.base.files import read_bytes, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, kind_of, read_bytes, write_text
 from lptune.checkpoint.files import Scratch, num_threads, sha256, why
-from lptune.config import MEBI, UserError, kind_of
 
 NAME = "SHA256SUMS"
 _CARD = "README.md"

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.export import EMA
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import Base, load_hf, read_base, weights_digest
@@ -24,7 +25,6 @@ from lptune.checkpoint.manifest import NAME as MANIFEST
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.resume import newest_verified
 from lptune.checkpoint.state import base_digests, check_base, read_state
-from lptune.config import UserError
 from lptune.distributed import World
 
 

@@ -19,7 +19,7 @@ if import_path.is_program():
     _is_run = _command == ["run"]
     if _is_run:
         preemption.listen()
-    from lptune.config import printable  # slow to import, so after the signals
+    from lptune.base.text import printable  # slow to import, so after the signals
 
     # Commands that do more than print. The answer of `verify` and `validate` is also their exit code.
     _works = _is_run or not {

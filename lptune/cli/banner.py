@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from lptune import progress
+from lptune.base import progress
 from lptune.base.files import read_object
 from lptune.config import RunConfig
 

@@ -2,8 +2,9 @@
 
 import click
 
+from lptune.base.errors import UserError
+from lptune.base.files import read_text
 from lptune.cli import catalog, recipe
-from lptune.config import UserError, read_text
 
 
 @click.command()

@@ -12,7 +12,9 @@ import textwrap
 from pathlib import Path
 
 import lptune
-from lptune.config import MEBI, UserError, check_path, closest, kind_of, read_text
+from lptune.base.errors import UserError, closest
+from lptune.base.files import MEBI, kind_of, read_text
+from lptune.config import check_path
 
 DEFAULT_RECIPE = "full_finetune"
 _PACKAGE = Path(lptune.__file__).parent

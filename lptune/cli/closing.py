@@ -6,15 +6,16 @@ the files and the commands.
 
 import os
 import shlex
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import DivergedError, UserError
+from lptune.base.text import printable, wrapped
 from lptune.cli import tools
-from lptune.config import DivergedError, RunConfig, UserError, printable
+from lptune.config import RunConfig
 
 
 @contextmanager
@@ -97,6 +98,6 @@ def _evaluate(cfg: RunConfig, path: str) -> list[str]:
         for key, (value, usual) in keys.items()
         if value != usual
     ]
-    rest = textwrap.wrap(" ".join(words), 70, break_long_words=False, break_on_hyphens=False)
+    rest = wrapped(" ".join(words), 70)
     first = f"lptune run evaluate --config evaluation model.path={path}"
     return " \\\n    ".join([first, *rest]).split("\n")

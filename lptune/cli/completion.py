@@ -23,8 +23,8 @@ from click.shell_completion import (
     split_arg_string,
 )
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import UserError
 
 VARIABLE = "_LPTUNE_COMPLETE"
 _Candidates = Callable[[click.Context, str], Iterator[str]]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
-from lptune.base.files import MAX_BYTES, read_bytes, write_bytes, write_errors
+from lptune.base.errors import UserError
+from lptune.base.files import MAX_BYTES, kind_of, read_bytes, write_bytes, write_errors
 from lptune.cli import catalog, interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import UserError, kind_of
 
 
 @click.command()

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lptune.base.errors import UserError
+from lptune.base.model_folder import check_model_folder
+from lptune.base.text import printable
 from lptune.cli import recipe
-from lptune.config import RunConfig, UserError, check_model_folder, printable
+from lptune.config import RunConfig
 
 if TYPE_CHECKING:
     from lptune.data import Rows, Tokenizer

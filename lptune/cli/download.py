@@ -13,11 +13,12 @@ from pathlib import Path
 
 import click
 
-from lptune import hub_requests
+from lptune.base import hub_requests
+from lptune.base.errors import UserError
+from lptune.base.model_folder import check_model_files
 from lptune.cli import hub
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_outside_checkpoints
-from lptune.config import UserError, check_model_files
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 IGNORED = (

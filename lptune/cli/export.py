@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import hub_requests
+from lptune.base import hub_requests
+from lptune.base.errors import UserError
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
-from lptune.config import ExportConfig, UserError
+from lptune.config import ExportConfig
 
 if TYPE_CHECKING:
     from lptune.checkpoint import Manifest

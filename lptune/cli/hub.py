@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lptune import hub_requests
-from lptune.config import UserError, kind_of, open_regular
+from lptune.base import hub_requests
+from lptune.base.errors import UserError
+from lptune.base.files import kind_of, open_regular
 
 
 def check_place(folder: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import lptune
+from lptune.base.text import columns, wrapped
 from lptune.cli import catalog, recipe
-from lptune.cli.terminal import columns, wrapped
 from lptune.config import RunConfig
 from lptune.config.documented import Key, Section, keys, sections
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lptune.base.errors import UserError, closest
+from lptune.base.text import text_width, wrapped
 from lptune.cli import catalog, recipe
-from lptune.cli.terminal import text_width, wrapped
-from lptune.config import UserError, closest
 from lptune.config.elsewhere import KEYS
 
 if TYPE_CHECKING:

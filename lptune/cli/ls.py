@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import click
 
+from lptune.base.errors import UserError, closest
+from lptune.base.files import read_text
+from lptune.base.text import cut, line_width, table, text_width, wrapped
 from lptune.cli import catalog
-from lptune.cli.terminal import cut, line_width, text_width, wrapped
-from lptune.config import UserError, closest, read_text
 
 _BYTES_PER_WEIGHT = 16
 """float32 weight and gradient, and the two moments of AdamW."""
@@ -126,12 +127,7 @@ def _is_meant(word: str, of: Row) -> bool:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each row: its cells in columns, or its comment."""
-    tables = [each.cells for each in rows if each.cells]
-    widths = [max(map(len, column)) for column in zip(*tables, strict=True)]
+    lines = iter(table([each.cells for each in rows if each.cells], ">>><"))
     start = max((len(each.name) for each in rows), default=0)
     for each in rows:
-        cells = [
-            cell.rjust(width) if number < len(widths) - 1 else cell
-            for number, (cell, width) in enumerate(zip(each.cells, widths, strict=False))
-        ]
-        yield f"  {each.name:<{start}}  {'  '.join(cells) or each.comment}".rstrip()
+        yield f"  {each.name:<{start}}  {next(lines) if each.cells else each.comment}".rstrip()

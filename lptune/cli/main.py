@@ -23,6 +23,8 @@ from typing import NoReturn
 import click
 
 from lptune import __version__
+from lptune.base.errors import DivergedError, UserError, closest
+from lptune.base.text import with_addresses
 from lptune.cli import tools
 from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
@@ -38,7 +40,6 @@ from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
-from lptune.config import DivergedError, UserError, closest, with_addresses
 
 
 class _Commands(click.Group):

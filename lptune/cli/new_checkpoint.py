@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lptune import progress
-from lptune.base.files import write_json
+from lptune.base import progress
+from lptune.base.errors import UserError, closest
+from lptune.base.files import MEBI, read_text, write_json
 from lptune.cli import interrupts
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_new_folder
-from lptune.config import MEBI, UserError, closest, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

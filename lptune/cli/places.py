@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from lptune.config import UserError, is_mount_point, kind_of
+from lptune.base.errors import UserError
+from lptune.base.files import is_mount_point, kind_of
 
 
 def check_new_folder(dest: Path) -> None:

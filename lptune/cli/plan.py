@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.base.text import wrapped
 from lptune.cli import planned_model
-from lptune.config import (
-    DistillConfig,
-    PrecomputeConfig,
-    RunConfig,
-    UserError,
-    check_batches,
-)
+from lptune.config import DistillConfig, PrecomputeConfig, RunConfig, check_batches
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -92,14 +88,12 @@ def plan(
     if not fits(found.peak_bytes, device):
         with progress.in_place("planning changes ..."):
             for line in remedies(cfg, model_config, world_size, device, found, teacher):
-                for part in wrapped(line):
+                for part in wrapped(line, hang=2):
                     progress.print_line(part)
 
 
 def _echo(text: str) -> None:
-    from lptune.plan.dry_run_report import wrapped
-
-    click.echo("\n".join(wrapped(text)))
+    click.echo("\n".join(wrapped(text, hang=2)))
 
 
 @contextmanager

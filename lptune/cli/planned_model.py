@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError, closest
 from lptune.cli import catalog, recipe
-from lptune.config import RunConfig, UserError, closest
+from lptune.config import RunConfig
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig

@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
 from lptune.config import (
     DistillConfig,
     EvaluateConfig,
@@ -19,9 +20,6 @@ from lptune.config import (
     check_inputs_stay,
     check_sources,
     mesh_axes,
-    no_8_bit_gemm_error,
-    no_gpu_error,
-    too_many_ranks_error,
 )
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 

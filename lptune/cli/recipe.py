@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import lptune.config
+from lptune.base.errors import UnknownKeyError, UserError
+from lptune.base.files import MEBI, read_text
 from lptune.cli import catalog, import_path, tools
-from lptune.config import MEBI, UnknownKeyError, UserError, read_text
 
 MAX_CHARS = 4 * MEBI  # far above any recipe or config
 

@@ -6,15 +6,15 @@ since only Python can tell its keys.
 
 import ast
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from lptune.base.errors import UserError
+from lptune.base.files import read_text
+from lptune.base.text import columns, text_width, wrapped
 from lptune.cli import catalog, recipe
-from lptune.cli.terminal import columns, text_width, wrapped
-from lptune.config import UserError, read_text
 
 _HELP = ("-h", "--help")
 _MORE = {
@@ -93,8 +93,6 @@ def _command_lines(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = len(line) - len(line.lstrip())
-    first, *rest = textwrap.wrap(
-        line.strip(), width - indent - 4, break_long_words=False, break_on_hyphens=False
-    )
+    first, *rest = wrapped(line.strip(), width - indent - 4)
     parts = [f"{' ' * indent}{first}", *(f"{' ' * (indent + 2)}{part}" for part in rest)]
     return [f"{part} \\" for part in parts[:-1]] + parts[-1:]

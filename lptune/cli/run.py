@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
-from lptune.config import RunConfig, UserError, check_given_files_stay
+from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--help", "-h")
@@ -70,7 +71,9 @@ def run(
         check_given_files_stay(cfg, (config_path, recipe_path))
     if recipe_path in catalog.recipes().values():
         if isinstance(cfg, RunConfig):
-            preflight.check(cfg, *flags.known_ranks(nnodes, nproc_per_node))
+            num_machines, num_local_ranks = flags.known_ranks(nnodes, nproc_per_node)
+            # Other machines may have another number of ranks; the ranks check what all of them make.
+            preflight.check(cfg, 1 if num_machines == 1 else None, num_local_ranks)
         else:
             preflight.check_models(cfg)
     is_asked = any(value not in (None, "1", "1:1") for value in counts.values())

@@ -2,7 +2,8 @@
 
 If a terminal is closed, `| head` ends, or the disk of `> log` is full, each print raises, perhaps in the
 middle of a step or a save. In a run such a print is dropped, and the first dropped print of a stream is
-reported on the other stream. A command that only prints fails with OutputLostError instead.
+reported on the other stream. A command that only prints fails with OutputLostError instead, and so does a
+chat, whose answers exist nowhere else (`must_be_written`).
 
 A closed descriptor below 3 (`>&-`) is opened on /dev/null. Otherwise the next file, perhaps a checkpoint,
 would get its number, and text that a C++ library prints would be written into that file. What a run prints
@@ -56,12 +57,17 @@ def _stream(before: TextIO | None, output: "_Output", escape: Callable[[str], st
         line_buffering=getattr(before, "line_buffering", True),
         write_through=unbuffered,
     )
-    stream.escape = escape
+    stream.escape, stream.output = escape, output
     return stream
 
 
 class _Text(io.TextIOWrapper):
     escape: Callable[[str], str]
+    output: "_Output"
+
+    def must_be_written(self) -> None:
+        """From now on a write that fails raises OutputLostError, though the command is a run."""
+        self.output.ends_command, self.output.is_lost = True, False
 
     def write(self, text: str, /) -> int:
         # TypeError for bytes is right: by it click finds out which kind of stream this is.
@@ -78,7 +84,7 @@ class _Output(io.FileIO):
     def __init__(self, descriptor: int, name: str, ends_command: bool, is_closed: bool = False) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.name = f"<{name}>"
-        self._label, self._ends_command, self._is_lost = name, ends_command, False
+        self._label, self.ends_command, self.is_lost = name, ends_command, False
         self._is_closed = is_closed
 
     def write(self, data: Any, /) -> int:
@@ -98,10 +104,10 @@ class _Output(io.FileIO):
         return len(view)
 
     def _lose(self, error: OSError) -> None:
-        if self._is_lost:
+        if self.is_lost:
             return
-        self._is_lost = True
-        if self._ends_command:
+        self.is_lost = True
+        if self.ends_command:
             if self._label == "stderr":  # no stream is left for the note
                 return
             raise OutputLostError(f"{self._label}: cannot be written: {error.strerror}") from error

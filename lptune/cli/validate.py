@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, preflight, recipe
-from lptune.config import UserError, data_files, entries
+from lptune.config import data_files, entries
 
 
 @click.command()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from lptune.base.errors import UserError
 from lptune.cli import hub
 from lptune.cli.path_argument import PathArgument
-from lptune.config import UserError
 
 
 @click.command()

@@ -4,10 +4,9 @@ import math
 import os
 import sys
 import unicodedata
-from pathlib import Path
 
+from lptune.base.errors import ChoiceError, UserError, closest
 from lptune.config.elsewhere import VALUES
-from lptune.config.errors import ChoiceError, UserError, closest
 
 _MAX_LISTED = 90
 """Longest list of choices, in characters, that a message has."""
@@ -86,17 +85,6 @@ def positive(key: str, value: float) -> None:
     """Raises UserError unless `value` is finite and greater than 0."""
     if not 0 < value < math.inf:
         raise UserError(f"{key}: must be greater than 0 and finite, found {value}")
-
-
-def check_model_folder(folder: Path, key: str = "model.path") -> None:
-    """Raises UserError unless `folder`, which the config's `key` names, exists and is a folder."""
-    if folder.is_file():
-        raise UserError(f"{key}: {folder} is a file; give the checkpoint's folder, {folder.parent}")
-    if not folder.is_dir():
-        raise UserError(
-            f"{key}: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
-            "makes one"
-        )
 
 
 def check_average(count: int, every_steps: int, keep_last: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lptune.config.errors import UserError, closest
+from lptune.base.errors import UserError, closest
 from lptune.config.sources import SourceConfig
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")

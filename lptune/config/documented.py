@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lptune.config.errors import ChoiceError
-from lptune.config.pages import with_addresses
+from lptune.base.errors import ChoiceError
+from lptune.base.text import with_addresses
 
 _NO_VALUE = "?"
 """A value that is no choice of any key."""

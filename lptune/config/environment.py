@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from lptune.config.errors import UserError
+from lptune.base.errors import UserError
 
 _KEY, _READ = "\0", "\1"  # stand for allowed parts; no \w, so that no name can be built of parts
 _ALLOWED = (

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, fields
 
+from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_path, one_of
-from lptune.config.errors import UserError
 from lptune.config.precision import PrecisionConfig
 from lptune.config.schema import DataConfig, ModelConfig
 from lptune.config.sources import SourceConfig

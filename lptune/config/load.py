@@ -18,6 +18,8 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lptune.base.errors import UserError, closest
+from lptune.base.files import read_text
 from lptune.config.dumper import Dumper
 from lptune.config.elsewhere import SWITCHES
 from lptune.config.environment import (
@@ -28,8 +30,6 @@ from lptune.config.environment import (
     masked,
     reads_environment,
 )
-from lptune.config.errors import UserError, closest
-from lptune.config.text import read_text
 from lptune.config.unknown_keys import check_keys
 
 T = TypeVar("T")

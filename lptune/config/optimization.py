@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from lptune.base.errors import UserError
 from lptune.config.checks import at_least, one_of, positive
-from lptune.config.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,15 @@
-"""Paths that other people may have prepared: what may be opened, and whether two paths are one place.
-
-Paths are compared by device and inode, never as text: a link, a `..`, another spelling, and a bind mount of
-the place or of a folder above it all count as the same place. A bind mount of something inside the place is
-not recognised. A file is opened without following a link in the last part of its path, and a pipe is refused
-without waiting for it.
-"""
+"""Whether a run would write over its own input, its config or its recipe."""
 
 import dataclasses
-import errno
-import fcntl
 import fnmatch
 import glob
-import os
-import re
-import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lptune.config.errors import UserError
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY, is_within
 
 RUN_FILES = (
     ".lock",
@@ -35,8 +25,6 @@ RUN_FILES = (
 )
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
 """Names that a run writes in OUTPUT_DIR."""
-TEMPORARY = ".tmp-"
-"""Prefixes of the temporary names under which these are written or removed, in the same folder."""
 
 _WRITTEN_AS_DATA = (
     "metrics.jsonl",
@@ -50,134 +38,7 @@ _WRITTEN_AS_DATA = (
     "export/config.json",
 )
 """Files of a run with suffixes that `data.source` reads."""
-_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
 _PATHS = ("model.path", "teacher.path", "logits.folder", "data.source", "data.eval_source")
-_HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
-
-
-def is_within(path: Path, place: Path) -> bool:
-    """Whether `path` leads to `place` or to something in it. False if either does not exist."""
-    try:
-        found, real = place.stat(), path.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: a circle of links
-        return False
-    for part in (real, *real.parents):
-        with suppress(OSError):
-            if os.path.samestat(part.stat(), found):
-                return True
-    return False
-
-
-def kind_of(path: Path, *, follow: bool = False) -> str:
-    """What `path` is: a file | a folder | a link | a pipe | a device or socket; empty if nothing is there.
-
-    follow: what a link leads to, instead of "a link" (but for one that leads to itself).
-    """
-    try:
-        mode = path.stat(follow_symlinks=follow).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return "a link"
-    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}
-    return kinds.get(stat.S_IFMT(mode), "a device or socket")
-
-
-def is_mount_point(path: Path) -> bool:
-    """Whether something is mounted at `path`: a file system, or a folder of the same one (a bind mount).
-
-    Such a folder can be neither renamed nor replaced by a rename.
-    """
-    if not path.is_dir():
-        return False
-    real = os.path.realpath(path)
-    with (
-        suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
-    ):
-        places = (line.split(" ")[4] for line in mounts)  # the kernel writes blanks and line ends as \ooo
-        if real in (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places):
-            return True
-    return os.path.ismount(real)
-
-
-def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
-    """A descriptor of the regular file at `path`. Never waits for a pipe; follows a link only if `follow`.
-
-    flags: as for os.open. Raises OSError as os.open does, and UserError for anything but a regular file.
-    """
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    try:
-        descriptor = os.open(path, flags, mode)
-    except OSError:
-        if kind_of(path) not in ("", "a file", "a link" if follow else ""):
-            raise _not_regular(path, follow) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_regular(path, follow)
-    return descriptor
-
-
-def lock_file(descriptor: int, *, wait: bool) -> str:
-    """Locks an open file against other processes until it is closed. Returns an empty text, or, where the
-    file system has no locks, the reason (nothing is locked then).
-
-    Raises BlockingIOError if another process holds the lock, unless `wait`. The kernel releases the lock when
-    the process ends.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno in _WITHOUT_LOCKS:
-            return os.strerror(error.errno)
-        raise
-    return ""
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError raised in the block: errors of write, flush and lock name no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def _not_regular(path: Path, follow: bool) -> UserError:
-    return UserError(f"{path}: is {kind_of(path, follow=follow)}, where a regular file is needed; remove it")
-
-
-class HeldFolder:
-    """A folder that is kept open: `check` raises if its path no longer leads to it.
-
-    The open descriptor keeps the inode in use, so that no other folder can get the same number.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Opens the folder. Raises OSError where `path` is not a folder."""
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def check(self) -> None:
-        """Raises UserError where the folder was removed, renamed, replaced or unmounted."""
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
-                return
-        raise UserError(
-            f"output_dir: {self.path} was removed, renamed or unmounted while the run was writing there; put "
-            "it back and run again"
-        )
-
-    def close(self) -> None:
-        """Closes the descriptor. A second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def check_inputs_stay(cfg: Any) -> None:
@@ -292,37 +153,3 @@ def _fits(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
     if first == "**":
         return _fits(pattern[1:], names) or _fits(pattern, names[1:])
     return fnmatch.fnmatchcase(names[0], first) and _fits(pattern[1:], names[1:])
-
-
-def check_model_files(folder: Path) -> None:
-    """Raises UserError if anything in a model's folder is a link out of it, or not a file or folder."""
-    for place in (folder, folder / "additional_chat_templates"):
-        if place.is_dir():
-            for path in sorted(place.iterdir()):
-                if not path.name.isprintable():  # half a surrogate pair: bytes that are not UTF-8
-                    raise UserError(f"{place}: holds a file whose name is {path.name!a}; rename it")
-                if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                    model_file(folder, path)
-
-
-def model_file(folder: Path, path: Path) -> Path:
-    """The real path of the file `path` of the model's folder. Raises UserError for a link out of the folder:
-    files of a model are also exported and published, whatever their names are.
-
-    The hub's cache is the exception, since its files are links:
-    models--OWNER--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
-    """
-    home = folder.resolve()
-    homes = [home]
-    for parent in home.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith(_HUB_REPOSITORIES):
-            homes.append(parent.parent / "blobs")
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: a circle of links
-        raise UserError(f"{path}: is a link to nowhere; download the checkpoint again") from None
-    if not any(target.is_relative_to(place) for place in homes):
-        raise UserError(f"{path}: is a link to {target}, out of the folder; copy the file here")
-    if not (target.is_file() or target.is_dir()):
-        raise UserError(f"{path}: is {kind_of(target)}, where a model has files; remove it")
-    return target

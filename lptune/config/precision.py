@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+from lptune.base.errors import UserError
 from lptune.config.checks import at_least, one_of
-from lptune.config.errors import UserError
 
 
 @dataclass(frozen=True)

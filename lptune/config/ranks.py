@@ -1,7 +1,7 @@
 """Checks of the number of ranks: against the mesh of `parallel.*`, and against the batch sizes."""
 
+from lptune.base.errors import UserError
 from lptune.config.checks import num_micro_batches
-from lptune.config.errors import UserError
 from lptune.config.schema import ParallelConfig
 
 

@@ -6,9 +6,9 @@ recipes that train nothing are in inference.py.
 
 from dataclasses import dataclass, field
 
+from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.data_files import metric_names
-from lptune.config.errors import UserError
 from lptune.config.schema import RunConfig
 
 

@@ -13,8 +13,8 @@ the code that opens the file, loads the tensor or runs the kernel.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of
-from lptune.config.errors import UserError
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lptune.base.errors import UserError
 from lptune.config.checks import check_path, one_of, positive
-from lptune.config.errors import UserError
 
 FORMATS = ("auto", "pairs", "chat", "text")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig
 
+from lptune.base.errors import UnknownKeyError, closest
 from lptune.config.elsewhere import key_here
-from lptune.config.errors import UnknownKeyError, closest
 
 _MAX_LISTED = 10
 """Number of keys that a message names."""

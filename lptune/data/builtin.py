@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise, permutations
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 DEFAULT_NUM_ROWS = 4000
 """Rows of `data.source: builtin`."""

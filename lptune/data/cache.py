@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.base.files import fsync_path, parse_json, write_bytes
-from lptune.config import UserError, lock_file, remedy
+from lptune.base.errors import UserError, remedy
+from lptune.base.files import Lock, fsync_path, parse_json, write_bytes
 from lptune.data.documents import Documents, concatenated
 
 FORMAT = 1
@@ -136,8 +136,8 @@ def _own_files() -> Iterator[None]:
     """Marks an OSError in the block as one of the cache: an OSError of `make` is one of the source."""
     try:
         yield
-    except OSError as error:
-        raise _UnusableError(error.strerror or str(error)) from error
+    except (OSError, UserError) as error:  # UserError: anything but a file is in the place of one
+        raise _UnusableError(getattr(error, "strerror", None) or str(error)) from error
 
 
 @contextmanager
@@ -146,13 +146,9 @@ def _locked(folder: Path, key: str) -> Iterator[bool]:
     entry, and the last rename wins, with the same content.
     """
     with _own_files():
-        lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with _own_files():
-            is_held = not lock_file(lock, wait=True)
-        yield is_held
-    finally:
-        os.close(lock)
+        lock = Lock(folder / f"{key}.lock", mode=0o600, wait=True)
+    with lock:
+        yield not lock.why_not
 
 
 def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
@@ -311,13 +307,9 @@ def _remove_partials(folder: Path, held_key: str | None) -> None:
         if key == held_key:
             shutil.rmtree(partial, ignore_errors=True)
             continue
-        with suppress(OSError):
-            lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if not lock_file(lock, wait=False):
-                    shutil.rmtree(partial, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with suppress(OSError, UserError), Lock(folder / f"{key}.lock", os.O_RDWR) as lock:
+            if not lock.why_not:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _create(path: Path) -> Any:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lptune.config import DataConfig, UserError, closest
+from lptune.base.errors import UserError, closest
+from lptune.config import DataConfig
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
 from lptune.data.formats import (
     CHOSEN_NAMES,

@@ -5,7 +5,7 @@ iterates over the rows passes the error and the place to `BadRows`, which does w
 stop with an error of one line, or skip and count.
 """
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 
 class RowError(ValueError):

@@ -13,7 +13,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES, earlier_turns, refuse_unlearnable
 from lptune.data.errors import RowError
 from lptune.data.messages import TOOLS_NAMES, is_messages, is_missing, read_messages, read_tools

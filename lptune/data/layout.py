@@ -16,7 +16,8 @@ tokens that it gets at inference, also if the prompt ends in a space. A chat is 
 from collections import Counter
 from typing import NamedTuple
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
 from lptune.data.tokenizer import Tokenizer

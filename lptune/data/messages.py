@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lptune.config import closest
+from lptune.base.errors import closest
 from lptune.data.errors import RowError
 
 _ROLES = {

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import DataConfig, SourceConfig, UserError, check_sources, data_files, left_out
+from lptune.base.errors import UserError
+from lptune.base.progress import counting
+from lptune.config import DataConfig, SourceConfig, check_sources, data_files, left_out
 from lptune.data.cache import Facts, cached, in_memory
 from lptune.data.cache_key import Content, cache_key, content_of, files_stat
 from lptune.data.columns import Unused
@@ -28,7 +30,6 @@ from lptune.data.sources import read_rows
 from lptune.data.split import split_by_prompt
 from lptune.data.tokenization import Counts, tokenize
 from lptune.data.tokenizer import Tokenizer
-from lptune.progress import counting
 
 DETECTION_ROWS = 32
 _DETECT = {"answers": detect_format, "preferences": detect_preferences, "labelled": detect_labelled}

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lptune.config import PromptsConfig, UserError, check_sources, closest, entries
+from lptune.base.errors import UserError, closest
+from lptune.config import PromptsConfig, check_sources, entries
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import (
     INPUT_NAMES,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 _MAX_GROWTH = 64
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -13,13 +13,13 @@ Legend: N documents.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lptune.config import printable
+from lptune.base.text import printable, table
 from lptune.data.rows import Rows
 from lptune.data.tokenizer import Tokenizer
 
@@ -108,15 +108,15 @@ def histogram(lengths_N: npt.NDArray[np.int64]) -> list[str]:
     bin_N = np.searchsorted(starts, lengths_N, side="right") - 1
     counts = np.bincount(bin_N, minlength=len(starts)).tolist()
     tokens = np.bincount(bin_N, weights=lengths_N, minlength=len(starts)).tolist()
-    table, bars = [("tokens", "documents", "", "share of tokens")], [""]
+    rows, bars = [("tokens", "documents", "", "share of tokens")], [""]
     for first, stop, count, num_tokens in zip(
         starts, [*starts[1:], longest + 1], counts, tokens, strict=True
     ):
         label = f"{first:,}-{stop - 1:,}" if first < stop - 1 else f"{first:,}"
         share = num_tokens / lengths_N.sum()
-        table.append((label, f"{count:,}", f"{count / len(lengths_N):.1%}", f"{share:.1%}"))
+        rows.append((label, f"{count:,}", f"{count / len(lengths_N):.1%}", f"{share:.1%}"))
         bars.append("#" * round(_BAR * share))
-    return [f"{line}  {bar}".rstrip() for line, bar in zip(_columns(table), bars, strict=True)]
+    return [f"{line}  {bar}".rstrip() for line, bar in zip(table(rows, ">", indent=2), bars, strict=True)]
 
 
 def _bins(shortest: int, longest: int) -> list[int]:
@@ -124,10 +124,3 @@ def _bins(shortest: int, longest: int) -> list[int]:
     if longest >= 8 * shortest:
         return [2**exponent for exponent in range(shortest.bit_length() - 1, longest.bit_length())]
     return list(range(shortest, longest + 1, -(-(longest - shortest + 1) // 10)))
-
-
-def _columns(table: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table
-    ]

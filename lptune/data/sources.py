@@ -21,8 +21,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune import hub_requests
-from lptune.config import UserError, data_files, how_to_install
+from lptune.base import hub_requests
+from lptune.base.errors import UserError, how_to_install
+from lptune.config import data_files
 from lptune.data.errors import BadRows, RowError
 from lptune.data.structs import StructReader
 from lptune.data.text_files import DECODER, JsonFloat, JsonText, lines, read_text

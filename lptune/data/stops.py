@@ -8,11 +8,11 @@ Legend: T tokens, N documents.
 
 import numpy as np
 
+from lptune.base.model_folder import read_stop_ids
 from lptune.data.documents import PIECE_TOKENS
 from lptune.data.rows import Rows
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import TurnFinder
-from lptune.stop_ids import read_stop_ids
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:

@@ -9,10 +9,15 @@ list stay: they are no fields of a struct. So do maps and JSON text, where each 
 In the schema of a tool, `default`, `const`, `enum` and `examples` hold values of a user: nothing is left out
 inside of them. One that is null itself stays only if its type is null: then no row has another value, so
 that a row wrote it. (A null that a row wrote beside values of other rows cannot be told from a missing key.)
+
+A fraction of 32 or 16 bits is the number with the fewest digits that its bits stand for: 3.14, as the row had
+it before it was rounded, and not 3.140000104904175.
 """
 
 from collections.abc import Callable
 from typing import Any
+
+import numpy
 
 from lptune.base.files import parse_json
 from lptune.data.messages import TOOLS_NAMES
@@ -61,6 +66,9 @@ class StructReader:
         if hasattr(type_, "value_field"):  # a list of any kind
             of_item = self._reader(type_.value_field, kind, depth)
             return of_item if of_item is _same else _or_null(lambda items: [*map(of_item, items)])
+        if self._types.is_float32(type_) or self._types.is_float16(type_):
+            bits = numpy.float32 if self._types.is_float32(type_) else numpy.float16
+            return _or_null(lambda value: value if value.is_integer() else float(str(bits(value))))
         is_json = getattr(type_, "extension_name", None) == "arrow.json" and not self._is_decoded
         return _or_null(parse_json) if is_json else _same
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.ext
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data.errors import RowError
 from lptune.data.messages import REASONING_KEYS, arguments_text
 from lptune.data.sandbox import Sandbox, TooMuchWorkError

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lptune.config import MEBI, LongLineError, UserError, raw_lines
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, LongLineError, raw_lines
 
 CHUNK_BYTES = 1024 * 1024
 MAX_ROW_BYTES = 1024 * MEBI

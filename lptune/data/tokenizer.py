@@ -19,8 +19,8 @@ from typing import Any
 
 import tokenizers
 
-from lptune.base.files import parse_json, read_bytes
-from lptune.config import MEBI, UserError, closest, kind_of, read_text
+from lptune.base.errors import UserError, closest
+from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
 from lptune.data import rust
 from lptune.data.alphabet import Alphabet, alphabet_of
 from lptune.data.special_tokens import NAMED, SpecialTokens, special_tokens

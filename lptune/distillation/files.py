@@ -36,9 +36,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lptune.base.errors import UserError
 from lptune.base.files import read_json, replacing, write_json
 from lptune.checkpoint.files import WRITE_ERRORS, why
-from lptune.config import UserError
 from lptune.distillation.top_k import TopK
 
 INDEX = "logits.json"

@@ -12,7 +12,6 @@ differ from those of the first launch by the rounding of another order of sums.
 
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +25,11 @@ from torch import Tensor
 
 import lptune
 from lptune import checkpoint, data
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY, Lock
+from lptune.base.text import size_text
 from lptune.checkpoint.files import free_bytes, remove_leftover, why
-from lptune.config import (
-    TEMPORARY,
-    PrecomputeConfig,
-    RunConfig,
-    UserError,
-    lock_file,
-    open_regular,
-    size_text,
-)
+from lptune.config import PrecomputeConfig, RunConfig
 from lptune.data.packing import one_document_per_row
 from lptune.data.rows import EMPTY_ROW
 from lptune.distillation.files import (
@@ -204,7 +198,7 @@ class LogitsJob:
             yield not is_complete
         finally:
             if lock is not None:
-                os.close(lock)
+                lock.close()
 
     def _check_same_on_all_ranks(self) -> None:
         """Raises UserError if a machine reads other data or another teacher. A collective."""
@@ -218,14 +212,12 @@ class LogitsJob:
                 "machines the same files and the same command"
             )
 
-    def _lock(self) -> int:
+    def _lock(self) -> Lock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open_regular(self.folder / _LOCK, os.O_RDWR | os.O_CREAT)
-            lock_file(lock, wait=False)
+            return Lock(self.folder / _LOCK)
         except BlockingIOError:
             raise UserError(f"logits.folder: another job is writing to {self.folder}; wait for it") from None
-        return lock
 
     def _check_as_read(self) -> None:
         """Raises UserError if another job has written to the folder while this one read its data."""

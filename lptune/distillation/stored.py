@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from lptune import checkpoint, data, models, training
-from lptune.config import DistillConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DistillConfig
 from lptune.distillation.files import Index, Reader, read_index
 from lptune.distillation.job import documents_digest, rows_of, tokens_digest
 from lptune.distillation.live import LiveTeacher, config_digest

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import pack_rows, unpack_rows
 from lptune.linear import LinearSpec, QuantizedTokens, kind_of
 from lptune.models import Words

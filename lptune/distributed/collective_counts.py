@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from lptune.config import size_text
+from lptune.base.text import size_text
 
 _C10D = {
     "_allgather_base_": "all_gather",

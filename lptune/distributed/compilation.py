@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lptune import progress
-from lptune.config import UserError
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.base.text import duration_text
 
 _MAX_CHUNK_GRAPHS = 64
 _PARTS_WITH_OPS = ("kernels", "linear", "models", "numerics")
@@ -122,7 +123,7 @@ class Compiled(NamedTuple):
 
     def __str__(self) -> str:
         graphs = f"{self.num_cached} of {self.num_graphs} graphs from the cache"
-        return f"compiling: {progress.duration_text(self.duration_s)}, {graphs}"
+        return f"compiling: {duration_text(self.duration_s)}, {graphs}"
 
 
 class CompileWatch:

@@ -34,7 +34,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lptune.config import ParallelConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import ParallelConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_decoder

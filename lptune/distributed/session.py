@@ -21,15 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lptune import launch, progress
-from lptune.config import (
-    ParallelConfig,
-    UserError,
-    mesh_axes,
-    no_gpu_error,
-    printable,
-    too_many_ranks_error,
-)
+from lptune import launch
+from lptune.base import progress
+from lptune.base.errors import UserError, no_gpu_error, too_many_ranks_error
+from lptune.base.text import printable
+from lptune.config import ParallelConfig, mesh_axes
 from lptune.distributed.compilation import CompileWatch
 from lptune.hardware.host_memory import keep_freed_memory
 from lptune.hardware.trials import check_trials

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.distributed.session import World
 
 _TIMEOUT = timedelta(hours=3)

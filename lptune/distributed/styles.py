@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.distributed.activation_collectives import (
     Group,
     RankWords,

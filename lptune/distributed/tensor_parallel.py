@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.distributed.session import World
 from lptune.distributed.styles import (
     ColumnParallel,

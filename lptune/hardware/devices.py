@@ -14,7 +14,7 @@ Imports nothing of lptune but its config, so that every part may ask.
 
 from dataclasses import dataclass
 
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with float8 GEMMs: Ada, before Hopper."""

@@ -10,7 +10,7 @@ Imports no part of lptune but its config, so that every part may ask.
 import functools
 import os
 
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 from lptune.hardware.constant import constant_result
 
 TRIALS = {

@@ -22,8 +22,17 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from lptune.base.files import MAX_BYTES, is_deep, object_of, read_object, write_errors, write_text
-from lptune.config import UserError, kind_of, lock_file, open_regular
+from lptune.base.errors import UserError
+from lptune.base.files import (
+    MAX_BYTES,
+    Lock,
+    is_deep,
+    kind_of,
+    object_of,
+    read_object,
+    write_errors,
+    write_text,
+)
 from lptune.data import Prompt
 from lptune.distributed import World
 from lptune.inference.rounds import Finished, in_batches, rounds
@@ -53,10 +62,7 @@ class AnswerFile:
             if (kind := kind_of(path, follow=True)) not in ("", "a file"):
                 raise UserError(f"output: {path} is {kind}; give the name of a file")
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = open(  # noqa: SIM115  (closed by __exit__)
-                open_regular(path, os.O_RDWR | os.O_CREAT, follow=True), "r+b"
-            )
-            lock_file(self._file.fileno(), wait=False)
+            self._file: BinaryIO = open(Lock(path, follow=True).descriptor, "r+b")  # noqa: SIM115  (by __exit__)
         except BlockingIOError:
             raise UserError(f"output: {path} is being written by another job; choose another") from None
         except OSError as error:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from lptune.config import UserError, printable
+from lptune.base.errors import UserError
+from lptune.base.text import printable
 from lptune.data import Prompt, PromptWriter
 from lptune.data.errors import RowError
 from lptune.data.sources import Row
@@ -35,6 +36,7 @@ class Chat:
 
     def __iter__(self) -> Iterator[Prompt]:
         preemption.react(_leave, _leave)
+        getattr(sys.stdout, "must_be_written", lambda: None)()  # lptune/cli/streams.py
         if sys.stdin is not None and sys.stdin.isatty():
             what = (
                 f"Type a message; {_RESET} begins anew"

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lptune.base.errors import UserError, closest
 from lptune.base.files import write_errors, write_text
-from lptune.config import AnswersConfig, PromptsConfig, UserError, closest
+from lptune.config import AnswersConfig, PromptsConfig
 from lptune.data import Prompt, Tokenizer, read_prompts
 from lptune.data.errors import RowError
 from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, listed, required_text

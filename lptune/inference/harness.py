@@ -26,7 +26,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from tqdm import tqdm
 
-from lptune.config import EvaluateConfig, SamplingConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import EvaluateConfig, SamplingConfig
 from lptune.data import end_ids
 from lptune.data.errors import RowError
 from lptune.distributed import World

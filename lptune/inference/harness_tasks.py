@@ -30,9 +30,10 @@ from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from lptune import hub_requests
+from lptune.base import hub_requests
+from lptune.base.errors import UserError, closest
 from lptune.base.files import write_errors, write_text
-from lptune.config import EvaluateConfig, HarnessConfig, UserError, closest
+from lptune.config import EvaluateConfig, HarnessConfig
 from lptune.distributed import World
 from lptune.inference.harness import HarnessModel
 from lptune.inference.model import LoadedModel

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lptune import linear
+from lptune.base.errors import UserError
 from lptune.checkpoint import Trained, read_trained
-from lptune.config import PrecisionConfig, UserError
+from lptune.config import PrecisionConfig
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
 from lptune.kernels import emulated_bfloat16

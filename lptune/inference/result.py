@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import lptune
+from lptune.base.errors import UserError
 from lptune.base.files import write_errors, write_json
-from lptune.config import EvaluateConfig, UserError, as_written, check_sources, entries
+from lptune.config import EvaluateConfig, as_written, check_sources, entries
 from lptune.distributed import World
 from lptune.inference.model import LoadedModel
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from lptune.config import MEBI, UserError, read_text
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, read_text
 
 _PLAIN = "tag:yaml.org,2002:"
 _MAX_CHARS = 16 * MEBI

@@ -7,7 +7,8 @@ names tasks.
 import importlib.util
 from typing import TYPE_CHECKING
 
-from lptune.config import HarnessConfig, UserError, how_to_install
+from lptune.base.errors import UserError, how_to_install
+from lptune.config import HarnessConfig
 from lptune.data import Tokenizer
 from lptune.distributed import World, machine_first
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from lptune.config import UserError, how_to_install
+from lptune.base.errors import UserError, how_to_install
 from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import tries

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.hardware.planned import planned
 
 BLOCK = 128

@@ -28,10 +28,10 @@ RECOMPUTED = len(GEMMS)
 # (layer handle's value, index into GEMMS or RECOMPUTED) -> executions
 Executed = Counter[tuple[int, int]]
 
-# The recorders by identity: two with the same counts are equal. A recording may end at any moment, within
-# `note`, too: the garbage collector ends it when it frees a model that was never trained. So nothing iterates
-# over the live dictionary, and each change of it is one operation.
-_active: dict[int, Executed] = {}
+# The recorders, each under a key of its own: two with the same counts are equal. A recording may end at any
+# moment, within `note`, too: the garbage collector ends it when it frees a model that was never trained. So
+# nothing iterates over the live dictionary, and each change of it is one operation.
+_active: dict[object, Executed] = {}
 _num_pauses = 0
 
 
@@ -53,11 +53,12 @@ def handle_of_part(layer: Tensor, part: int) -> Tensor:
 def record_gemms() -> Iterator[Executed]:
     """Counts every low-precision GEMM that executes within the block, in forward and backward."""
     executed: Executed = Counter()
-    _active[id(executed)] = executed
+    key = object()
+    _active[key] = executed
     try:
         yield executed
     finally:
-        del _active[id(executed)]
+        del _active[key]
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
-from lptune.config import UserError, closest, printable
+from lptune.base.errors import UserError, closest
+from lptune.base.text import printable
 from lptune.launch.network import is_address
 from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint
 

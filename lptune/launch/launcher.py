@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.launch import agreement, flags, network, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
 from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome

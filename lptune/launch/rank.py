@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.launch.log import redirect_output
 from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome, announce, hold, outcome_of, write_outcome
 

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lptune.config import UserError, printable
+from lptune.base.errors import UserError
+from lptune.base.text import printable
 from lptune.launch import network
 from lptune.launch.agreement import Told, difference
 

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 
-from lptune.config import printable
+from lptune.base.text import printable
 from lptune.launch.outcome import LEAVING, Outcome
 
 _NUMBERED = re.compile(r"rank \d+: ")

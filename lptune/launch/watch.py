@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lptune.config import printable
+from lptune.base.text import printable
 from lptune.launch.exchange import SILENCE_S, Exchange
 from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
 from lptune.launch.rendezvous import Meeting

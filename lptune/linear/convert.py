@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from lptune.config import PrecisionConfig, UserError, closest, no_8_bit_gemm_error
+from lptune.base.errors import UserError, closest, no_8_bit_gemm_error
+from lptune.config import PrecisionConfig
 from lptune.hardware.planned import planned
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 ALIGNMENT = 16
 """8-bit tensor-core GEMMs need rows of a multiple of 16 bytes. The rule holds on every device, so that a

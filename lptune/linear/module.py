@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import LIVE, NUMBER, expect_gather, handle_of_part, layer_handle
 from lptune.linear.autograd import QuantizedTokens, low_precision_linear
 from lptune.linear.dtensors import multiply_parts

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.linear.convert import convert
 
 

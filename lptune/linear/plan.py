@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lptune.base.text import group_name, table, without_number
 from lptune.kernels import GEMMS, backend_text
-from lptune.layer_names import group_name, without_number
 from lptune.linear.kind import LinearSpec, kind_of
 
 FELL_BACK = "precision.shadow_on_bad: fell back"
@@ -180,13 +180,7 @@ class Plan:
 
     def table(self) -> str:
         """The plan as text: a line that counts the layers, then a table of up to 140 columns."""
-        header, rows = PLAN_COLUMNS, self.rows()
-        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (header, *rows)
-        ]
-        lines.insert(1, "-" * len(lines[0]))
+        lines = table([PLAN_COLUMNS, *self.rows()], rule=True)
         return "\n".join([self.headline(), *lines, *self._frozen_line()])
 
     def headline(self) -> str:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.hardware.constant import constant_result
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import tries

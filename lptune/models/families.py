@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys

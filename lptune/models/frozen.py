@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:

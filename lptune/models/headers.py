@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError, check_model_files, check_model_folder
+from lptune.base.errors import UserError
+from lptune.base.model_folder import check_model_files, check_model_folder
 from lptune.models.keys import Keys
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lptune.base.files import read_object
-from lptune.config import MEBI, UserError, kind_of
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, kind_of, read_object
 
 _MAX_BYTES = 16 * MEBI
 _LARGEST = sys.float_info.max

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.config import with_addresses
+from lptune.base.text import with_addresses
 from lptune.models.chunks import Logits
 
 IGNORE_INDEX = -100

@@ -32,7 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
-from lptune.config import DistillConfig, ParallelConfig, RunConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DistillConfig, ParallelConfig, RunConfig
 from lptune.distributed import Collectives, World
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for

@@ -1,19 +1,17 @@
 """The result of a dry run as text, at most 80 columns wide."""
 
-import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from lptune import linear
-from lptune.config import flop_text, size_text
+from lptune.base.text import flop_text, size_text, table, wrapped
 from lptune.plan import memory
 
 if TYPE_CHECKING:
     from lptune.plan.dry_run import DryRun
 
-WIDTH = 80
+_WIDTH, _HANG = 80, 2
 STAGED = "shards between host and GPU"
 
 
@@ -24,12 +22,12 @@ def report(found: "DryRun") -> str:
     lines = [
         *precision_lines(found.plan),
         "",
-        *wrapped(
+        *_in_parts(
             f"{ranks} x {found.device.name if found.device else found.device_type}, mesh {axes}; "
             f"{_count_text(found.num_parameters)} parameters;",
             f"attention by {found.attention}",
         ),
-        *wrapped(
+        *_in_parts(
             f"a step: {found.tokens_per_step:,} tokens, micro-batches a rank: {found.num_micro_batches};",
             f"{flop_text(found.plan.flops_per_token)} a token in linear layers",
             f"and {flop_text(found.attention_flops)} in attention (recomputation apart)",
@@ -49,7 +47,7 @@ def precision_lines(plan: linear.Plan) -> list[str]:
     those with one shape are one. A run prints and stores the whole table.
     """
     lines = plan.table().splitlines()
-    summary = wrapped(lines[0])
+    summary = wrapped(lines[0], hang=_HANG)
     frozen = [line for line in lines[1:] if line.startswith("frozen")]
     if not plan.converted:
         return [*summary, *(part for line in frozen for part in wrapped(line))]
@@ -61,9 +59,9 @@ def precision_lines(plan: linear.Plan) -> list[str]:
         rows.setdefault(key, {}).setdefault(shape, []).append(leaf)
     for (output, grad_input, grad_weight, gather, reason), shapes in rows.items():
         if reason:
-            summary += wrapped(f"high precision, {reason}:")
+            summary += wrapped(f"high precision, {reason}:", hang=_HANG)
         else:
-            summary += wrapped(
+            summary += _in_parts(
                 f"output {output},",
                 f"grad_input {grad_input},",
                 f"grad_weight {grad_weight},",
@@ -72,30 +70,14 @@ def precision_lines(plan: linear.Plan) -> list[str]:
         for shape, leaves in shapes.items():
             counts = [(name, leaves.count(name)) for name in dict.fromkeys(leaves)]
             names = [name if count == 1 else f"{count} {name}" for name, count in counts]
-            summary += [f"  {line}" for line in wrapped(f"{shape:<16}{', '.join(names)}", width=WIDTH - 2)]
+            summary += wrapped(f"{shape:<16}{', '.join(names)}", indent=2, hang=_HANG)
     return [*summary, *(part for line in frozen for part in wrapped(line))]
 
 
-def wrapped(*parts: str, width: int = WIDTH) -> list[str]:
-    """`parts` on lines of `width`; a line ends between two parts, where it can."""
-    lines = [""]
-    for part in parts:
-        joined = f"{lines[-1]} {part}".strip() if lines[-1].strip() else part
-        if len(joined) <= width:
-            lines[-1] = joined
-            continue
-        if not lines[-1]:
-            lines.pop()
-        indent = "  " if lines else ""
-        lines += textwrap.wrap(
-            part,
-            width,
-            initial_indent=indent,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return lines
+def _in_parts(*parts: str) -> list[str]:
+    """`parts` in lines; a line ends between two parts, where it can."""
+    glued = [part if len(part) > _WIDTH - _HANG else part.replace(" ", "\xa0") for part in parts]
+    return [line.replace("\xa0", " ") for line in wrapped(" ".join(glued), _WIDTH, hang=_HANG)]
 
 
 def _memory_table(found: "DryRun") -> list[str]:
@@ -104,7 +86,7 @@ def _memory_table(found: "DryRun") -> list[str]:
     names = [name for name in (*memory.CATEGORIES, STAGED) if any(held[name] for held in columns.values())]
     rows = [[name, *(f"{held[name] / size:,.2f}" for held in columns.values())] for name in names]
     rows.append(["sum", *(f"{held.total() / size:,.2f}" for held in columns.values())])
-    return _table([f"peak memory of a rank, {unit}", *columns], rows)
+    return table([[f"peak memory of a rank, {unit}", *columns], *rows], "<>", rule=True)
 
 
 def _collectives_table(found: "DryRun") -> list[str]:
@@ -114,7 +96,7 @@ def _collectives_table(found: "DryRun") -> list[str]:
         for operation, dtype, axis, calls, num_bytes in found.collectives.rows()
     ]
     header = ["collectives of a step", "dtype", "axis (ranks)", "calls", "bytes"]
-    return _table(header, rows) if rows else ["collectives of a step: none"]
+    return table([header, *rows], "<>", rule=True) if rows else ["collectives of a step: none"]
 
 
 def _notes(found: "DryRun") -> list[str]:
@@ -138,17 +120,8 @@ def _notes(found: "DryRun") -> list[str]:
             f"parallel.cpu_offload: {found.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
             "optimizer state of each rank are in host memory, pinned"
         )
-    return [line for note in notes for line in wrapped(note)]
+    return [line for note in notes for line in wrapped(note, hang=_HANG)]
 
 
 def _count_text(count: int) -> str:
     return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.2f} million"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in (header, *rows)
-    ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]

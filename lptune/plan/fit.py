@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from lptune import models
-from lptune.config import RunConfig, UserError, size_text
+from lptune.base.errors import UserError
+from lptune.base.text import size_text
+from lptune.config import RunConfig
 from lptune.hardware.devices import Device
 from lptune.plan import memory
 from lptune.plan.dry_run import DryRun, dry_run

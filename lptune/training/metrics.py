@@ -10,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lptune.config import HeldFolder, LoggingConfig, named, open_regular
-from lptune.progress import print_line
+from lptune.base.files import HeldFolder, named, open_regular
+from lptune.base.progress import print_line
+from lptune.config import LoggingConfig
 from lptune.training.step_lines import Bar, TimeLeft, evaluation_line, step_line
 from lptune.training.trackers import open_trackers
 

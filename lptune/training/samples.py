@@ -4,7 +4,7 @@ import re
 import textwrap
 from typing import TypedDict
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import Rows, Tokenizer
 from lptune.data.errors import RowError
 from lptune.distributed import World

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lptune.config import RunConfig, named, open_regular
+from lptune.base.files import named, open_regular
+from lptune.config import RunConfig
 from lptune.data import Batch, Loader
 from lptune.distributed import World, keep_compute_weights, reshard
 from lptune.linear import LowPrecision, Plan, weights_changed

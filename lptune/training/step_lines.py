@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lptune.progress import duration_text, terminal_columns
+from lptune.base.text import duration_text, terminal_columns
 
 _COLUMNS = 80
 _SHORTEST_BAR = 6

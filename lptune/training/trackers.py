@@ -13,8 +13,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lptune.base.errors import UserError, how_to_install
 from lptune.base.files import read_object
-from lptune.config import LoggingConfig, UserError, how_to_install
+from lptune.config import LoggingConfig
 
 
 def check_logging(cfg: LoggingConfig) -> None:

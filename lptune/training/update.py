@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from lptune.config import DivergedError
+from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
 from lptune.linear import LowPrecision
 from lptune.training.adamw import AdamW

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from lptune import linear, models
+from lptune.base.errors import UserError
 from lptune.checkpoint.card import model_card, read_parts, run_parts
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.state import About, RunState, about_run, read_state
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, UserError, load_config
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, load_config
 
 
 def _config(kind: str) -> FinetuneConfig:

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lptune import checkpoint, distributed, models, training
+from lptune.base.errors import UserError
 from lptune.checkpoint import export as module
 from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.state import About, base_digests
 from lptune.checkpoint.sums import is_as_written, verify_sums
-from lptune.config import CheckpointConfig, ExportConfig, UserError
+from lptune.config import CheckpointConfig, ExportConfig
 from tests.helpers.ranks import run_ranks
 
 NUM_FILES = 4
@@ -379,7 +380,7 @@ def test_two_exports_and_folders_that_look_like_theirs_are_kept_apart(
     dest = tmp_path / "dest"
     live, killed = Scratch(dest), Scratch(dest)
     assert killed._lock is not None
-    os.close(killed._lock)  # as the kernel does
+    killed._lock.close()  # as the kernel does
     source = checkpoint.read_index(base)
     checkpoint.export_hf(trained, source, dest, ExportConfig(), replace=False)
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lptune import checkpoint, models
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 CONFIG = models.PRESETS["llama3_2"]["tiny"]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lptune import checkpoint, distributed
+from lptune.base.errors import UserError
 from lptune.checkpoint.hosts import check_shared
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, UserError
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig
 from tests.helpers.ranks import Ranks
 
 

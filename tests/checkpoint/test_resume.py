@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lptune import checkpoint, distributed
+from lptune.base.errors import UserError
 from lptune.checkpoint.resume import state_of_run
 from lptune.checkpoint.state import RunState
-from lptune.config import ExportConfig, FinetuneConfig, UserError, key_paths, load_config
+from lptune.config import ExportConfig, FinetuneConfig, key_paths, load_config
 from lptune.linear import Plan
 
 WITHOUT_EFFECT = {

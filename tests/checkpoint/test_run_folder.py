@@ -14,13 +14,13 @@ import pytest
 from torch import nn
 
 from lptune import checkpoint, distributed, training
-from lptune.base.files import read_bytes, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI, read_bytes, write_text
 from lptune.checkpoint import save
 from lptune.checkpoint.files import publish_folder, sha256
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (
-    MEBI,
     RUN_FILES,
     RUN_FOLDERS,
     CheckpointConfig,
@@ -29,7 +29,6 @@ from lptune.config import (
     FinetuneConfig,
     LoggingConfig,
     ModelConfig,
-    UserError,
 )
 from lptune.launch import log
 from lptune.linear import Plan

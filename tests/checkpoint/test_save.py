@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, training
+from lptune.base.errors import UserError
 from lptune.checkpoint import save as saving
 from lptune.checkpoint.retention import steps_to_keep
-from lptune.config import CheckpointConfig, UserError
+from lptune.config import CheckpointConfig
 from tests.helpers.ranks import run_ranks
 
 Values = dict[str, Tensor]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lptune import checkpoint, distributed, training
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 

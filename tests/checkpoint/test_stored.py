@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lptune import checkpoint, distributed, training
+from lptune.base.errors import UserError
 from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
-from lptune.config import CheckpointConfig, ParallelConfig, UserError
+from lptune.config import CheckpointConfig, ParallelConfig
 from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import lptune
 from lptune import checkpoint, distributed, linear, training
-from lptune.config import CheckpointConfig, OptimizerConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight
 from tests.helpers.ranks import run_ranks
 from tests.helpers.version_3 import Part, write

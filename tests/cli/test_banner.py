@@ -8,9 +8,9 @@ import pytest
 
 from lptune.cli import banner, catalog
 from lptune.config import FinetuneConfig, load_config
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
-from tests.test_progress import terminal
 
 TOY = """
 from lptune.config import FinetuneConfig

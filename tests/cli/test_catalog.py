@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import UserError
 from tests.cli.conftest import Command, write_model
 from tests.helpers import cold
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from lptune.base.errors import DivergedError
 from lptune.cli import closing
 from lptune.cli.catalog import find_config
-from lptune.config import DivergedError, EvaluateConfig, FinetuneConfig, load_config
+from lptune.config import EvaluateConfig, FinetuneConfig, load_config
 from lptune.tools.report import closing as tool
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import close_session, constants
 
-from lptune import hub_requests
+from lptune.base import hub_requests
 from tests.cli.conftest import Command, Lptune
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -288,7 +288,7 @@ def test_a_hub_that_never_answers_is_given_up(here: Command, monkeypatch: pytest
         return over.wait(10)
 
     monkeypatch.setattr(Hub, "odd", odd)
-    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.base.hub_requests.WAIT_S", 0.2)
     code, stdout, stderr = here("download", "owner/good")
     over.set()
     assert (code, stdout, stderr) == (2, "", "error: owner/good: cannot be downloaded: timed out\n")

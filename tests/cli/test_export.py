@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub import constants
 from safetensors import safe_open
 
+from lptune.base.errors import UserError
 from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
 from lptune.cli.export import _push as push_to_hub
-from lptune.config import UserError
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import warm
 from tests.helpers.cold import Finished
@@ -402,7 +402,7 @@ def test_a_hub_that_never_answers_a_push_is_given_up(
     over = threading.Event()
     monkeypatch.setattr(Hub, "do_POST", lambda _: over.wait(5))
     monkeypatch.setattr(constants, "ENDPOINT", hub["HF_ENDPOINT"])
-    monkeypatch.setattr("lptune.hub_requests.WAIT_S", 0.2)
+    monkeypatch.setattr("lptune.base.hub_requests.WAIT_S", 0.2)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(UserError, match="does not take it: timed out; the export is in"):
         push_to_hub(tmp_path, "owner/name", False, 1)

@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import (
-    PRECISION_KINDS,
-    FinetuneConfig,
-    SourceConfig,
-    UserError,
-    default,
-    key_paths,
-    load_config,
-)
+from lptune.config import PRECISION_KINDS, FinetuneConfig, SourceConfig, default, key_paths, load_config
 from lptune.config.checks import one_of
 from lptune.config.documented import Key, keys, sections
 from tests.cli.conftest import Command

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lptune.cli import new_checkpoint
 from lptune.models import PRESETS
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
-from tests.test_progress import terminal
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import UserError, check_path
+from lptune.base.errors import UserError
+from lptune.config import check_path
 from tests.cli.conftest import Command
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"

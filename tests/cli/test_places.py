@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lptune.base.files import is_mount_point
 from lptune.cli import places
-from lptune.config import is_mount_point
 from tests.cli.conftest import Command
 
 MAKE = {"export": ["run"], "new-checkpoint": ["llama3_2/tiny"]}

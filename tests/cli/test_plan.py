@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from lptune import models
 from lptune.cli import plan, planned_model
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
-from tests.test_progress import terminal
 
 LARGE = ("--world-size", "512", "global_batch_size=512", "micro_batch_size=1", "precision.kind=int8_rowcol")
 TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.seq_len=64")

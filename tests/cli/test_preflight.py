@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from lptune import distributed, linear
+from lptune.base.errors import UserError
 from lptune.cli import preflight
-from lptune.config import FinetuneConfig, UserError, load_config
-from tests.cli.conftest import write_model
+from lptune.config import FinetuneConfig, load_config
+from tests.cli.conftest import Command, write_model
 
 
 def _config(folder: Path, *overrides: str) -> FinetuneConfig:
@@ -75,6 +76,19 @@ def test_float8_on_a_gpu_older_than_ada_is_refused_by_the_gpus_name(
         return
     with pytest.raises(UserError, match="and NVIDIA A100-SXM4-80GB has none"):
         preflight.check(cfg, 1, 1)
+
+
+@pytest.mark.parametrize(("num_machines", "said"), [("1", "do not divide among 3"), ("2", "--node-rank")])
+def test_the_batch_is_compared_with_ranks_that_are_all_known(
+    num_machines: str, said: str, command: Command, tmp_path: Path
+) -> None:
+    # The other machine may have one rank: four in all.
+    _config(tmp_path)
+    flags = [f"--nnodes={num_machines}", "--nproc-per-node=3", "--node-rank=2", "--rdzv-endpoint=localhost:1"]
+    keys = ["global_batch_size=4", "micro_batch_size=1"]
+    code, _, errors = command("run", *flags, "full_finetune", "--config", str(tmp_path / "c.yaml"), *keys)
+    assert code == 2
+    assert said in errors
 
 
 def test_more_ranks_than_gpus_are_refused_as_by_the_session(

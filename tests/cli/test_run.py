@@ -22,7 +22,8 @@ import signal
 import sys
 import time
 
-from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.base.errors import DivergedError, UserError
+from lptune.config import FinetuneConfig
 from lptune.launch import preemption
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lptune import checkpoint
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from tests.cli.conftest import Command, write_model
 from tests.helpers import cold
 

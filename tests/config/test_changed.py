@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import FinetuneConfig, UserError, load_config
+from lptune.base.errors import UserError
+from lptune.config import FinetuneConfig, load_config
 from lptune.config.changed import changed_yaml
 
 TEXT = """\

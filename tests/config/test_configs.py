@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, planned_model, recipe
 from lptune.config import (
     EvaluateConfig,
@@ -15,7 +16,6 @@ from lptune.config import (
     GenerateConfig,
     PrecomputeConfig,
     RunConfig,
-    UserError,
     load_config,
 )
 from lptune.models import PRESETS

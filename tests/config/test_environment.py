@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import FinetuneConfig, UserError, load_config, to_yaml
+from lptune.base.errors import UserError
+from lptune.config import FinetuneConfig, load_config, to_yaml
 from tests.config.test_load import BASE, leaves, load
 
 NAME = "LPTUNE_TEST_SECRET"

@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from lptune.base.errors import UserError, closest
 from lptune.config import (
     PRECISION_KINDS,
     EvaluateConfig,
     FinetuneConfig,
     GenerateConfig,
-    UserError,
-    closest,
     key_paths,
     load_config,
     to_yaml,

@@ -1,26 +1,22 @@
 """Paths that others prepared: compared by what they lead to, opened without following or waiting."""
 
-import os
 from pathlib import Path
 
 import pytest
 
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
-    TEMPORARY,
     DataConfig,
     FinetuneConfig,
-    HeldFolder,
     ModelConfig,
     SourceConfig,
-    UserError,
     check_given_files_stay,
     check_inputs_stay,
     data_files,
-    open_regular,
 )
-from lptune.config.paths import is_within
 
 
 def _config(
@@ -176,46 +172,3 @@ def test_a_config_or_recipe_that_the_run_would_remove_is_refused_and_its_own_con
     check_given_files_stay(cfg, [run / "config.yaml", run / "mine.yaml", tmp_path / "c.yaml"])
     (tmp_path / "loop").symlink_to("loop")
     check_given_files_stay(_config("model", tmp_path / "loop"), [tmp_path / "c.yaml"])
-
-
-def test_a_circle_of_links_and_what_is_not_there_lie_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    assert not is_within(tmp_path / "loop", tmp_path)
-    assert not is_within(tmp_path / "none", tmp_path)
-    assert is_within(tmp_path, tmp_path)
-    assert not is_within(tmp_path, tmp_path / "none")
-
-
-def test_only_a_regular_file_is_opened_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("kept")
-    (tmp_path / "link").symlink_to(victim)
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_APPEND):
-        for name in ("link", "folder", "pipe"):
-            with pytest.raises(UserError, match=rf"{name}: is a {name}, where a regular file is needed"):
-                open_regular(tmp_path / name, flags)
-    assert victim.read_text() == "kept"
-    with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "none", os.O_RDONLY)
-    os.close(open_regular(victim, os.O_RDONLY))
-
-
-@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "its parent renamed"])
-def test_a_folder_that_is_no_longer_the_one_that_was_opened_is_told(tmp_path: Path, how: str) -> None:
-    folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
-    held = HeldFolder(folder)
-    held.check()
-    if how == "its parent renamed":
-        folder.parent.rename(tmp_path / "c")
-    else:
-        folder.rename(tmp_path / "other")
-        if how == "replaced":
-            folder.mkdir()
-        if how == "removed":
-            (tmp_path / "other").rmdir()
-    with pytest.raises(UserError, match="a/b was removed, renamed or unmounted while the run was writing"):
-        held.check()
-    held.close()

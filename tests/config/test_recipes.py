@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import DataConfig, ModelConfig, PretrainConfig, SourceConfig, UserError, load_config
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, ModelConfig, PretrainConfig, SourceConfig, load_config
 from tests.config.test_load import BASE
 
 

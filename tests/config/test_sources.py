@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from lptune.base.errors import UserError
 from lptune.config import (
     DataConfig,
     SourceConfig,
-    UserError,
     as_written,
     check_sources,
     data_files,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data.builtin import DEFAULT_NUM_ROWS, builtin_rows, max_num_rows
 
 ALL = {row["prompt"]: row["response"] for row in builtin_rows(max_num_rows())}

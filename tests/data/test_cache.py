@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data import Prepared, Tokenizer, cache_key, load_tokenizer, prepare
 from lptune.data import cache as cache_module
 from lptune.data.cache import cache_folder, cached, in_memory

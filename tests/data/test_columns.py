@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare
 from lptune.data.columns import _MAX_NAMED, Unused
 from lptune.data.detect import detect_format

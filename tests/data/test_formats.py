@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data.detect import detect_format
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import Conversation, Format, Pair, Text

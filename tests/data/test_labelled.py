@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lptune.config import DataConfig, SourceConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, SourceConfig
 from lptune.data import Prepared, Rows, Tokenizer, cache_key, prepare
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.config import DataConfig, SourceConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, SourceConfig
 from lptune.data import Loader, Prepared, Rows, Tokenizer, cache_key, load_tokenizer, prepare
 from lptune.data import documents as documents_module
 from lptune.data.documents import Documents

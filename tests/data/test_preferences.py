@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lptune.config import DataConfig, PromptsConfig, SourceConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, PromptsConfig, SourceConfig
 from lptune.data import Loader, Prepared, PromptWriter, Rows, Tokenizer, cache_key, prepare
 from lptune.data.sources import Row
 from tests.helpers.docs_pages import ROOT, blocks

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
 from lptune.data.sources import Row
 from lptune.data.split import split_by_prompt

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, PromptsConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, PromptsConfig
 from lptune.data import Tokenizer, end_ids, load_tokenizer, prepare, read_prompts
 from tests.helpers.tiny_recipe import make_checkpoint
 

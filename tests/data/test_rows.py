@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import Loader, Rows, documents, evaluation_batches, pack
 from lptune.data.documents import Documents
 from lptune.data.packing import one_document_per_row

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lptune.config import DataConfig, printable
+from lptune.base.text import printable
+from lptune.config import DataConfig
 from lptune.data import Rows, Tokenizer, load_tokenizer, prepare, shown
 
 FolderMaker = Callable[..., Path]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data.errors import BadRows
 from lptune.data.sources import Row, _json_lines, read_rows
 
@@ -285,7 +285,7 @@ def test_the_hub_is_asked_for_data_within_limits_and_no_password_is_printed(
     from huggingface_hub import get_session
     from huggingface_hub.utils import http_backoff  # type: ignore[attr-defined]
 
-    from lptune import hub_requests
+    from lptune.base import hub_requests
 
     address = "http://user:s3cr3t@127.0.0.1:9/datasets/a/b/resolve/main/README.md?key=s3cr3t"
     timeouts = []

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
 from lptune.data.sources import Row, read_rows
@@ -168,3 +169,18 @@ def test_what_datasets_has_made_of_a_struct_is_left_alone() -> None:
     schema = pyarrow.schema({"image": pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})})
     image = object()
     assert StructReader(schema, is_decoded=True).read({"image": image}) == ({"image": image}, 0)
+
+
+def test_floats_of_32_and_16_bits_are_the_numbers_that_were_rounded(tmp_path: Path) -> None:
+    bits32, bits16 = [3.14, 1e-10, float("-inf"), None], [[0.1, None], [65504.0], [], None]
+    columns = {
+        "price": pyarrow.array(bits32, pyarrow.float32()),
+        "call": pyarrow.array([{"sizes": each} for each in bits16], pyarrow.struct({
+            "sizes": pyarrow.list_(pyarrow.float16())
+        })),
+    }  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    found = [row.values for row in read_rows(str(path), BadRows("error"))]
+    assert [row["price"] for row in found] == bits32
+    assert [(row["call"] or {}).get("sizes") for row in found] == bits16

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
 from lptune.data.errors import RowError
 from lptune.data.messages import read_messages

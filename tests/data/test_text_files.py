@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import text_files
 from lptune.data.errors import BadRows
 from lptune.data.sources import read_rows

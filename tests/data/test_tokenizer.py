@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from tokenizers import Regex, pre_tokenizers
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import Tokenizer, load_tokenizer, rust
 from lptune.data.tokenizer_classes import CLASSES, refusal
 from tests.proofs import fuzz_tokenizers

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lptune.config import DataConfig, PromptsConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, PromptsConfig
 from lptune.data import ChatTemplate, Prepared, PromptWriter, load_tokenizer, prepare
 from lptune.data.sources import Row
 from lptune.data.unwritten import UnwrittenFinder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.distillation.files import (
     Index,
     Reader,

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
-from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.kernels import HEADER_BYTES, Packed, unpack_rows
 from lptune.linear import GatheredWeight, MasterWeight
 from tests.helpers.ranks import run_ranks

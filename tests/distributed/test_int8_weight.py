@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, training
-from lptune.config import OptimizerConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight, dequantized, int8_rows
 from tests.helpers.ranks import run_ranks
 

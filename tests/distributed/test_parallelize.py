@@ -12,14 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
-from lptune.config import (
-    DataConfig,
-    FinetuneConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    UserError,
-)
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from lptune.distributed import check_compiler, local_rows
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
 from tests.helpers.ranks import run_ranks

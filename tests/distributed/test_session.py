@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lptune import distributed, launch
-from lptune.config import ParallelConfig, UserError, mesh_axes
+from lptune.base.errors import UserError
+from lptune.config import ParallelConfig, mesh_axes
 from lptune.distributed import World
 from tests.helpers.ranks import run_ranks
 

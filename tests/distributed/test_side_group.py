@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lptune import distributed
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from tests.helpers.ranks import Ranks
 
 

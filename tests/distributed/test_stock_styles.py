@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear
-from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig
 from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import Ranks
 

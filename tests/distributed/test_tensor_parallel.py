@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import checkpoint, distributed, linear, models, training
+from lptune.base.errors import UserError
 from lptune.config import (
     PRECISION_KINDS,
     DataConfig,
@@ -25,7 +26,6 @@ from lptune.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    UserError,
 )
 from lptune.distributed.tensor_parallel import cut, cut_decoder
 from lptune.kernels import HEADER_BYTES

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lptune import checkpoint, distributed
+from lptune.base.errors import UserError
 from lptune.checkpoint.manifest import step_folder_name
-from lptune.config import UserError
 from tests.faults.state import State, many_parts, table
 from tests.helpers.ranks import run_ranks
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from lptune import checkpoint, distributed
+from lptune.base.errors import UserError
 from lptune.checkpoint.manifest import list_checkpoints, step_folder_name, step_of
-from lptune.config import UserError
 from tests.faults.state import State, many_parts, table
 from tests.helpers import cold
 from tests.helpers.launch import free_port, rank_environment

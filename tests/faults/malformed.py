@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from lptune import checkpoint, data, distributed, models
+from lptune.base.errors import UserError
 from lptune.base.files import write_json
 from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.manifest import Shard, _seal, describe_file, write_manifest
-from lptune.config import DataConfig, FinetuneConfig, UserError, load_config
+from lptune.config import DataConfig, FinetuneConfig, load_config
 
 BASE = "model: {path: x}\ndata: {source: builtin}\n"
 

@@ -38,7 +38,7 @@ def test_the_hook_sees_what_is_planted(seen: Any) -> None:
 
 
 def test_reading_a_header_that_claims_a_gigabyte_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
-    from lptune.config import UserError
+    from lptune.base.errors import UserError
     from lptune.models.headers import read_header
 
     path = tmp_path / "model.safetensors"

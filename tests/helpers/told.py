@@ -1,4 +1,4 @@
-"""What a run prints before it works: the banner, and phases (lptune/cli/banner.py, lptune/progress.py)."""
+"""What a run prints before it works: banner and phases (lptune/cli/banner.py, lptune/base/progress.py)."""
 
 import re
 

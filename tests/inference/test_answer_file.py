@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lptune import distributed
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import Prompt
 from lptune.data.sources import Row
 from lptune.distributed import World

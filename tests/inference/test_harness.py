@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
 from tests.helpers.ranks import run_ranks

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lptune import data, distributed, models
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.inference import LoadedModel, load_model
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import make_checkpoint, write_config

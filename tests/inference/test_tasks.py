@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lptune import data, distributed
-from lptune.config import HarnessConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import HarnessConfig
 from lptune.inference import read_tasks
 from lptune.inference.task_files import check_has_no_code
 from tests.helpers.tiny_recipe import make_checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import cpu_gemms, layer_handle, native, record_gemms, scaled_mm
 from lptune.kernels.backend import choose_backend
 from lptune.kernels.native import library

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lptune import linear
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.kernels import choose_backend
 from tests.helpers import cold
 

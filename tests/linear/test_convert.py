@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lptune import linear
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.kernels import record_gemms
 
 INT8 = PrecisionConfig(kind="int8_rowcol")

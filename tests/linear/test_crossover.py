@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lptune import linear
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.linear.crossover import Measurements, measurements
 
 SMALL = PrecisionConfig(kind="int8_rowcol", skip_small=True)

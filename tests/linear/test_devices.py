@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear, numerics
-from lptune.config import PRECISION_KINDS, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
 T, K, N = 96, 256, 160

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, linear, models, numerics
+from lptune.base.errors import UserError
 from lptune.cli import recipe
-from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, UserError, load_config
+from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, load_config
 from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
 from lptune.linear.kind import Agree

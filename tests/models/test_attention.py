@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.models import DocumentBounds, activate_attention, attention, config_from_dict
 from lptune.models.attention import attend, choose_backend, make_visibility
 from lptune.models.documents import Visibility

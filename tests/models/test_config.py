@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.models import PRESETS, config_from_dict, read_config
 from lptune.models.defaults import DEFAULTS, check_types
 from lptune.models.keys import Keys

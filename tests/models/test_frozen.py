@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lptune import linear, models
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 
 def _model(**changed: Any) -> models.Decoder:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lptune import distributed, models, training
+from lptune.base.errors import UserError
 from lptune.checkpoint.disk import disk_report
 from lptune.config import (
     CheckpointConfig,
@@ -24,7 +25,6 @@ from lptune.config import (
     ModelConfig,
     ParallelConfig,
     PrecisionConfig,
-    UserError,
 )
 from lptune.hardware.devices import named_device
 from lptune.plan import fit, memory

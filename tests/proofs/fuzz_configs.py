@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lptune import checkpoint, models
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from tests.helpers.models_oracle import random_tokens, randomize_
 
 OUTCOMES = {

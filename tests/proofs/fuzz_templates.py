@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import ChatTemplate
 from lptune.data.errors import RowError
 from lptune.data.templates import _with_arguments

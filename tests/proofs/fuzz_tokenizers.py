@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.data import load_tokenizer
 
 TEXTS = [

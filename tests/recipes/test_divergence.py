@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from lptune import checkpoint
+from lptune.base.errors import DivergedError
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
-from lptune.config import DivergedError, FinetuneConfig, load_config
+from lptune.config import FinetuneConfig, load_config
 from tests.helpers.ranks import Ranks
 from tests.recipes.conftest import Run, read_metrics
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.retention import patience
 from lptune.cli import catalog, recipe
-from lptune.config import EvaluatedConfig, FinetuneConfig, UserError, load_config
+from lptune.config import EvaluatedConfig, FinetuneConfig, load_config
 from tests.recipes.conftest import Run, read_metrics
 
 # A rate at which the held-out loss falls first and then rises.

@@ -121,6 +121,16 @@ def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
     ]
 
 
+def test_a_chat_whose_answers_cannot_be_written_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        process = cold.start(
+            *cold.LPTUNE, *arguments(tiny_checkpoint), folder=tmp_path, stdin=subprocess.PIPE, stdout=full
+        )
+        _, stderr = process.communicate("What comes after Monday?\n", timeout=60)
+    assert process.returncode == 2
+    assert "error: stdout: cannot be written: No space left on device" in stderr.splitlines()
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

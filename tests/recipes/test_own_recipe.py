@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lptune.base.errors import UserError
 from lptune.cli import recipe
-from lptune.config import UserError, load_config
+from lptune.config import load_config
 from tests.helpers import warm
 from tests.recipes.conftest import Run, losses
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lptune import data, distributed, models, training
+from lptune.base.errors import UserError
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
-from lptune.config import DataConfig, KtoConfig, KtoLossConfig, ModelConfig, UserError
+from lptune.config import DataConfig, KtoConfig, KtoLossConfig, ModelConfig
 from lptune.data.documents import Documents, offsets_of
 from lptune.data.packing import one_document_per_row, pack
 from lptune.distributed.shards import local_rows

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lptune import data, distributed, training
+from lptune.base.errors import UserError
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
-from lptune.config import DataConfig, ModelConfig, PreferenceConfig, PreferenceLossConfig, UserError
+from lptune.config import DataConfig, ModelConfig, PreferenceConfig, PreferenceLossConfig
 from lptune.data.documents import Documents, offsets_of
 from lptune.data.packing import one_group_per_row, pack_groups
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lptune.training.step_lines import Bar, TimeLeft, evaluation_line, step_line
-from tests.test_progress import terminal
+from tests.base.test_progress import terminal
 
 RECORD: dict[str, Any] = {
     "step": 20,

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, training
-from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig
 
 
 def _rates(num_steps: int = 10, **keys: object) -> list[float]:

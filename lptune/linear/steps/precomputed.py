@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import LIVE
 from lptune.linear.kind import kind_of
 from lptune.linear.module import LowPrecisionLinear

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.kernels import Packed, Quantized, dequantize_rotated, note_gather
 from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.kind import Agree, LinearSpec, kind_of

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lptune import distributed, linear, models, progress
-from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig, UserError
+from lptune import distributed, linear, models
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS, ParallelConfig, RunConfig
 from lptune.distributed import World
 from lptune.hardware.devices import Device
 from lptune.kernels import emulated_bfloat16

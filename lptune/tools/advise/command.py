@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.base.files import write_errors, write_text
+from lptune.base.text import wrapped
 from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.config import (
     PRECISION_KINDS,
     PrecomputeConfig,
     RunConfig,
-    UserError,
     check_batches,
     check_sources,
     mesh_axes,
@@ -188,8 +189,6 @@ def _written(
     write: Path,
 ) -> str:
     """The text of the written config."""
-    import textwrap
-
     from lptune.config.changed import changed_yaml
     from lptune.tools.advise.measure import precision_of
 
@@ -199,7 +198,7 @@ def _written(
     changes = {f"precision.{name}": value for name, value in new.items() if value != given[name]}
     name = recipe_path.stem if recipe_path == catalog.recipes().get(recipe_path.stem) else str(recipe_path)
     lines = [
-        *textwrap.wrap(comment, 100),
+        *wrapped(comment, 100),
         "",
         f"  lptune run {name} --config {shlex.quote(str(write))}",
     ]

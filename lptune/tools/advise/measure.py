@@ -23,8 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lptune import distributed, linear, models, progress, training
-from lptune.config import ParallelConfig, PrecisionConfig, RunConfig, UserError, size_text
+from lptune import distributed, linear, models, training
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.base.text import size_text
+from lptune.config import ParallelConfig, PrecisionConfig, RunConfig
 from lptune.distributed import World
 from lptune.tools.advise.layers import Group, Shape, groups_of
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from lptune import data, inference, linear, models, progress
+from lptune import data, inference, linear, models
+from lptune.base import progress
 from lptune.config import PRECISION_KINDS, PrecisionConfig, RunConfig
 from lptune.data import Batch
 from lptune.distributed import World

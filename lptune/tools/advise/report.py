@@ -1,11 +1,10 @@
 """The advice as text, at most 80 columns wide."""
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lptune import progress
-from lptune.config import PRECISION_KINDS, size_text, with_addresses
+from lptune.base.text import duration_text, size_text, table, with_addresses, wrapped
+from lptune.config import PRECISION_KINDS
 from lptune.hardware.devices import Device
 from lptune.plan.fit import fits
 from lptune.plan.from_counts import predictable
@@ -14,7 +13,6 @@ from lptune.tools.advise.layers import Group
 from lptune.tools.advise.measure import Measured
 from lptune.tools.advise.quality import PUBLISHED, Quality
 
-WIDTH = 80
 _PER_TABLE = 4
 """Groups beside each other."""
 _WORST_LAYERS = 8
@@ -54,14 +52,14 @@ def timed_report(
 ) -> list[str]:
     """Lines for what was timed here. emulated: the kinds without native GEMMs here. notes: come last."""
     lines = _heading(setting)
-    spent = f"timed here in {progress.duration_text(measured.duration_s)}"
+    spent = f"timed here in {duration_text(measured.duration_s)}"
     if measured.timed_tokens < measured.tokens:
         spent += f", with {measured.timed_tokens:,} tokens, scaled up to {measured.tokens:,}"
     lines += _wrapped(spent)
     lines += ["", *_ranking(advice, setting, "step"), ""]
     shares = parts_of(measured, setting.num_micro_batches, setting.num_ranks)
     each = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
-    lines += [*_wrapped(f"a step of none: {each}", "  "), ""]
+    lines += [*_wrapped(f"a step of none: {each}", 2), ""]
     for first in range(0, len(measured.groups), _PER_TABLE):
         lines += [*_by_group(advice, measured, measured.groups[first : first + _PER_TABLE]), ""]
     left = {group.label for group in measured.groups} - {group.label for group, _ in measured.pairs}
@@ -75,11 +73,11 @@ def timed_report(
         lines += _wrapped(
             f"not advised, this device has no GEMMs for them and would only emulate them: "
             f"{', '.join(emulated)}",
-            "  ",
+            2,
         )
     lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
     lines += [*_exchange(setting), "", *_verdict(advice, setting)]
-    return [*lines, *(line for note in notes for line in _wrapped(f"note: {note}", "  "))]
+    return [*lines, *(line for note in notes for line in _wrapped(f"note: {note}", 2))]
 
 
 def predicted_report(
@@ -95,12 +93,11 @@ def predicted_report(
     for kind, (cautious, hopeful) in ranges.items():
         if f"{cautious:.2f}" != f"{hopeful:.2f}":
             lines += _wrapped(
-                f"{kind}: {cautious:.2f}x to {hopeful:.2f}x, by the GEMM (LPTUNE_TRY, docs/gpu.md)",
-                "  ",
+                f"{kind}: {cautious:.2f}x to {hopeful:.2f}x, by the GEMM (LPTUNE_TRY, docs/gpu.md)", 2
             )
     known = predictable(device)
     left = [kind for kind in PRECISION_KINDS if kind not in known]
-    lines += _wrapped(f"no prediction for {', '.join(left)}", "  ")
+    lines += _wrapped(f"no prediction for {', '.join(left)}", 2)
     lines += _quality(advice, setting)
     lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
     return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
@@ -140,7 +137,7 @@ def _ranking(advice: Advice, setting: Setting, what: str) -> list[str]:
                 "reference" if found is None else str(found),
             )
         )
-    return _table(rows)
+    return table(rows, "<>", rule=True)
 
 
 def _by_group(advice: Advice, measured: Measured, groups: Sequence[Group]) -> list[str]:
@@ -158,7 +155,7 @@ def _by_group(advice: Advice, measured: Measured, groups: Sequence[Group]) -> li
         if each.by_group is not None:
             cells = (each.by_group.get(group.label) for group in groups)
             rows.append((each.kind, *("-" if cell is None else f"{cell:.2f}x" for cell in cells)))
-    return _table(rows)
+    return table(rows, "<>", rule=True)
 
 
 def _quality(advice: Advice, setting: Setting) -> list[str]:
@@ -166,7 +163,7 @@ def _quality(advice: Advice, setting: Setting) -> list[str]:
     in the kind that is nearest to it.
     """
     quality = setting.quality
-    lines = _wrapped(f"loss at step 0: the difference from none, {quality.source}", "  ")
+    lines = _wrapped(f"loss at step 0: the difference from none, {quality.source}", 2)
     if not quality.errors:
         return lines
     nearest = min(quality.errors, key=lambda kind: abs(quality.differences[kind].difference))
@@ -177,13 +174,13 @@ def _quality(advice: Advice, setting: Setting) -> list[str]:
     if not bad:
         name, errors = worst[0]
         lowest = f"the lowest is {errors.worst_sqnr_db:.1f} dB, {errors.worst_gemm} of {name}"
-        return [*lines, *_wrapped(f"{kind}: no GEMM is below {least_db:g} dB; {lowest}", "  ")]
+        return [*lines, *_wrapped(f"{kind}: no GEMM is below {least_db:g} dB; {lowest}", 2)]
     gemms = sorted({errors.worst_gemm for _, errors in bad})
     only_backward = "" if "output" in gemms else f", or precision.{gemms[0]}=high that GEMM of all layers"
     lines += _wrapped(
         f"{kind}: {len(bad)} of {len(worst)} layers have a GEMM below {least_db:g} dB; precision.skip leaves "
         f"them in high precision{only_backward}:",
-        "  ",
+        2,
     )
     for name, errors in bad[:_WORST_LAYERS]:
         lines.append(f"    {errors.worst_sqnr_db:6.1f} dB  {errors.worst_gemm:11}  {name}")
@@ -195,7 +192,7 @@ def _exchange(setting: Setting) -> list[str]:
         return []
     each = ", ".join(f"{kind} {size_text(plan.exchanged_bytes)}" for kind, plan in setting.planned.items())
     more = f" (buffers of a step: {each})" if each else ""
-    return _wrapped(f"the exchange between ranks is not in these times{more}", "  ")
+    return _wrapped(f"the exchange between ranks is not in these times{more}", 2)
 
 
 def _verdict(advice: Advice, setting: Setting) -> list[str]:
@@ -208,7 +205,7 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
         lines += _wrapped(
             f"leave {', '.join(chosen.skip)} in high precision (precision.skip): slower in {chosen.kind}; "
             f"{chosen.speedup:.2f}x becomes {chosen.skipping_speedup:.2f}x",
-            "  ",
+            2,
         )
     planned = setting.planned.get(chosen.kind)
     if planned and setting.gpu and not fits(planned.peak_bytes, setting.gpu):
@@ -216,7 +213,7 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
             f"it does not fit {setting.device}: the peak is {size_text(planned.peak_bytes)}. For changes "
             f"that make it fit: lptune plan --config {setting.config} "
             f"--device {setting.gpu.key or setting.device} precision.kind={chosen.kind}",
-            "  ",
+            2,
         )
     return lines
 
@@ -226,22 +223,8 @@ def _pays(setting: Setting) -> str:
     return f"it pays from {WORTH:.2f}x on{limit}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, the others to the right, with a line under the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        with_addresses(text), WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def _wrapped(text: str, hang: int = 0) -> list[str]:
+    return wrapped(with_addresses(text), hang=hang)
 
 
 def _seconds(seconds: float) -> str:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune import progress
+from lptune.base.errors import UserError
+from lptune.base.text import printable, terminal_columns
 from lptune.cli import catalog, recipe
-from lptune.config import UserError, printable
 
 if TYPE_CHECKING:
     from lptune.tools.diff.sides import Side
@@ -26,7 +26,7 @@ def diff(a: str, b: str) -> None:
     """
     from lptune.tools.diff.sides import lines
 
-    for line in lines(_side(a), _side(b), progress.terminal_columns()):
+    for line in lines(_side(a), _side(b), terminal_columns()):
         click.echo(printable(line))
 
 

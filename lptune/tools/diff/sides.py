@@ -6,14 +6,13 @@ not the same bits, and the first at which they differ by more than a thousandth:
 their last bits at once, a mistake shows at the second step.
 """
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.layer_names import group_name, without_number
+from lptune.base.text import group_name, table, without_number, wrapped
 from lptune.tools.report.plan import COLUMNS, Plan
 from lptune.tools.report.run import Run, read_run
 from lptune.tools.report.summary import NOT_COMPARED, differing_keys, loss_text, steps_text
@@ -76,9 +75,9 @@ def lines(a: Side, b: Side, width: int) -> Iterator[str]:
 def _titles(a: Side, b: Side, width: int) -> Iterator[str]:
     for letter, side in (("A", a), ("B", b)):
         status = f": {steps_text(side.run)}" if side.run else ""
-        yield from _wrapped(f"{letter}  {side.name}{status}", width, "   ")
+        yield from wrapped(f"{letter}  {side.name}{status}", width, 0, 3, break_words=True)
         for note in side.run.notes if side.run else ():
-            yield from _wrapped(f"   note: {note}", width, "     ")
+            yield from wrapped(f"note: {note}", width, 3, 2, break_words=True)
 
 
 def _config(a: Side, b: Side, width: int) -> Iterator[str]:
@@ -111,8 +110,12 @@ def _facts(a: Run, b: Run, width: int) -> Iterator[str]:
             [(text, first or "—", second or "—") for text, (first, second) in differing.items()], width
         )
     if same:
-        yield from _wrapped(
-            f"the same: {', '.join(f'{text} {known[text][0]}' for text in same)}", width, "  "
+        yield from wrapped(
+            f"the same: {', '.join(f'{text} {known[text][0]}' for text in same)}",
+            width,
+            0,
+            2,
+            break_words=True,
         )
     if not known and not differing:
         yield "made with: neither run says"
@@ -137,12 +140,12 @@ def _plans(a: Plan, b: Plan, width: int) -> Iterator[str]:
         return
     yield f"precision plan: {num_differing:,} of {len(names):,} layers differ (A -> B)"
     for change, layers in list(changes.items())[:_MAX_GROUPS]:
-        yield from _wrapped(f"  {change}", width, "    ")
+        yield from wrapped(change, width, 2, 2, break_words=True)
         groups = dict[str, list[str]]()
         for name in layers:
             groups.setdefault(without_number(name), []).append(name)
         for each in list(groups.values())[:_MAX_GROUPS]:
-            yield from _wrapped(f"    {group_name(each)}", width, "      ")
+            yield from wrapped(group_name(each), width, 4, 2, break_words=True)
 
 
 def _change(a: tuple[str, ...] | None, b: tuple[str, ...] | None) -> str:
@@ -181,20 +184,11 @@ def _losses(a: Run, b: Run) -> Iterator[str]:
 
 def _table(rows: list[tuple[str, str, str]], width: int) -> Iterator[str]:
     """Rows of a name and two values, side by side where all of them fit, else below each other."""
-    sizes = [max(len(row[i]) for row in [("", "A", "B"), *rows]) for i in range(3)]
-    if 2 + sum(sizes) + 4 <= width:
-        yield f"  {'':<{sizes[0]}}  {'A':<{sizes[1]}}  B"
-        for name, a, b in rows:
-            yield f"  {name:<{sizes[0]}}  {a:<{sizes[1]}}  {b}"
+    beside = table([("", "A", "B"), *rows], indent=2)
+    if max(map(len, beside)) <= width:
+        yield from beside
         return
     for name, a, b in rows:
-        yield from _wrapped(f"  {name}", width, "    ")
-        yield from _wrapped(f"    A  {a}", width, "       ")
-        yield from _wrapped(f"    B  {b}", width, "       ")
-
-
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    first = text[: len(text) - len(text.lstrip(" "))]
-    return textwrap.wrap(
-        text.strip(), width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
-    ) or [text]
+        yield from wrapped(name, width, 2, 2, break_words=True)
+        yield from wrapped(f"A  {a}", width, 4, 3, break_words=True)
+        yield from wrapped(f"B  {b}", width, 4, 3, break_words=True)

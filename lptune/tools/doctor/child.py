@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lptune.config import printable
+from lptune.base.text import printable
 from lptune.tools.doctor.line import PROBLEM, Line, examined
 
 TIMEOUT_S = 120

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from lptune import __version__
+from lptune.base.text import columns, text_width, wrapped
 from lptune.cli import recipe
-from lptune.cli.terminal import text_width, wrapped
 
 
 @click.command()
@@ -104,14 +104,10 @@ def _check_config(cfg: Any, name: str) -> Iterator[Any]:
 def line_text(line: Any, width: int) -> Iterator[str]:
     """A finding in lines of at most `width` columns."""
     status = line.status if line.status != "problem" else "PROBLEM"
-    left, start = f"  {status:<9}{line.name}", 29
-    texts = [*wrapped(line.text, width, start, break_words=True)]
-    texts += wrapped(f"-> {line.todo}", width, start, break_words=True) if line.todo else []
-    if len(left) + 2 > start:
-        yield left
-    else:
-        texts[0] = left.ljust(start) + texts[0].lstrip()
-    yield from texts
+    start = 29
+    yield from columns(f"  {status:<9}{line.name}", line.text, start, width, break_words=True)
+    if line.todo:
+        yield from wrapped(f"-> {line.todo}", width, start, break_words=True)
 
 
 def _end(found: list[Any], duration_s: float, width: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lptune.config import size_text
+from lptune.base.text import size_text
 from lptune.hardware.cpu import cpu_flags, cpuinfo
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from lptune.config import UserError, printable
+from lptune.base.errors import UserError
+from lptune.base.text import printable
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 

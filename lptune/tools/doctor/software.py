@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lptune.config import printable, size_text
+from lptune.base.text import printable, size_text
 from lptune.tools.doctor.host import size_of
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from lptune.config import printable, size_text
+from lptune.base.text import printable, size_text
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 from lptune.tools.doctor.kinds import Speed, Support, all_kinds, kind_lines, recommended, support
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, Probe

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
-from lptune.base.files import write_errors, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import kind_of, write_errors, write_text
 from lptune.cli import catalog, interrupts, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import UserError, kind_of
 
 _TOOLS = ("torchtune", "torchtitan", "axolotl")
 

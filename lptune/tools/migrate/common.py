@@ -1,6 +1,6 @@
 """What the three tables share: optimizers, batches, precision, and the sentences about them."""
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.tools.migrate.draft import Draft
 
 ADAM = "Adam adds the decay to the gradient; AdamW does not"

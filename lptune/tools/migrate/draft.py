@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lptune.config import UserError, closest
+from lptune.base.errors import UserError, closest
 
 NOT_NEEDED = "not needed here"
 NOT_OFFERED = "not offered"

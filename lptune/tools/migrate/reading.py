@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lptune.base.errors import UserError
 from lptune.base.files import is_deep, read_bytes, read_object
-from lptune.config import UserError
 from lptune.config.load import read_yaml
 from lptune.tools.migrate import axolotl, torchtitan, torchtune
 from lptune.tools.migrate.draft import Draft

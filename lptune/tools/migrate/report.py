@@ -3,15 +3,13 @@
 import json
 import re
 import shlex
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from lptune.config import printable
+from lptune.base.text import printable, wrapped
 from lptune.tools.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
 
-_WIDTH = 80
 _SECTIONS = (
     *("model", "data", "precision", "parallel", "optimizer", "schedule", "checkpoint", "export", "logging"),
     "",
@@ -115,7 +113,7 @@ _NO_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf", "y
 def _lines(draft: Draft, config: str) -> Iterator[str]:
     yield f"{draft.tool}: {draft.file} -> {config} (recipe {draft.recipe})"
     for text in draft.assumed:
-        yield from _wrapped(f"assumed: {text}", "  ")
+        yield from wrapped(f"assumed: {text}", indent=2, hang=2)
     same = [each for each in draft.settings if each.theirs and not each.note]
     changed = [each for each in draft.settings if each.note and each.theirs]
     defaults = [each for each in draft.settings if not each.theirs]
@@ -128,8 +126,8 @@ def _lines(draft: Draft, config: str) -> Iterator[str]:
             yield from ("", title)
         for each in group:
             arrow = f"{', '.join(each.theirs)} -> " if each.theirs else ""
-            yield from _wrapped(f"{arrow}{each.ours} = {_scalar(each.value)}", "  ")
-            yield from _wrapped(each.note, "      ")
+            yield from wrapped(f"{arrow}{each.ours} = {_scalar(each.value)}", indent=2, hang=2)
+            yield from wrapped(each.note, indent=6, hang=2)
     if draft.dropped:
         yield from ("", "no equivalent")
     for why in REASONS:
@@ -137,21 +135,21 @@ def _lines(draft: Draft, config: str) -> Iterator[str]:
     if draft.to_fill:
         yield from ("", "to fill in")
     for ours, text in draft.to_fill:
-        yield from _wrapped(f"{ours}: {text}", "  ")
+        yield from wrapped(f"{ours}: {text}", indent=2, hang=2)
     number = counts(draft)
     gone = sum(number[why] for why in REASONS)
     yield ""
-    yield from _wrapped(
+    yield from wrapped(
         f"{number['keys']} keys: {number['same']} with the same meaning, {number['changed']} with a changed "
         f"one, {gone} without an equivalent ({number[UNKNOWN]} of them unknown); to fill in: "
         f"{len(draft.to_fill)}.",
-        "",
+        hang=2,
     )
     if all(each.ours != "precision.kind" for each in draft.settings):
-        yield from _wrapped(
+        yield from wrapped(
             "It trains without low precision, as there. `lptune advise` tells what each precision.kind would "
             "gain on your device.",
-            "",
+            hang=2,
         )
     yield f"next: lptune validate {config}"
 
@@ -165,15 +163,4 @@ def _dropped(draft: Draft, why: str) -> Iterator[str]:
     for each in group:
         by_text[each.text].append(each.theirs + (f" ({each.num_keys} keys)" if each.num_keys > 1 else ""))
     for text, names in by_text.items():
-        yield from _wrapped(", ".join(names) + (f": {text}" if text else ""), "    ")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        yield from wrapped(", ".join(names) + (f": {text}" if text else ""), indent=4, hang=2)

@@ -6,7 +6,8 @@ copied recipe has them, too.
 
 from pathlib import Path
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.text import duration_text
 from lptune.tools.report.page import write_page
 from lptune.tools.report.run import Run, read_run
 from lptune.tools.report.summary import Summary, summary
@@ -35,9 +36,9 @@ def _done(found: Summary) -> str:
     compile_s = found.compile_time_s or 0.0
     text = f"{found.last_step:,} step{'s' * (found.last_step > 1)}"
     if found.train_time_s is not None:
-        text += f" in {progress.duration_text(found.train_time_s + compile_s)}"
+        text += f" in {duration_text(found.train_time_s + compile_s)}"
     if compile_s >= progress.WORTH_A_LINE_S:
-        text += f" ({progress.duration_text(compile_s)} of it compiling)"
+        text += f" ({duration_text(compile_s)} of it compiling)"
     return text + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lptune.base import files
-from lptune.base.files import MAX_BYTES, lines_of, object_of, read_bytes
-from lptune.config import LongLineError, UserError, kind_of
+from lptune.base.errors import UserError
+from lptune.base.files import MAX_BYTES, LongLineError, kind_of, lines_of, object_of, read_bytes
 
 
 class Found(NamedTuple):

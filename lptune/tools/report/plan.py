@@ -7,7 +7,7 @@ run prints: `model.layers.0-27.mlp.up_proj`.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.layer_names import group_name, without_number
+from lptune.base.text import group_name, without_number
 from lptune.tools.report.files import read_object
 
 COLUMNS = ("layer", "out × in", "output", "grad_input", "grad_weight", "all-gather", "note")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lptune.base.errors import UserError, how_to_install
 from lptune.base.files import write_bytes
-from lptune.config import UserError, how_to_install
 from lptune.tools.report.charts import Chart
 from lptune.tools.report.markup import shown
 from lptune.tools.report.rows import Column

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.base.files import lines_of, object_of
-from lptune.config import LongLineError, UserError
+from lptune.base.errors import UserError
+from lptune.base.files import LongLineError, lines_of, object_of
 
 MAX_NAMES = 64
 """Different metrics that are read. A run writes about twenty, and one for each data source."""

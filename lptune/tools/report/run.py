@@ -4,7 +4,6 @@ Nothing but the files is asked, so that a run on another machine can be read thr
 goes on is known from the lock on OUTPUT_DIR/.lock, which a living run holds.
 """
 
-import fcntl
 import math
 import os
 import re
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from lptune.config import UserError, kind_of, open_regular
+from lptune.base.errors import UserError
+from lptune.base.files import Lock, kind_of
 from lptune.tools.report.files import read_object, read_objects, read_text
 from lptune.tools.report.plan import Plan, read_plan
 from lptune.tools.report.rows import MAX_STEP, Rows, read_rows
@@ -165,16 +165,13 @@ def is_running(folder: Path) -> bool:
     To find out, the lock is taken for some microseconds; a run that starts in them says that another run is
     writing there, and can be started again.
     """
-    path = folder / ".lock"
-    with suppress(OSError, UserError):
-        descriptor = open_regular(path, os.O_RDONLY)
-        try:
-            # Shared, so that two reports do not take each other for a run.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+    try:
+        # Shared, so that two reports do not take each other for a run.
+        Lock(folder / ".lock", os.O_RDONLY, shared=True).close()
+    except BlockingIOError:
+        return True
+    except (OSError, UserError):
+        pass
     return False
 
 

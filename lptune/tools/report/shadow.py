@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.layer_names import number_of, without_number
+from lptune.base.text import number_of, without_number
 from lptune.tools.report.files import read_objects
 from lptune.tools.report.rows import LARGEST
 

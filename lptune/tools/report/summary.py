@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lptune.progress import duration_text
+from lptune.base.text import duration_text
 from lptune.tools.report.axes import number
 from lptune.tools.report.run import Run, value_text
 

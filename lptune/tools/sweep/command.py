@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import click
 
-from lptune.base.files import write_errors, write_text
+from lptune.base.errors import UserError
+from lptune.base.files import Lock, kind_of, write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_above
-from lptune.config import RunConfig, UserError, check_given_files_stay, kind_of, lock_file, open_regular
+from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, preemption
 
 _OWN_FLAGS = (
@@ -222,7 +223,7 @@ def _run_all(
         record.add(each.name, Ended(each.config_digest, code, round(time.monotonic() - started_s, 1)))
         if code not in (0, 3, _STOPPED):
             click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
-    os.close(lock)
+    lock.close()
     results = [result(each.name, each.folder, codes.get(each.name)) for each in planned]
     click.echo(f"\n{table(results)}")
     _report(context, folder, [each.folder for each in planned if each.name in codes])
@@ -237,17 +238,15 @@ def _run_all(
     return failed[0] if failed else 0
 
 
-def _locked(folder: Path) -> int:
-    """Makes the folder and locks it against a second sweep; returns the descriptor that holds the lock."""
+def _locked(folder: Path) -> Lock:
+    """Makes the folder and locks it against a second sweep."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = open_regular(folder / ".sweep.lock", os.O_RDWR | os.O_CREAT)
-        lock_file(descriptor, wait=False)
+        return Lock(folder / ".sweep.lock")
     except BlockingIOError:
         raise UserError(f"{folder}: another sweep runs there; wait, or choose --output-dir") from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be made or locked: {error.strerror}") from None
-    return descriptor
 
 
 def _report(context: click.Context, folder: Path, runs: Sequence[Path]) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 
 MAX_RUNS = 100
 """Above this number of runs, --max-runs must confirm that the grid is meant."""

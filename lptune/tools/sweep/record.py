@@ -13,8 +13,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lptune.base.files import read_object, write_errors, write_text
-from lptune.config import UserError, kind_of
+from lptune.base.errors import UserError
+from lptune.base.files import kind_of, read_object, write_errors, write_text
 
 FILE = "sweep.json"
 RESULTS = (0, 3)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lptune.base import text
 from lptune.base.files import lines_of, object_of
 
 _WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
@@ -61,15 +62,19 @@ def table(results: Sequence[Result]) -> str:
         has_number = value is not None and math.isfinite(value)
         return each.exit_code != 0, not has_number, value if has_number else 0.0
 
-    lines = ["held-out loss    loss    step  tokens/s  result     run"]
+    rows = [("held-out loss", "loss", "step", "tokens/s", "result", "run")]
     for each in sorted(results, key=order):
-        how = _WORDS.get(each.exit_code) or f"failed ({each.exit_code})"
-        numbers = (
-            f"{_number(each.eval_loss, '.4f'):>13}  {_number(each.loss, '.4f'):>6}  "
-            f"{_number(each.step, 'd'):>6}  {_number(each.tokens_per_s, ',.0f'):>8}"
+        rows.append(
+            (
+                _number(each.eval_loss, ".4f"),
+                _number(each.loss, ".4f"),
+                _number(each.step, "d"),
+                _number(each.tokens_per_s, ",.0f"),
+                _WORDS.get(each.exit_code) or f"failed ({each.exit_code})",
+                each.name,
+            )
         )
-        lines.append(f"{numbers}  {how:<9}  {each.name}")
-    return "\n".join(lines)
+    return "\n".join(text.table(rows, ">>>><"))
 
 
 def _number(value: float | None, form: str) -> str:

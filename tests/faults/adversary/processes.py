@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lptune.base.errors import UserError
 from lptune.checkpoint.manifest import list_checkpoints, verify
-from lptune.config import UserError
 from tests.faults.adversary import phases
 from tests.faults.adversary.child import CLOSED, NO_READER, Streams
 from tests.faults.adversary.judge import DONE, EITHER, OWN, REFUSED, Case

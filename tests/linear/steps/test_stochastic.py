@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from lptune import kernels, linear, numerics
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend
 

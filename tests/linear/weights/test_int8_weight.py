@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear, numerics
-from lptune.config import PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import PrecisionConfig
 from lptune.linear import Int8Weight
 
 INT8 = PrecisionConfig(kind="int8_weight_only", skip=())

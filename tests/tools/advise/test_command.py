@@ -9,8 +9,8 @@ import pytest
 from lptune.cli import catalog
 from lptune.tools.advise import measure
 from lptune.tools.advise.measure import Measured, Pair, Times
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command, Lptune
-from tests.test_progress import terminal
 
 TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.source=builtin", "data.seq_len=32")
 SMALL = (*TINY, "micro_batch_size=2", "global_batch_size=8", "compile=none")

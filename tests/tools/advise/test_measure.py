@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lptune import distributed, linear, models
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig, UserError
+from lptune.base.errors import UserError
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from lptune.tools.advise import measure
 
 TINY = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lptune.config import PRECISION_KINDS, UserError
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS
 from lptune.kernels import choose_backend
 from lptune.tools.doctor import child, host, software, with_torch
 from lptune.tools.doctor.command import line_text

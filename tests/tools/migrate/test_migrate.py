@@ -18,8 +18,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.config import UserError
 from lptune.tools.migrate import reading
 from lptune.tools.migrate.draft import UNKNOWN, Draft, leaves
 from lptune.tools.migrate.reading import migrate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.tools import report
 from lptune.tools.report.charts import charts
 from lptune.tools.report.page import _json, arrange, page

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.config import MEBI, UserError
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI
 from lptune.tools.report.rows import MAX_NAMES, Rows, read_rows
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lptune.config import UserError
+from lptune.base.errors import UserError
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
 from lptune.tools.sweep.slurm import Shape, script
 from lptune.tools.sweep.table import result, table
@@ -43,7 +43,8 @@ import sys
 import time
 from pathlib import Path
 
-from lptune.config import DivergedError, FinetuneConfig, UserError
+from lptune.base.errors import DivergedError, UserError
+from lptune.config import FinetuneConfig
 from lptune.launch import preemption
 
 

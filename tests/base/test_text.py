@@ -2,7 +2,8 @@
 
 import pytest
 
-from lptune.config import DivergedError, UserError, flop_text, printable, size_text
+from lptune.base.errors import DivergedError, UserError
+from lptune.base.text import flop_text, printable, size_text, table, wrapped
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J \x9b31m a\rb \u202egnp.exe \u200b \x7f \udcff"
 
@@ -26,3 +27,18 @@ def test_text_stays_as_it_is(text: str) -> None:
 )  # fmt: skip
 def test_a_small_number_is_not_shown_as_zero(number: float, size: str, flop: str) -> None:
     assert (size_text(number), flop_text(number)) == (size, flop)
+
+
+def test_a_table_is_aligned_ruled_and_without_blanks_at_the_ends_of_lines() -> None:
+    rows = [("name", "n", "why"), ("a", "10", ""), ("bc", "9", "x y")]
+    assert table(rows, "<><", indent=2, rule=True) == [
+        "  name   n  why", "---------------", "  a     10", "  bc     9  x y",
+    ]  # fmt: skip
+    assert table(rows[:1], "<>") == ["name  n  why"]
+    assert table([]) == []
+
+
+def test_lines_hang_and_only_paths_are_cut() -> None:
+    assert wrapped("a bc def", 6, 1, 2) == [" a bc", "   def"]
+    assert wrapped("abc-defghi", 5) == ["abc-defghi"]
+    assert wrapped("abcdefghi", 5, break_words=True) == ["abcde", "fghi"]

@@ -2,14 +2,20 @@
 
 Everything a user can get wrong (a key, a path, a row, a tensor) ends as a `UserError`. The command line
 prints its message and exits with its `exit_code`; a traceback always means a bug of ours.
+
+An error that misses a package names the command that installs it: with this interpreter, since a `pip` on the
+PATH may belong to another one, and with packages instead of `lptune[extra]`. lptune may come from a checkout,
+a wheel or a URL, and a package index may then hold nothing of this name, or a stranger's package.
 """
 
 import difflib
 import errno
+import re
+import shlex
+import sys
 from collections.abc import Iterable
 
-from lptune.config.pages import with_addresses
-from lptune.config.text import printable
+from lptune.base.text import printable, with_addresses
 
 
 class UserError(ValueError):
@@ -87,3 +93,33 @@ def remedy(error: BaseException | None, otherwise: str) -> str:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`)"
     return otherwise
+
+
+def how_to_install(extra: str) -> str:
+    """`run: /venv/bin/python -m pip install 'pyarrow>=20'`.
+
+    extra: a key of [project.optional-dependencies] in pyproject.toml.
+    """
+    import importlib.metadata  # slow to import
+
+    try:
+        listed = importlib.metadata.requires("lptune") or []
+    except importlib.metadata.PackageNotFoundError:  # the source is on PYTHONPATH, nothing is installed
+        listed = []
+    of_extra = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+    required = [each.partition(";") for each in listed]
+    packages = [name.strip() for name, _, marker in required if of_extra.search(marker)]
+    if not packages:
+        return f"install the packages that lptune's pyproject.toml lists as the extra {extra!r}"
+    return command_to_install(packages)
+
+
+def command_to_install(packages: Iterable[str]) -> str:
+    """`run: /venv/bin/python -m pip install socksio`, with uv where the environment has no pip."""
+    import importlib.metadata
+
+    # To look for the module would run setuptools' hook.
+    has_pip = any(importlib.metadata.distributions(name="pip"))
+    pip = [sys.executable, "-m", "pip", "install"]
+    uv = ["uv", "pip", "install", "--python", sys.executable]
+    return "run: " + shlex.join([*(pip if has_pip else uv), *packages])

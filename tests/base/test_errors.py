@@ -7,7 +7,7 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from lptune.config import how_to_install
+from lptune.base.errors import how_to_install
 
 OPTIONAL = ("data", "datasets", "eval", "tensorboard", "wandb", "trackio", "triton")
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import pytest
 
-from lptune import progress
+from lptune.base import progress
+from lptune.base.text import duration_text
 
 
 class Terminal(io.StringIO):
@@ -49,7 +50,7 @@ def terminal() -> Iterator[Terminal]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, as the only element."""
     now = [100.0]
-    monkeypatch.setattr("lptune.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("lptune.base.progress.time.perf_counter", lambda: now[0])
     return now
 
 
@@ -117,7 +118,7 @@ def test_of_work_in_the_background_only_the_end_is_told(clock: list[float]) -> N
     ],
 )
 def test_durations_are_text(duration_s: float, text: str) -> None:
-    assert progress.duration_text(duration_s) == text
+    assert duration_text(duration_s) == text
 
 
 def test_a_phase_that_knows_its_total_gets_a_bar(clock: list[float]) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from lptune.config import UserError, command_to_install
+from lptune.base.errors import UserError, command_to_install
 
 WAIT_S = 30.0
 """For an answer; huggingface_hub would wait for ever. Files have its own limit, HF_HUB_DOWNLOAD_TIMEOUT."""

@@ -15,13 +15,12 @@ stdout. No colours are used.
 """
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lptune.config import printable
+from lptune.base.text import duration_text, printable, terminal_columns
 
 WORTH_A_LINE_S = 0.1
 """A phase that is shorter gets no line at its end."""
@@ -152,17 +151,3 @@ def _escaped(text: str) -> str:
 def is_verbose() -> bool:
     """Whether the run was started with -v."""
     return VERBOSE in os.environ
-
-
-def terminal_columns() -> int:
-    """The width for lines that are drawn in place: that of the terminal, at most 120."""
-    # A terminal that does not report its width reports 0, and tqdm then draws nothing; shutil returns 80.
-    return min(shutil.get_terminal_size().columns, 120)
-
-
-def duration_text(duration_s: float) -> str:
-    """A duration as text: `0.4 s`, `57.2 s`, `3 min 20 s`, `1 h 5 min`."""
-    if duration_s < 59.95:
-        return f"{duration_s:.1f} s"
-    minutes, seconds = divmod(round(duration_s), 60)
-    return f"{minutes} min {seconds} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,4 +1,4 @@
-"""The tokens at which generation ends, as a model's folder names them.
+"""A model's folder: that its files are its own, and the tokens at which generation ends.
 
 transformers reads `eos_token_id` of generation_config.json, a number or a list, and config.json's only in
 a folder without that file. lptune reads config.json's, too, if the file has no such key: a model whose
@@ -8,8 +8,8 @@ generation never ends is of no use.
 from pathlib import Path
 from typing import Any
 
-from lptune.base.files import read_object
-from lptune.config import UserError
+from lptune.base.errors import UserError
+from lptune.base.files import kind_of, read_object
 
 # What transformers 5 takes from config.json for a folder without generation_config.json, for decoders.
 _GENERATION_KEYS = (
@@ -18,7 +18,53 @@ _GENERATION_KEYS = (
     "min_length", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
     "forced_eos_token_id",
 )  # fmt: skip
+_HUB_REPOSITORIES = ("models--", "datasets--", "spaces--")
 _FILES = ("generation_config.json", "config.json")
+
+
+def check_model_folder(folder: Path, key: str = "model.path") -> None:
+    """Raises UserError unless `folder`, which the config's `key` names, exists and is a folder."""
+    if folder.is_file():
+        raise UserError(f"{key}: {folder} is a file; give the checkpoint's folder, {folder.parent}")
+    if not folder.is_dir():
+        raise UserError(
+            f"{key}: {folder} is not a folder; `lptune download` fetches one, `lptune new-checkpoint` "
+            "makes one"
+        )
+
+
+def check_model_files(folder: Path) -> None:
+    """Raises UserError if anything in a model's folder is a link out of it, or not a file or folder."""
+    for place in (folder, folder / "additional_chat_templates"):
+        if place.is_dir():
+            for path in sorted(place.iterdir()):
+                if not path.name.isprintable():  # half a surrogate pair: bytes that are not UTF-8
+                    raise UserError(f"{place}: holds a file whose name is {path.name!a}; rename it")
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    model_file(folder, path)
+
+
+def model_file(folder: Path, path: Path) -> Path:
+    """The real path of the file `path` of the model's folder. Raises UserError for a link out of the folder:
+    files of a model are also exported and published, whatever their names are.
+
+    The hub's cache is the exception, since its files are links:
+    models--OWNER--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH.
+    """
+    home = folder.resolve()
+    homes = [home]
+    for parent in home.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith(_HUB_REPOSITORIES):
+            homes.append(parent.parent / "blobs")
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links
+        raise UserError(f"{path}: is a link to nowhere; download the checkpoint again") from None
+    if not any(target.is_relative_to(place) for place in homes):
+        raise UserError(f"{path}: is a link to {target}, out of the folder; copy the file here")
+    if not (target.is_file() or target.is_dir()):
+        raise UserError(f"{path}: is {kind_of(target)}, where a model has files; remove it")
+    return target
 
 
 def read_stop_ids(folder: Path) -> list[int]:
