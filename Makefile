@@ -145,7 +145,7 @@ check: .venv/.installed
 # benchmarks/training.py wants a checkpoint and data, gpu_suite.py a GPU, crossover.py a quiet hour.
 bench: .venv/.installed
 	@set -e; for name in linear kernels numerics checkpoint; do \
-	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
+	  echo "== benchmarks/$$name.py"; PYTHONPATH=. $(BIN)/python benchmarks/$$name.py; done
 
 # torchtune goes into .venv-torchtune, since it needs an older torchao. ARGS="--rounds 20 --profile none" and the like.
 bench-step: .venv/.installed

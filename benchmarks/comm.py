@@ -46,7 +46,7 @@ def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_rank
 
 def reduced_bytes(shape: Sequence[int], spec: linear.LinearSpec) -> int:
     """Bytes of float32 amaxes in the all-reduce of a step, for a weight of `shape`."""
-    kind = linear.kind_of(spec)
+    kind = spec.kind
     if kind.row_scales:
         return 0
     if kind.has_history:

@@ -1,6 +1,6 @@
 """Measures the errors of each kind's three GEMMs against float64, beside the errors that formats predict.
 
-    python benchmarks/numerics.py [--markdown] [--checkpoint FOLDER --text FILE]
+    PYTHONPATH=. python benchmarks/numerics.py [--markdown] [--checkpoint FOLDER --text FILE]
 
 - modes: one layer in every kind, eager and compiled, with each kind of activation checkpointing;
 - folding: grad_input by column, requantized and folded; grad_weight by column and folded; on distributions
@@ -8,7 +8,7 @@
 - with --checkpoint and --text: the same errors for every linear layer of a model, with x, W and g of one
   forward and backward pass over real tokens.
 
-The bound is `linear.predicted_errors`, which is derived from formats and operands; nothing is fitted.
+The bound is that of tests/proofs/noise.py, derived from formats and operands; nothing is fitted.
 """
 
 import argparse
@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lptune import checkpoint, data, distributed, linear, models, numerics
+from lptune import checkpoint, data, distributed, linear, models
 from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.kernels import GEMMS
+from tests.proofs import noise
 
 KINDS = tuple(PRECISION_KINDS)  # `none` first: bf16 itself
 MODES = [(compile_, how) for compile_ in ("none", "block") for how in ("none", "selective", "full")]
@@ -61,7 +62,7 @@ def precision(kind: str, **keys: str) -> PrecisionConfig:
 
 def run(
     operands: Operands, config: PrecisionConfig, compile_: str = "none", checkpointing: str = "none"
-) -> tuple[dict[str, Tensor], dict[str, linear.Predicted], dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[str, noise.Predicted], dict[str, Tensor]]:
     """(output, grad_input and grad_weight of a layer; their predicted errors; their float64 truth).
 
     The truth uses the weight that the layer has: `int8_weight_only` has rounded it permanently.
@@ -85,7 +86,7 @@ def run(
         "grad_weight": block.linear.weight.grad,
     }
     held = Operands(x_TK, linear.dequantized(block.linear.weight.detach()).to(x_TK.dtype), g_TN)
-    return results, linear.predicted_errors(plan.layers[0].spec, *held), held.truth()
+    return results, noise.predicted_errors(plan.layers[0].spec, *held), held.truth()
 
 
 # --- one layer in every mode
@@ -106,7 +107,7 @@ def modes_table(
         rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for compile_, how in modes:
             results, predicted, truth = run(operands, precision(kind), compile_, how)
-            errors = {gemm: numerics.relative_error(results[gemm], truth[gemm]) for gemm in GEMMS}
+            errors = {gemm: noise.relative_error(results[gemm], truth[gemm]) for gemm in GEMMS}
             cells = [f"{errors[gemm]:.5f}, {predicted[gemm].bound:.5f}" for gemm in GEMMS]
             holds = all(predicted[gemm].least <= errors[gemm] <= predicted[gemm].bound for gemm in GEMMS)
             rows.setdefault((*cells, "yes" if holds else "NO"), []).append((compile_, how))
@@ -168,7 +169,7 @@ def folding_tables() -> Iterator[list[list[str]]]:
 
 def _sqnr(operands: Operands, gemm: str, how: str, kind: str = "int8_rowcol") -> float:
     results, _, truth = run(operands, precision(kind, **{gemm: how}))
-    return numerics.sqnr_db(results[gemm], truth[gemm])
+    return noise.sqnr_db(results[gemm], truth[gemm])
 
 
 def _all_and_median(operands: Operands, kind: str = "int8_rowcol") -> list[str]:
@@ -179,7 +180,7 @@ def _all_and_median(operands: Operands, kind: str = "int8_rowcol") -> list[str]:
         gw_NK, truth_NK = results["grad_weight"].double(), truth["grad_weight"]
         ratio_K = truth_NK.norm(dim=0) / (gw_NK - truth_NK).norm(dim=0)
         median = 20 * float(ratio_K[truth_NK.norm(dim=0) > 0].median().log10())
-        cells.append(f"{numerics.sqnr_db(gw_NK, truth_NK):.1f} / {median:.1f}")
+        cells.append(f"{noise.sqnr_db(gw_NK, truth_NK):.1f} / {median:.1f}")
     return cells
 
 
@@ -263,9 +264,9 @@ def real_tables(operands: dict[str, Operands]) -> Iterator[list[list[str]]]:
         yield table
 
 
-def _errors(operands: Operands, kind: str) -> dict[str, tuple[float, linear.Predicted]]:
+def _errors(operands: Operands, kind: str) -> dict[str, tuple[float, noise.Predicted]]:
     results, predicted, truth = run(operands, precision(kind))
-    return {gemm: (numerics.relative_error(results[gemm], truth[gemm]), predicted[gemm]) for gemm in GEMMS}
+    return {gemm: (noise.relative_error(results[gemm], truth[gemm]), predicted[gemm]) for gemm in GEMMS}
 
 
 def show(table: list[list[str]], markdown: bool) -> None:

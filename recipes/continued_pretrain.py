@@ -2,20 +2,16 @@
 
     lptune run continued_pretrain --config llama3_2/1b_pretrain data.source=texts.jsonl
 
-It differs from full_finetune in three things: `num_tokens` can give the length of the run; the loss is also
-computed for each data source, in training and on held-out text; no answers are printed. The loss of a token
-does not depend on its source, so all sources have the same weight per token; data.source gives each source
-its share of the tokens.
+It differs from full_finetune in two things: `num_tokens` can give the length of the run, and the loss is also
+computed for each data source, in training and on held-out text. The loss of a token does not depend on its
+source, so all sources have the same weight per token; data.source gives each source its share of the tokens.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
 from lptune.config import PretrainConfig
-from lptune.training import is_due
 
 
 def main(cfg: PretrainConfig) -> None:
@@ -26,96 +22,47 @@ def main(cfg: PretrainConfig) -> None:
     ):
         # --- Input. All input is read and checked before the run's folder is made or changed.
         training.check_settings(cfg, world)
-        base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
+        base = run.read_base()  # only headers; weights are read by run.load
         model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-        run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            vocab_size = base.config.vocab_size
-            train, held_out, report = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
-        loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
-        num_steps = cfg.given_num_steps or loader.num_steps(cfg.num_epochs)
-        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
-        num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
-        if run.is_finished(num_steps):
+            rows = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size)
+        # Which steps are left? Model, data and seed must be those of the checkpoint that the run continues.
+        steps = training.plan_steps(run, plan, rows, tokenizer)
+        if not steps:
             return
 
         # --- Model. It is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
-        dtype = getattr(torch, cfg.compute_dtype)
-        watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
-        # What low precision keeps from step to step. It verifies the first step against the plan.
-        low = linear.LowPrecision(
-            model, plan, optimizer, world=world, seed=cfg.seed, verify=cfg.precision.verify, watch=watch
-        )
-        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
-        step = run.load(base, model, optimizer, low)
-        report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
-        run.begin(plan, report)
-        meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
-        shadow = training.shadow_check(model, low, loader, cfg, world, run)  # precision.shadow_every
-        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
+        # With what low precision keeps from step to step. The first step is verified against the plan.
+        state = training.State(model, plan, optimizer, cfg, world)
+        run.load(base, state)
 
-        # --- Training.
-        with (
-            run.writer(model, optimizer, low, update) as writer,
-            training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
-        ):
-            # Before the first step, or if a signal stopped the run before the evaluation of this step.
-            is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
-            if held_out is not None and is_eval_due and not run.has_evaluation(step):
-                metrics.write({"step": step, **evaluate(model, held_out, cfg, world)})
-                num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
-            if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
-                raise run.stopped(stopped)
-            is_save_due = False
-            while step < num_steps:
-                shadowed = shadow(
-                    step, lambda batch, _: batch_losses(model, batch, train.num_sources, world).sum()
-                )
-                with meter.timed():
-                    world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
-                    batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
-                    with low.step(step, num_passes=len(batches)):
-                        sums_N = torch.zeros(train.num_sources, device=world.device)
-                        for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss_N = batch_losses(model, batch, train.num_sources, world)
-                            loss = loss_N.sum()
-                            (loss * (world.data_size / num_targets)).backward()  # FSDP averages over ranks
-                            sums_N += loss_N.detach()
-                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
-                    training.set_learning_rate(optimizer, lr)
-                    # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
-                    updated = update(sums_N.sum(), num_targets)
-                lengths, targets_N = loader.document_lengths(step), loader.num_targets_by_source(step)
-                step += 1
-                record = meter.record(step, updated, num_targets, lr, lengths, update, low) | shadowed
-                record |= training.losses_by_source("loss", sums_N, targets_N, cfg.source_names, world)
-                is_last = step == num_steps
-                stopped, is_overdue = world.at_boundary(writer.is_overdue())
-                if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
-                    record |= evaluate(model, held_out, cfg, world)
-                metrics.write(record)
-                if "eval_loss" in record:
-                    num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
-                if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                    raise update.diverged(step, writer.wait(), run.path)
-                writer.check()
-                # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
-                is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
-                at_end = bool(stopped) or (step == num_steps and cfg.checkpoint.at_end)
-                if at_end or (is_save_due and not update.num_skipped_in_a_row):
-                    writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
-                    is_save_due = False
-                if stopped:
-                    raise run.stopped(stopped)
+        # --- Training. The library seeds, times and verifies each step, saves, and stops where it must.
+        steps.start(state)
+        if steps.eval_due:  # before the first step, or because a signal left this evaluation out
+            steps.record(**evaluate(model, rows.held_out, cfg, world))
+        for step in steps:
+            for batch in step.shadow_batches():
+                loss_N = batch_losses(model, batch, rows.train.num_sources, world)
+                (loss_N.sum() * step.loss_factor).backward()
+                step.add(loss_N)
+            for batch in step.batches():
+                loss_N = batch_losses(model, batch, rows.train.num_sources, world)
+                (loss_N.sum() * step.loss_factor).backward()
+                step.add(loss_N)
+            step.update()
+            sums_N, targets_N = step.loss_sum, step.num_targets_by_source()
+            step.record(**training.losses_by_source("loss", sums_N, targets_N, cfg.source_names, world))
+            if step.eval_due:
+                step.record(**evaluate(model, rows.held_out, cfg, world))
 
-        # --- Result.
+        # --- Result. The export comes before the samples, because generating can run out of memory.
         run.export(base)
+        steps.show_samples()
 
 
 def batch_losses(
@@ -145,3 +92,8 @@ def evaluate(
     targets_N = rows.num_targets_by_source(range(rows.num_rows))
     record = {"eval_loss": world.sum(sums_N.sum()) / max(1, sum(targets_N))}
     return record | training.losses_by_source("eval_loss", sums_N, targets_N, cfg.held_out_names, world)
+
+
+def planned_step(cfg: PretrainConfig) -> training.PlannedStep:
+    """For `lptune plan`: what forward and backward compute."""
+    return training.PlannedStep("log_probabilities")

@@ -6,14 +6,11 @@ Like full_dpo, but for the data (a prompt, one answer and its label) and the los
 log-ratio to the model before training with z, the mean log-ratio of answers to other prompts in this step.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lptune import checkpoint, data, distributed, linear, models, training
 from lptune.config import KtoConfig
-from lptune.training import is_due
 
 
 def main(cfg: KtoConfig) -> None:
@@ -24,101 +21,53 @@ def main(cfg: KtoConfig) -> None:
     ):
         # --- Input. All input is read and checked before the run's folder is made or changed.
         training.check_settings(cfg, world)
-        base = checkpoint.read_base(cfg.model.path, world.print)  # only headers; weights are read by run.load
+        base = run.read_base()  # only headers; weights are read by run.load
         model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-        run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            vocab_size = base.config.vocab_size
-            prepare = data.prepare_labelled
-            train, held_out, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size)
-        loader = data.Loader.for_run(train, cfg, rank=world.data_rank, num_ranks=world.data_size)
-        num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        stops = data.learned_stops(train, tokenizer)  # the tokens that end answers, for the export
-        run.check_continues(plan, num_steps, train.digest, tokenizer.chat_template, stops=stops)
-        num_steps = run.last_step(run.step, num_steps, cfg.early_stop_after)
-        if run.is_finished(num_steps):
+            rows = data.prepare_labelled(
+                cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size
+            )
+        # Which steps are left? Model, data and seed must be those of the checkpoint that the run continues.
+        steps = training.plan_steps(run, plan, rows, tokenizer, loss_per="answer")
+        if not steps:
             return
 
         # --- Model. It is cut, checkpointed, compiled and sharded; then it gets storage and weights.
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
-        dtype = getattr(torch, cfg.compute_dtype)
-        watch = partial(distributed.verify_collectives, model, world.mesh, dtype, world.print)
-        # What low precision keeps from step to step. It verifies the first step against the plan.
-        low = linear.LowPrecision(
-            model, plan, optimizer, world=world, seed=cfg.seed, verify=cfg.precision.verify, watch=watch
-        )
-        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
-        kept = run.reference(held_out.digest if held_out else "", mismatched=train.mismatched.digest)
-        reference = kept.read(train, held_out, 2)
-        if reference is None:  # of the weights before training, also where the run continues a checkpoint
-            run.load_base(base, model)
-            reference = training.kto_reference(model, {"train": train, "held_out": held_out}, cfg, world)
-        step = run.load(base, model, optimizer, low)
-        report += training.describe_run(model, plan, cfg, world, step, num_steps, train.one_document_per_row)
-        run.begin(plan, report)
-        kept.keep(reference)
-        meter = training.StepMeter(cfg, plan, base.config, world, loader.steps_per_epoch)
-        training.check_first_loss(model, low, loader, cfg, world, step)  # warns if 8 bits cost much
+        # With what low precision keeps from step to step. The first step is verified against the plan.
+        state = training.State(model, plan, optimizer, cfg, world)
+        reference = training.reference_log_p(run, base, model, rows, mismatched=True)
+        run.load(base, state)
 
-        # --- Training.
-        with (
-            run.writer(model, optimizer, low, update) as writer,
-            training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
-        ):
-            # Before the first step, or if a signal stopped the run before the evaluation of this step.
-            is_eval_due = is_due(step, cfg.eval_every_steps, step == num_steps)
-            if held_out is not None and is_eval_due and not run.has_evaluation(step):
-                found = evaluate(model, held_out, reference["held_out"], cfg, world)
-                metrics.write({"step": step} | found)
-                num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
-            if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
-                raise run.stopped(stopped)
-            is_save_due = False
-            while step < num_steps:
-                with meter.timed():
-                    world.seed(cfg.seed, step)  # so dropout, added to a copy of this file, resumes exactly
-                    batches, num_answers = loader.micro_batches(step), loader.num_documents(step)
-                    # z comes first, over the whole step: the loss of every answer depends on it.
-                    z = training.unrelated_ratio(model, loader.mismatched(step), reference["train"], world)
-                    with low.step(step, num_passes=len(batches)):
-                        sums_M = torch.zeros(len(training.SUMS), device=world.device)
-                        for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss, found_M = batch_loss(model, batch, train, reference["train"], z, cfg)
-                            (loss * (world.data_size / num_answers)).backward()  # FSDP averages over ranks
-                            sums_M += found_M
-                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
-                    training.set_learning_rate(optimizer, lr)
-                    # Clips, steps, clears gradients. If the loss or a gradient is not finite, only clears.
-                    updated = update(sums_M[0], num_answers)  # SUMS[0] is the loss
-                lengths, num_targets = loader.document_lengths(step), loader.num_targets(step)
-                step += 1
-                record = meter.record(step, updated, num_targets, lr, lengths, update, low)
-                record |= training.kto_metrics(sums_M, z, world)
-                is_last = step == num_steps
-                stopped, is_overdue = world.at_boundary(writer.is_overdue())
-                if held_out is not None and not stopped and is_due(step, cfg.eval_every_steps, is_last):
-                    record |= evaluate(model, held_out, reference["held_out"], cfg, world)
-                metrics.write(record)
-                if "eval_loss" in record:
-                    num_steps = run.last_step(step, num_steps, cfg.early_stop_after)
-                if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                    raise update.diverged(step, writer.wait(), run.path)
-                writer.check()
-                # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
-                is_save_due |= is_overdue or is_due(step, cfg.checkpoint.every_steps)
-                at_end = bool(stopped) or (step == num_steps and cfg.checkpoint.at_end)
-                if at_end or (is_save_due and not update.num_skipped_in_a_row):
-                    writer.save(step, eval_loss=record.get("eval_loss"), wait=at_end)
-                    is_save_due = False
-                if stopped:
-                    raise run.stopped(stopped)
+        # --- Training. The library seeds, times and verifies each step, saves, and stops where it must.
+        steps.start(state)
+        if steps.eval_due:  # before the first step, or because a signal left this evaluation out
+            steps.record(**evaluate(model, rows.held_out, reference["held_out"], cfg, world))
+        for step in steps:
+            # z comes first, over the whole step: the loss of every answer depends on it.
+            z = training.unrelated_ratio(model, step.mismatched_batches(), reference["train"], world)
+            for batch in step.shadow_batches():
+                loss, _ = batch_loss(model, batch, rows.train, reference["train"], z, cfg)
+                (loss * step.loss_factor).backward()
+                step.add(loss)
+            sums_M = torch.zeros(len(training.SUMS), device=world.device)
+            for batch in step.batches():
+                loss, found_M = batch_loss(model, batch, rows.train, reference["train"], z, cfg)
+                (loss * step.loss_factor).backward()
+                step.add(loss)
+                sums_M += found_M
+            step.update()
+            step.record(**training.kto_metrics(sums_M, z, world))
+            if step.eval_due:
+                step.record(**evaluate(model, rows.held_out, reference["held_out"], cfg, world))
 
-        # --- Result.
+        # --- Result. The export comes before the samples, because generating can run out of memory.
         run.export(base)
+        steps.show_samples()
 
 
 def batch_loss(
@@ -143,3 +92,8 @@ def evaluate(
     for batch in data.evaluation_batches(rows, cfg.micro_batch_size, **share):
         sums_M += batch_loss(model, batch, rows, reference_N2, z, cfg)[1]
     return training.kto_metrics(sums_M, z, world, "eval_")
+
+
+def planned_step(cfg: KtoConfig) -> training.PlannedStep:
+    """For `lptune plan`: what forward and backward compute."""
+    return training.PlannedStep("log_probabilities")

@@ -34,12 +34,13 @@ def main(cfg: PrecomputeConfig) -> None:
 
             # --- Teacher. It is cut, compiled and sharded; then it gets storage and weights.
             teacher.load()
+            assert teacher.low is not None
 
             # --- Files. Each rank computes a file of its own, and all run equally many batches.
             num_batches = 0
             for file in job.files():
                 for batch in file.batches():
-                    with teacher.step(num_batches, num_passes=1):  # verifies the GEMMs of the first batch
+                    with teacher.low.step(num_batches, num_passes=1):  # verifies the GEMMs of the first batch
                         found = top_k(teacher, batch, cfg, job)
                     file.add(batch, found)
                     num_batches += 1
@@ -60,3 +61,7 @@ def top_k(
     return distillation.top_k(
         teacher.model, hidden_BSH[is_target_BS], cfg.logits.top_k, job.temperatures, job.dtype
     )
+
+
+def planned_step(cfg: PrecomputeConfig) -> None:
+    """For `lptune plan`: nothing is trained. The job prints the size of its files before it computes them."""

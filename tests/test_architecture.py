@@ -32,13 +32,15 @@ ALLOWED = {
     "data": {"config"},
     "distributed": {"config", "hardware", "launch", "numerics", "kernels", "linear", "models"},
     "checkpoint": {"config", "launch", "numerics", "kernels", "linear", "models", "distributed"},
-    "training": {"config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed"},
+    "training": {
+        "config", "hardware", "numerics", "kernels", "linear", "models", "data", "distributed", "checkpoint",
+    },
     "inference": {
         "config", "launch", "kernels", "linear", "models", "data", "distributed", "checkpoint",
     },
     "distillation": {"config", "linear", "models", "data", "distributed", "checkpoint", "training"},
     "plan": {"config", "hardware", "kernels", "linear", "models", "distributed", "training"},
-    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "plan"},
+    "cli": {"config", "hardware", "launch", "models", "data", "checkpoint", "training", "plan"},
     "tools": {
         "config", "hardware", "launch", "kernels", "linear", "models", "data", "distributed", "inference",
         "training", "plan", "cli",

@@ -43,7 +43,7 @@ class ReferenceFile:
         """made_with: what the numbers depend on, by name."""
         self._folder, self._world = folder, world
         self._made_with = {key: str(value) for key, value in made_with.items()}
-        self._is_current = False
+        self._computed: dict[str, Tensor] = {}
 
     def read(self, train: Rows, held_out: Rows | None, *sizes: int) -> dict[str, Tensor] | None:
         """The tensors of an earlier launch, on the CPU; None if they are to be computed. Prints a line if
@@ -56,22 +56,23 @@ class ReferenceFile:
         found = read_reference(self._folder.reference, self._made_with, shapes)
         failed = torch.tensor(float(isinstance(found, str)), device=self._world.device)
         self._world.max_(failed)
-        self._is_current = not failed.item()
         if isinstance(found, str):
             if found:
                 self._world.print(f"note: {self._folder.reference} is computed again: {found}")
             return None
-        return found if self._is_current else None
+        return None if failed.item() else found
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes `tensors`, equal on all ranks and on the CPU, unless `read` returned them. The run's folder
-        must exist (`Run.begin`). A collective.
-        """
-        if tensors and not self._is_current:
+        """Has `write` write `tensors`, which are equal on all ranks and on the CPU."""
+        self._computed = dict(tensors)
+
+    def write(self) -> None:
+        """Writes what `keep` was given, if anything. The run's folder must exist. A collective."""
+        if self._computed:
             with self._folder.together():
                 if self._world.is_main:
                     self._folder.check_held()
-                    write_reference(self._folder.reference, tensors, self._made_with)
+                    write_reference(self._folder.reference, self._computed, self._made_with)
 
 
 def read_reference(

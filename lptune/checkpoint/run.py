@@ -1,37 +1,35 @@
 """Run: the files of one run, for its recipe: folder, checkpoint to continue, saves and export.
 
     with checkpoint.open_run(cfg, world) as run:
-        run.find_checkpoint()                                 which step to continue from, if any
-        run.check_continues(plan, num_steps, digest, …)       the same model, data and seed as before?
-        num_steps = run.last_step(run.step, num_steps, after) did evaluations end the run early?
-        if run.is_finished(num_steps): return
-        ...                                                   build the model and its optimizer
-        run.load(base, model, optimizer, low)                 weights of the checkpoint, or of the base model
-        run.begin(plan, report)                               makes the folder
-        with run.writer(model, optimizer, low, update) as writer:
-            ...                                               train; writer.save(step)
+        base = run.read_base()                     the base checkpoint, and the checkpoint to continue, if any
+        steps = training.plan_steps(run, …)        the same model, data and seed as before? is a step left?
+        if not steps: return
+        ...                                        build the model and the state of its training
+        run.load(base, state)                      weights of the checkpoint, or of the base model
+        steps.start(state)                         makes the folder
+        for step in steps: ...                     train; saves when it is due
         run.export(base)
 
-The recipe decides when each of these happens. A Run does not train: no method of it takes a batch, a loss or
-a callable.
+A Run does not train: no method of it takes a batch, a loss or a callable. What lies between `read_base` and
+`export` is asked by training/loop.py.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType, TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from lptune.base.errors import UserError
 from lptune.base.progress import is_verbose
 from lptune.checkpoint.export import export_hf
-from lptune.checkpoint.hf import Base, load_hf, num_elements_here
+from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base
+from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
 from lptune.checkpoint.reference import ReferenceFile
@@ -55,26 +53,37 @@ from lptune.config import RunConfig, as_written
 from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
 
+_T = TypeVar("_T")
 
-class Counts(Protocol):
-    """The part of `training.Update` that a checkpoint stores."""
+
+class TrainingState(Protocol):
+    """The part of `training.State` that a checkpoint stores."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def low(self) -> LowPrecision: ...
 
     def counts(self) -> dict[str, int]:
         """The numbers of skipped steps, by their name in state.json."""
+
+    def restore_counts(self, saved: Mapping[str, int]) -> None:
+        """Goes on from the `counts` of a checkpoint."""
 
 
 class Run:
     """One run, on this rank. Every rank makes a Run, and all call its methods in the same order."""
 
-    def __init__(self, cfg: RunConfig, world: World, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, cfg: RunConfig, world: World, folder: RunFolder, opened: ExitStack) -> None:
+        """opened: what it holds is closed when the run ends, in whatever way."""
+        self.cfg, self.world, self.folder = cfg, world, folder
+        self._opened = opened
         self.step = 0
         """The step of the newest checkpoint, from which the run continued or which it saved; 0: none."""
         self.started_on = date.today()
         """The date that chat templates print. A resumed run keeps it."""
-        self.skipped: dict[str, int] = {}
-        """The counts of skipped steps (`training.Update.counts`) in the checkpoint that the run continues."""
-        self._cfg, self._world = cfg, world
         self._continues: Manifest | None = None
         self._saved: RunState | None = None
         self._newest: Path | None = None
@@ -84,6 +93,8 @@ class Run:
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = self._has_base = False
         self._fell_back: dict[str, int] = {}
+        self._skipped: dict[str, int] = {}
+        self._reference: ReferenceFile | None = None
 
     @property
     def path(self) -> Path:
@@ -99,17 +110,20 @@ class Run:
         """Whether metrics.jsonl has an eval_loss for `step`. A collective."""
         return self.folder.has_evaluation(step)
 
-    def find_checkpoint(self) -> None:
-        """Finds and verifies the checkpoint to continue (the key `resume`), and sets `step`, `started_on` and
-        `skipped` from it. A collective. Raises UserError as `resume.find_checkpoint` does.
+    def read_base(self) -> Base:
+        """The base checkpoint in model.path: its headers, no weights. Also finds and verifies the checkpoint
+        to continue (the key `resume`), and sets `step` and `started_on` from it. A collective. Raises
+        UserError as `hf.read_base` and `resume.find_checkpoint` do.
         """
-        found = find_checkpoint(self.folder.checkpoints, self._cfg.resume, self._world, self._world.print)
+        base = read_base(self.cfg.model.path, self.world.print)
+        found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
         if found is not None:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder
             self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
-            self.started_on, self.skipped = self._saved.started_on, self._saved.skipped
-            self._fell_back = still_fallen_back(self._cfg, self._saved, self._world.print)
+            self.started_on, self._skipped = self._saved.started_on, self._saved.skipped
+            self._fell_back = still_fallen_back(self.cfg, self._saved, self.world.print)
+        return base
 
     def check_continues(
         self,
@@ -118,23 +132,28 @@ class Run:
         data_digest: str,
         chat_template: str | None,
         *,
+        held_out: str = "",
         others: Mapping[str, str] = MappingProxyType({}),
         stops: Mapping[str, int] | None = None,
     ) -> None:
         """Raises UserError if ranks differ, or the run differs from the checkpoint that it continues, in
-        data, model or seed. Also prepares state.json for the checkpoints of this run. A collective.
+        data, model or seed. (A resumed run may have other held-out rows, but all ranks have the same.) Also
+        prepares state.json for the checkpoints of this run. A collective.
 
         plan: the precision of the steps to come. num_steps: the step after which the run ends. data_digest:
-        of the training rows. chat_template: the tokenizer's template, as the run uses it. others: digests of
-        what else a recipe trains on, by a name for messages. stops: `data.learned_stops`, for the export.
+        of the training rows. chat_template: the tokenizer's template, as the run uses it. held_out: digest of
+        the held-out rows. others: digests of what else a recipe trains on, by a name for messages. stops:
+        `data.learned_stops`, for the export.
         """
-        check_num_averaged(self._cfg, num_steps)
+        check_num_averaged(self.cfg, num_steps)
         self._num_steps, self._data_digest = num_steps, data_digest
         plan, day = plan.with_high(self._fell_back), self.started_on
         self._state = state_of_run(
-            self._cfg, plan, self._saved, num_steps, data_digest, day, chat_template, others, stops
+            self.cfg, plan, self._saved, num_steps, data_digest, day, chat_template, others, stops
         ).with_fallen_back(self._fell_back)
-        check_fingerprint(self._saved, self._state, self._world)
+        check_fingerprint(self._saved, self._state, self.world)
+        key = "data.eval_fraction" if self.cfg.data.eval_fraction else "data.eval_source"
+        check_same(key, held_out, self.world)
 
     def last_step(self, step: int, num_steps: int, after: int) -> int:
         """The step after which the run ends: `step` if the last `after` evaluations until there found no new
@@ -147,15 +166,15 @@ class Run:
             return num_steps
         line = ""
         with self.folder.together():
-            if self._world.is_main:
+            if self.world.is_main:
                 losses = {at: loss for at, loss in evaluations(self.metrics).items() if at <= step}
                 best, num_since = patience(losses)
                 if num_since >= after:
                     line = f"{num_since} evaluations without a lower eval_loss than that of step {best}"
-        self._stops_early = self._world.sum(bool(line)) > 0
+        self._stops_early = self.world.sum(bool(line)) > 0
         if not self._stops_early:
             return num_steps
-        self._world.print(f"stopped early after step {step} of {num_steps}: {line}")
+        self.world.print(f"stopped early after step {step} of {num_steps}: {line}")
         return step
 
     def is_finished(self, num_steps: int) -> bool:
@@ -167,35 +186,35 @@ class Run:
             return False
         assert self._state is not None, "check_continues comes first"
         if self.step < num_steps:
-            if changed := changed_keys(self._saved, self._state, self._world.print, type(self._cfg)):
-                self._world.print(f"note: step {self.step} was trained with {', '.join(changed)}")
+            if changed := changed_keys(self._saved, self._state, self.world.print, type(self.cfg)):
+                self.world.print(f"note: step {self.step} was trained with {', '.join(changed)}")
             return False
-        check_unchanged(self._saved, self._state, self._world.print, type(self._cfg))
-        exports = self._cfg.export.enabled
-        if exports and not self.folder.is_exported(step_of(self._to_export()), self._cfg.export):
+        check_unchanged(self._saved, self._state, self.world.print, type(self.cfg))
+        exports = self.cfg.export.enabled
+        if exports and not self.folder.is_exported(step_of(self._to_export()), self.cfg.export):
             return False
         and_exported = " and exported" if exports else ""
-        kind = self._cfg.precision.kind
+        kind = self.cfg.precision.kind
         done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
         key = "early_stop_after" if self._stops_early else "num_steps"
-        self._world.print(f"already finished: {done};\n  for more raise {key} or change output_dir")
+        self.world.print(f"already finished: {done};\n  for more raise {key} or change output_dir")
         return True
 
-    def load(self, base: Base, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision) -> int:
-        """Fills `model`, `optimizer` and `low` from the checkpoint that the run continues, or only `model`
-        from `base` in a new run. Returns the number of steps already done. A collective.
+    def load(self, base: Base, state: TrainingState) -> None:
+        """Fills all of `state` from the checkpoint that the run continues, or only the model from `base` in a
+        new run. A collective.
         """
         if self._continues is None:
             if not self._has_base:
-                self._load_weights(base, model)
-        else:
-            reshard(model)  # the base's weights may have been used (load_base)
-            with self._world.phase(f"loading {self._continues.folder.name}"):
-                load_state(self._continues, model, optimizer, low.state())
-                low.loaded()
-                if self._fell_back:
-                    low.switch_to_high(self._fell_back)
-        return self.step
+                self._load_weights(base, state.model)
+            return
+        reshard(state.model)  # the base's weights may have been used (load_base)
+        with self.world.phase(f"loading {self._continues.folder.name}"):
+            load_state(self._continues, state.model, state.optimizer, state.low.state())
+            state.low.loaded()
+            if self._fell_back:
+                state.low.switch_to_high(self._fell_back)
+        state.restore_counts(self._skipped)
 
     def load_base(self, base: Base, model: nn.Module) -> None:
         """Fills `model` from `base`, also in a run that continues a checkpoint: to compute with the weights
@@ -205,44 +224,48 @@ class Run:
         self._has_base = True
 
     def _load_weights(self, base: Base, model: nn.Module) -> None:
-        with self._world.phase("loading weights", total=num_elements_here(model)) as advance:
-            load_hf(model, base.index, self._world, advance=advance)
+        with self.world.phase("loading weights", total=num_elements_here(model)) as advance:
+            load_hf(model, base.index, self.world, advance=advance)
 
     def reference(self, held_out: str, **others: str) -> ReferenceFile:
-        """The file for what a loss needs of the model before training (reference.py).
+        """The file for what a loss needs of the model before training (reference.py). What it is given to
+        keep is written by `begin`.
 
         held_out: digest of the held-out rows; empty if there are none. others: digests of what else the
         numbers depend on, by name.
         """
         assert self._state is not None, "check_continues comes first: it says what the run depends on"
         precision = {
-            k: v for k, v in as_written(self._cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
+            k: v for k, v in as_written(self.cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
         }
         made_with = {
             **self._state.fingerprint,
             **{name: digest[:16] for name, digest in {"held_out": held_out, **others}.items()},
-            "compute_dtype": self._cfg.compute_dtype,
+            "compute_dtype": self.cfg.compute_dtype,
             "precision": json.dumps(precision),
         }
-        return ReferenceFile(self.folder, self._world, made_with)
+        self._reference = ReferenceFile(self.folder, self.world, made_with)
+        return self._reference
 
     def begin(self, plan: Plan, report: Sequence[str]) -> None:
         """Makes the run's folder, or prepares an existing one; writes config.yaml, precision_plan.json and
         run.json; prints the plan (with -v all layers) and `report`. A collective.
         """
         plan = plan.with_high(self._fell_back)
-        self.folder.create(self._continues, self._world.print)
+        self.folder.create(self._continues, self.world.print)
         self._has_metrics = True
         with self.folder.together():
-            if self._world.is_main:
-                self.folder.write_config(self._cfg)
+            if self.world.is_main:
+                self.folder.write_config(self.cfg)
                 self.folder.write_plan(plan.to_json())
-                step, world = self.step, self._world
+                step, world = self.step, self.world
                 write_launch(self.path / "run.json", self._data_digest, step, self._num_steps, world)
                 keep_checks_until(self.path / "shadow.jsonl", step)
-        self._world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
+        if self._reference is not None:
+            self._reference.write()
+        self.world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
         if self._saved is not None:
-            self._world.print(f"continuing {self._saved.folder}")
+            self.world.print(f"continuing {self._saved.folder}")
 
     def keep_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """Writes answers of the model to samples.jsonl, in place of earlier ones of the same `when`; none:
@@ -251,7 +274,7 @@ class Run:
         if not samples:
             return
         with self.folder.together():
-            if self._world.is_main:
+            if self.world.is_main:
                 self.folder.check_held()
                 write_samples(self.path / "samples.jsonl", samples)
 
@@ -260,37 +283,38 @@ class Run:
         and in later checkpoints. plan: with these layers. A collective.
         """
         assert self._state is not None, "check_continues comes first: it says what checkpoints record"
-        self._state = state_after_fallback(self._cfg, plan, self._state, step, names)
+        self._state = state_after_fallback(self.cfg, plan, self._state, step, names)
         with self.folder.together():
-            if self._world.is_main:
+            if self.world.is_main:
                 self.folder.write_plan(plan.to_json())
 
-    def writer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, low: LowPrecision, update: Counts
-    ) -> "RunWriter":
-        """The writer of checkpoints; use it as a context manager. A collective. Raises UserError if the run's
-        folder has disappeared since `begin`, or if the recipe lacks the shadow check that the config wants.
+    def writer(self, state: TrainingState) -> "RunWriter":
+        """The writer of checkpoints, which `close` closes. A collective. Raises UserError if the run's folder
+        has disappeared since `begin`.
         """
-        if self._cfg.precision.checks_shadow and not low.has_shadow_check:
-            raise UserError(
-                "precision.shadow_every: this recipe makes no shadow check; add the lines with `shadow` "
-                "of full_finetune, or set it to 0"
-            )
         with self.folder.together():
             self.folder.check_held()
-        return RunWriter(self, model, optimizer, low, update)
+        return self.keep_open(RunWriter(self, state))
+
+    def keep_open(self, opened: AbstractContextManager[_T]) -> _T:
+        """Enters `opened`; `close` leaves it, or the error that ends the run."""
+        return self._opened.enter_context(opened)
+
+    def close(self) -> None:
+        """Closes what is open, after the last step: waits until the last save is published."""
+        self._opened.close()
 
     def stopped(self, by: Signals) -> SystemExit:
         """The exception to raise when the signal `by` stopped the run between two steps: exit code 143.
         Prints a line.
         """
-        again = "run again" if self._cfg.resume == "auto" else "run again with resume=auto"
+        again = "run again" if self.cfg.resume == "auto" else "run again with resume=auto"
         what = (
             f" after step {self.step}, saved; {again} to continue"
             if self._has_saved
             else ": nothing new to save"
         )
-        self._world.print(f"stopped by {by.name}{what}")
+        self.world.print(f"stopped by {by.name}{what}")
         return SystemExit(143)
 
     def export(self, base: Base) -> None:
@@ -298,34 +322,35 @@ class Run:
         early, the best checkpoint that `checkpoint.keep_best` kept. Prints the path of the result. A
         collective. Raises UserError as `export_hf` does.
         """
-        if not self._cfg.export.enabled:
+        self.close()
+        if not self.cfg.export.enabled:
             newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
-            self._world.print(f"no export (export.enabled: false); {newest}")
+            self.world.print(f"no export (export.enabled: false); {newest}")
             return
         checkpoint = self._to_export()
         if checkpoint != self._newest:  # the newest was verified, or has just been written
-            with self._world.phase(f"verifying {checkpoint.name}"), side_group(self._world) as group:
+            with self.world.phase(f"verifying {checkpoint.name}"), side_group(self.world) as group:
                 verify(checkpoint, group)
-        with self._world.phase("exporting and reading back"):
-            export_hf(checkpoint, base.index, self.folder.export, self._cfg.export, self._world)
+        with self.world.phase("exporting and reading back"):
+            export_hf(checkpoint, base.index, self.folder.export, self.cfg.export, self.world)
         with self.folder.together():
-            if self._world.is_main:
-                self.folder.write_exported(step_of(checkpoint), self._cfg.export)
-        count = self._cfg.export.average_checkpoints
-        averages = "the moving averages in " * bool(self._cfg.optimizer.ema_decay and self._cfg.export.ema)
+            if self.world.is_main:
+                self.folder.write_exported(step_of(checkpoint), self.cfg.export)
+        count = self.cfg.export.average_checkpoints
+        averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
-        self._world.print(f"export: {self.folder.export} (read back and compared with {what})")
+        self.world.print(f"export: {self.folder.export} (read back and compared with {what})")
 
     def _to_export(self) -> Path:
         """The checkpoint that `export` exports. A collective."""
         assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
-        if not (self._stops_early and self._cfg.checkpoint.keep_best):
+        if not (self._stops_early and self.cfg.checkpoint.keep_best):
             return self._newest
         best = 0
         with self.folder.together():
-            if self._world.is_main:
+            if self.world.is_main:
                 best = step_of(best_checkpoint(self.folder.checkpoints, self.metrics))
-        return self.folder.checkpoints / step_folder_name(int(self._world.sum(best)))
+        return self.folder.checkpoints / step_folder_name(int(self.world.sum(best)))
 
 
 class RunWriter:
@@ -335,21 +360,14 @@ class RunWriter:
     it does not wait, because a rank may have ended.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        low: LowPrecision,
-        update: Counts,
-    ) -> None:
-        self._run, self._low, self._update = run, low, update
+    def __init__(self, run: Run, state: TrainingState) -> None:
+        self._run, self._state = run, state
         self._files = CheckpointWriter(
             run.folder.checkpoints,
-            model,
-            optimizer,
-            run._world,
-            run._cfg.checkpoint,
+            state.model,
+            state.optimizer,
+            run.world,
+            run.cfg.checkpoint,
             metrics=run.metrics,
         )
 
@@ -371,8 +389,9 @@ class RunWriter:
         """
         run = self._run
         assert run._state is not None, "check_continues comes first: it says what checkpoints record"
-        state = {**run._state.content, **self._update.counts()}
-        run._newest = self._files.save(step, state, self._low.state(), eval_loss=eval_loss, wait=wait)
+        content = {**run._state.content, **self._state.counts()}
+        low = self._state.low.state()
+        run._newest = self._files.save(step, content, low, eval_loss=eval_loss, wait=wait)
         run.step, run._has_saved = step, True
 
     def is_overdue(self) -> bool:
@@ -397,5 +416,5 @@ def open_run(cfg: RunConfig, world: World) -> Iterator[Run]:
     Raises UserError if the folder cannot be used for a run, and, in place of an OSError in the context, if
     that names a path in the folder (run_folder.py).
     """
-    with open_run_folder(cfg, world) as folder:
-        yield Run(cfg, world, folder)
+    with open_run_folder(cfg, world) as folder, ExitStack() as opened:
+        yield Run(cfg, world, folder, opened)

@@ -95,11 +95,12 @@ def _setting(key: Key) -> str:
 
 
 def _meaning(kind: str) -> str:
-    """What a kind of precision is: the first line of its file. The file is not imported: it needs torch."""
+    """What a kind of precision is: the first line of its class, which is not imported: it needs torch."""
     if kind == "none":
         return "Everything runs in compute_dtype."
-    try:
-        text = ast.get_docstring(ast.parse((_KINDS / f"{kind}.py").read_text(encoding="utf-8"))) or ""
-    except OSError:
-        return ""
-    return re.sub(r"^`\w+`( \([^)]*\))?: | \(\w+\.py\)", "", text.splitlines()[0])
+    for file in _KINDS.glob("*.py"):
+        for each in ast.parse(file.read_text(encoding="utf-8")).body:
+            text = ast.get_docstring(each) or "" if isinstance(each, ast.ClassDef) else ""
+            if text.startswith(f"`{kind}`"):
+                return re.sub(r"^`\w+`( \([^)]*\))?: ", "", text.splitlines()[0])
+    return ""

@@ -7,6 +7,7 @@ name of the config: configs are named after their models.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ import click
 from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.base.text import wrapped
-from lptune.cli import planned_model
-from lptune.config import DistillConfig, PrecomputeConfig, RunConfig, check_batches
+from lptune.cli import planned_model, recipe
+from lptune.config import RunConfig, check_batches
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
     from lptune.models import DecoderConfig
+    from lptune.training import PlannedStep
 
 
 @click.command()
@@ -55,12 +57,6 @@ def plan(
     cfg, recipe_path, path, _ = planned_model.load("plan", config_name, arguments)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
-    if isinstance(cfg, PrecomputeConfig):
-        raise UserError(
-            "plan: precompute_logits has no training step to plan; it prints the size of its files before it "
-            "computes them"
-        )
-
     if device_name is not None and cfg.device == "cpu":
         raise UserError(
             f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
@@ -69,16 +65,18 @@ def plan(
     if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
         check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
     model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
-    teacher = _teacher(cfg, teacher_preset)
     with progress.in_place("loading torch ..."):
+        step = recipe.planned_step(recipe_path, cfg)
         from lptune.checkpoint.disk import disk_report
         from lptune.plan.dry_run import dry_run
-        from lptune.plan.dry_run_report import wrapped
         from lptune.plan.fit import fits, remedies, verdict
 
+    if step is None:
+        raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
+    frozen = _frozen(step, cfg, teacher_preset)
     device = None if cfg.device == "cpu" else _device(device_name)
     with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
-        found = dry_run(cfg, model_config, world_size, device, teacher_config=teacher, on_phase=say)
+        found = dry_run(cfg, model_config, world_size, device, step=step, frozen_config=frozen, on_phase=say)
     _echo(f"plan of {config_name} for {model_name}")
     click.echo(f"{found.report()}\n")
     _echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
@@ -87,7 +85,7 @@ def plan(
     _echo(verdict(found, device))
     if not fits(found.peak_bytes, device):
         with progress.in_place("planning changes ..."):
-            for line in remedies(cfg, model_config, world_size, device, found, teacher):
+            for line in remedies(cfg, model_config, world_size, device, found, step, frozen):
                 for part in wrapped(line, hang=2):
                     progress.print_line(part)
 
@@ -129,26 +127,22 @@ def _device(name: str | None) -> Device:
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
-def _teacher(cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
-    """The teacher of a distillation, from config.json in teacher.path or from `preset`; None if none
-    runs."""
+def _frozen(step: "PlannedStep", cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
+    """The second model of `step`, from config.json in the folder that its key names or from `preset`; None if
+    none runs.
+    """
     from lptune import models
 
-    if not isinstance(cfg, DistillConfig):
+    if step.frozen is None:
         if preset is not None:
-            raise UserError("--teacher-preset: this recipe has no teacher; leave it out")
-        return None
-    if not cfg.runs_teacher:
-        if preset is not None:
-            raise UserError("--teacher-preset: no teacher runs, since logits.folder is set; leave one out")
+            raise UserError("--teacher-preset: no teacher runs in a step of this run; leave it out")
         return None
     if preset is not None:
         return planned_model.from_preset(preset, "--teacher-preset")
-    assert cfg.teacher.path is not None
-    folder = Path(cfg.teacher.path).expanduser()
+    folder = Path(attrgetter(step.frozen)(cfg)).expanduser()
     if not folder.is_dir():
         raise UserError(
-            f"teacher.path: {folder} is not there; name the model with --teacher-preset FAMILY/SIZE, as "
+            f"{step.frozen}: {folder} is not there; name the model with --teacher-preset FAMILY/SIZE, as "
             "`lptune new-checkpoint` takes it"
         )
     return models.read_config(folder)

@@ -11,15 +11,11 @@ from pathlib import Path
 
 from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
 from lptune.config import (
-    DistillConfig,
     EvaluateConfig,
     GenerateConfig,
-    PrecomputeConfig,
     RunConfig,
-    check_batches,
     check_inputs_stay,
     check_sources,
-    mesh_axes,
 )
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 
@@ -36,10 +32,7 @@ def check(
     starts on other machines, whose devices are not known.
     """
     if num_machines is not None and num_local_ranks is not None:
-        num_ranks = num_machines * num_local_ranks
-        mesh_axes(cfg.parallel, num_ranks)
-        if not isinstance(cfg, PrecomputeConfig):  # it has no global batch
-            check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_ranks // cfg.parallel.tensor)
+        cfg.check_ranks(num_machines * num_local_ranks)
     if here:
         _check_device(cfg, num_local_ranks or 1)
     with suppress(OSError):  # the library reports what cannot be read
@@ -55,10 +48,7 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
     """
     from lptune import models  # slow to import
 
-    folders = {"model.path": cfg.model.path}
-    if isinstance(cfg, DistillConfig) and cfg.runs_teacher:
-        assert cfg.teacher.path is not None
-        folders["teacher.path"] = cfg.teacher.path
+    folders = cfg.model_paths if isinstance(cfg, RunConfig) else {"model.path": cfg.model.path}
     for key, path in folders.items():
         folder = Path(path).expanduser()
         with suppress(OSError):  # the library reports what cannot be read

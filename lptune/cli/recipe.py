@@ -14,12 +14,15 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lptune.config
 from lptune.base.errors import UnknownKeyError, UserError
 from lptune.base.files import MEBI, read_text
 from lptune.cli import catalog, import_path, tools
+
+if TYPE_CHECKING:
+    from lptune.training import PlannedStep
 
 MAX_CHARS = 4 * MEBI  # far above any recipe or config
 
@@ -90,6 +93,22 @@ def _recipe_with(key: str, path: Path, config: Path) -> str | None:
 
 def load_main(path: Path) -> Callable[[Any], object]:
     """Import the recipe at `path` and return its `main`. Modules beside the file can be imported, too."""
+    main: Callable[[Any], object] = _load(path).main
+    return main
+
+
+def planned_step(path: Path, cfg: Any) -> "PlannedStep | None":
+    """What the recipe at `path` says of its step with the config `cfg`; None: it trains nothing. Imports
+    it.
+    """
+    from lptune.training import PlannedStep
+
+    offered = getattr(_load(path), "planned_step", None)
+    found: PlannedStep | None = PlannedStep() if offered is None else offered(cfg)
+    return found
+
+
+def _load(path: Path) -> Any:
     name = f"lptune_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -106,8 +125,7 @@ def load_main(path: Path) -> Callable[[Any], object]:
         gc.enable()
     gc.freeze()
     atexit.register(_thaw_for_triton)
-    main: Callable[[Any], object] = module.main
-    return main
+    return module
 
 
 def _thaw_for_triton() -> None:

@@ -1,7 +1,7 @@
 """The kinds of low precision and the keys that choose among them (what they compute: docs/numerics.md)."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lptune.base.errors import UserError
 from lptune.config.checks import at_least, one_of
@@ -28,7 +28,7 @@ class KindKeys:
     min_sqnr_db: float = 20.0
     """What `precision.shadow_min_sqnr_db` is by default: at least 5 dB below the smallest SQNR that was
     measured in healthy training (docs/shadow.md)."""
-    loss_change: tuple[float, float] | None = field(default=None, compare=False)
+    loss_change: tuple[float, float] | None = None
     """(How much larger the loss is than that of `none` before any training, its standard error), as shares of
     the loss of `none`: with the default options, on the model of docs/benchmarks.md. None: not measured."""
 
@@ -36,8 +36,6 @@ class KindKeys:
 _ROWWISE_GRAD_INPUT = ("folded", "column", "requantized", "high")
 _NONE = "none"
 
-# Each kind's own file, lptune/linear/kinds/NAME.py, says the same of it, which is checked where torch is
-# imported; this copy is for configs, which are read without torch.
 PRECISION_KINDS = {
     _NONE: KindKeys((), (), ()),
     "int8_rowcol": KindKeys(
@@ -164,8 +162,7 @@ class PrecisionConfig:
     did not run."""
     shadow_every: int = 0
     """Steps between two shadow checks: one micro-batch also runs in high precision, on the same weights, and
-    each layer's errors go to shadow.jsonl (docs/shadow.md); 0: never. It does not change the training. With
-    full_finetune and continued_pretrain."""
+    each layer's errors go to shadow.jsonl (docs/shadow.md); 0: never. It does not change the training."""
     shadow_on_bad: str = "warn"
     """warn: print a line if a layer's error is beyond shadow_min_sqnr_db | fallback: also run such layers in
     high precision from this step on. fallback gathers weights in compute dtype."""

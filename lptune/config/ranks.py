@@ -1,11 +1,15 @@
 """Checks of the number of ranks: against the mesh of `parallel.*`, and against the batch sizes."""
 
+from typing import TYPE_CHECKING
+
 from lptune.base.errors import UserError
 from lptune.config.checks import num_micro_batches
-from lptune.config.schema import ParallelConfig
+
+if TYPE_CHECKING:
+    from lptune.config.schema import ParallelConfig
 
 
-def mesh_axes(parallel: ParallelConfig, num_ranks: int) -> dict[str, int]:
+def mesh_axes(parallel: "ParallelConfig", num_ranks: int) -> dict[str, int]:
     """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
 
     Neighbouring ranks are on one machine, so `tensor`, which exchanges most, is the innermost axis; `fsdp`,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_path, one_of, positive
 from lptune.config.data_files import metric_names
+from lptune.config.ranks import mesh_axes
 from lptune.config.schema import RunConfig
 
 
@@ -22,11 +23,20 @@ class EvaluatedConfig(RunConfig):
     early_stop_after: int = 0
     """End the run after this many evaluations in a row without an eval_loss below the best so far; 0: never.
     The export is then the best checkpoint that checkpoint.keep_best kept, or else the last one."""
+    num_samples: int = 0
+    """Number of held-out prompts that are answered greedily and printed, before and after training. The
+    prompt of raw text is its beginning. Of preferences and labels, the good answers are the references."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("eval_every_steps", self.eval_every_steps, 0)
         at_least("early_stop_after", self.early_stop_after, 0)
+        at_least("num_samples", self.num_samples, 0)
+        if self.num_samples and not self.has_held_out_rows:
+            raise UserError(
+                "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
+                "num_samples=0"
+            )
         if self.early_stop_after and not (self.has_held_out_rows and self.eval_every_steps):
             raise UserError(
                 "early_stop_after: needs evaluations; set data.eval_fraction or data.eval_source, and "
@@ -141,6 +151,14 @@ class DistillConfig(EvaluatedConfig):
         """Whether the recipe runs the model in teacher.path; if not, it reads logits.folder."""
         return self.logits.folder is None
 
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """Also the teacher's, if it runs."""
+        if not self.runs_teacher:
+            return super().model_paths
+        assert self.teacher.path is not None
+        return super().model_paths | {"teacher.path": self.teacher.path}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecomputeConfig(DistillConfig):
@@ -159,30 +177,20 @@ class PrecomputeConfig(DistillConfig):
         """True: the recipe runs the teacher and writes logits.folder."""
         return True
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """The mesh alone: the recipe has no global batch."""
+        mesh_axes(self.parallel, num_ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(EvaluatedConfig):
     """All keys of the recipe full_finetune."""
-
-    SHADOW_CHECK = True
-    num_samples: int = 0
-    """Number of held-out prompts that are answered greedily and printed, before and after training."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("num_samples", self.num_samples, 0)
-        if self.num_samples and not self.has_held_out_rows:
-            raise UserError(
-                "num_samples: needs held-out rows; set data.eval_fraction or data.eval_source, or "
-                "num_samples=0"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(EvaluatedConfig):
     """All keys of the recipe continued_pretrain."""
 
-    SHADOW_CHECK = True
     num_tokens: int | None = None
     """Number of tokens to train on, instead of num_steps or num_epochs. Every position of a packed row
     counts, padding and repeated rows too: a step has global_batch_size * data.seq_len tokens. The run ends
@@ -288,11 +296,6 @@ class WholeAnswersConfig(EvaluatedConfig):
 
     WHY_ANSWERS = "the loss is a function of answers"
     """Not a key: why the prompt cannot be learned, for the message."""
-
-    @property
-    def objective(self) -> str:
-        """The loss is a function of log-probabilities."""
-        return "log_probabilities"
 
     def __post_init__(self) -> None:
         super().__post_init__()

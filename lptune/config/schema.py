@@ -17,6 +17,7 @@ from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
+from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 
@@ -236,8 +237,6 @@ class RunConfig:
 
     PREPARE = "prepare"
     """Not a key: the name of the function of lptune.data that makes the recipe's rows, for `lptune data`."""
-    SHADOW_CHECK = False
-    """Not a key: whether the recipe makes the checks of precision.shadow_every."""
 
     model: ModelConfig
     data: DataConfig
@@ -293,9 +292,14 @@ class RunConfig:
         return self.global_batch_size * self.data.seq_len
 
     @property
-    def objective(self) -> str:
-        """Name in `lptune.models` of the objective that the recipe computes, for the dry run."""
-        return "summed_cross_entropy"
+    def model_paths(self) -> dict[str, str]:
+        """The folder of each model that the run reads, by its key."""
+        return {"model.path": self.model.path}
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises UserError if `num_ranks` ranks cannot share the work, as far as the config alone tells."""
+        mesh_axes(self.parallel, num_ranks)
+        check_batches(self.global_batch_size, self.micro_batch_size, num_ranks // self.parallel.tensor)
 
     @property
     def tokens_per_forward(self) -> int:
@@ -345,11 +349,6 @@ class RunConfig:
             raise UserError(
                 f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
                 "average; use export.average_checkpoints, or another precision.kind"
-            )
-        if self.precision.checks_shadow and not self.SHADOW_CHECK:
-            raise UserError(
-                "precision.shadow_every: full_finetune and continued_pretrain alone make this check; set "
-                "it to 0"
             )
         if self.precision.checks_shadow and self.parallel.tensor > 1:
             raise UserError(

@@ -48,6 +48,12 @@ class Prepared(NamedTuple):
     report: list[str]
     """Lines to print: what was read, dropped and truncated, and how full the rows are."""
 
+    @property
+    def held_out(self) -> Rows:
+        """`evaluation`, where there is something to evaluate on."""
+        assert self.evaluation is not None, "neither data.eval_fraction nor data.eval_source is set"
+        return self.evaluation
+
 
 class EvaluationRows(NamedTuple):
     """The rows that a model is evaluated on, packed source by source."""

@@ -3,19 +3,30 @@
 teacher = open_teacher(cfg, world)          LiveTeacher, or StoredTeacher if logits.folder is set
 teacher.check_tokens(tokenizer, vocab_size) and teacher.check_rows(rows, chat_template)
 teacher.load()                              after the student has its storage
-with teacher.step(step, num_passes):
-    loss_BS = student(tokens_BS, documents, labels_BS, teacher.objective(batch))
+teacher.low                                 verifies its passes (training.State); None: no model runs
+loss_BS = student(tokens_BS, documents, labels_BS, teacher.objective(batch))
 
 live.py      the model
 stored.py    the folder
 top_k.py     the k most probable words of a token
 files.py     the format of the folder
 job.py       LogitsJob, which fills the folder (recipes/precompute_logits.py)
+planned.py   the step of distill, for `lptune plan`
 """
 
 from lptune.distillation.job import LogitsJob
 from lptune.distillation.live import LiveTeacher
+from lptune.distillation.planned import planned_step
 from lptune.distillation.stored import StoredTeacher, Teacher, open_teacher
 from lptune.distillation.top_k import TopK, top_k
 
-__all__ = ["LiveTeacher", "LogitsJob", "StoredTeacher", "Teacher", "TopK", "open_teacher", "top_k"]
+__all__ = [
+    "LiveTeacher",
+    "LogitsJob",
+    "StoredTeacher",
+    "Teacher",
+    "TopK",
+    "open_teacher",
+    "planned_step",
+    "top_k",
+]

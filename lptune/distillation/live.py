@@ -1,6 +1,5 @@
 """The teacher as a model that runs on the ranks of the student (lptune/training/teacher.py)."""
 
-from contextlib import AbstractContextManager
 from datetime import date
 from pathlib import Path
 
@@ -26,6 +25,8 @@ class LiveTeacher:
     """The day that chat templates print, if the teacher decides it."""
     model: models.Decoder | None = None
     """The model, after `load`."""
+    low: linear.LowPrecision | None = None
+    """What verifies its first passes, after `load`."""
 
     def __init__(self, cfg: DistillConfig, world: World) -> None:
         """Reads the headers of the weights. Raises UserError as `checkpoint.read_base` does."""
@@ -59,11 +60,7 @@ class LiveTeacher:
         with self._world.phase("loading the teacher's weights", total=total) as advance:
             checkpoint.load_hf(self.model, self._base.index, self._world, advance=advance)
         verify = self._cfg.precision.verify
-        self._low = linear.LowPrecision(self.model, plan, world=self._world, verify=verify)
-
-    def step(self, step: int, num_passes: int) -> AbstractContextManager[None]:
-        """Surrounds the passes of one step; in the first step, verifies GEMMs and gathers."""
-        return self._low.step(step, num_passes)
+        self.low = linear.LowPrecision(self.model, plan, world=self._world, verify=verify)
 
     @torch.no_grad()
     def hidden_states(self, batch: data.Batch) -> Tensor:

@@ -1,12 +1,11 @@
 """The teacher as a folder of its most probable words (files.py): no second model runs."""
 
-from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from lptune import checkpoint, data, models, training
+from lptune import checkpoint, data, linear, models, training
 from lptune.base.errors import UserError
 from lptune.config import DistillConfig
 from lptune.distillation.files import Index, Reader, read_index
@@ -26,6 +25,7 @@ class StoredTeacher:
 
     model: models.Decoder | None = None
     """No model runs."""
+    low: linear.LowPrecision | None = None
 
     def __init__(self, cfg: DistillConfig, world: World) -> None:
         """Reads the index. Raises UserError if the folder is not complete, or does not serve `cfg`."""
@@ -70,10 +70,6 @@ class StoredTeacher:
 
     def load(self) -> None:
         """Nothing to load: rows are read when they are needed."""
-
-    def step(self, step: int, num_passes: int) -> AbstractContextManager[None]:
-        """Does nothing: no model runs in a step."""
-        return nullcontext()
 
     def objective(self, batch: data.Batch) -> models.Objective:
         """The loss of the section `distillation` for each token of `batch`, which is on the CPU."""

@@ -8,8 +8,7 @@ tensor_parallel.py          how a Decoder is cut over the axis `tensor`
 styles.py                   how one module is cut
 activation_collectives.py   the collectives on activations, each with its gradient
 shards.py                   which part of a tensor this rank holds
-collective_counts.py        counts the collectives that execute
-verify_gathers.py           compares the gathers of the first step with the precision plan
+collective_counts.py        counts the collectives that execute; compares those of a first step with the plan
 """
 
 from lptune.config import mesh_axes
@@ -19,6 +18,7 @@ from lptune.distributed.collective_counts import (
     axis_names,
     describe_collective,
     record_collectives,
+    verify_collectives,
 )
 from lptune.distributed.compilation import Compiled, CompileWatch, check_compiler, compile_forward
 from lptune.distributed.parallelize import (
@@ -57,7 +57,6 @@ from lptune.distributed.styles import (
     WordParallelHead,
 )
 from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
-from lptune.distributed.verify_gathers import planned_gathers, verify_collectives
 from lptune.linear import on_this_rank
 
 __all__ = [
@@ -98,7 +97,6 @@ __all__ = [
     "materialize",
     "mesh_axes",
     "parallelize",
-    "planned_gathers",
     "record_collectives",
     "reshard",
     "session",

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.base.errors import UserError
 from lptune.kernels import pack_rows, unpack_rows
-from lptune.linear import LinearSpec, QuantizedTokens, kind_of
+from lptune.linear import LinearSpec, QuantizedTokens
 from lptune.models import Words
 from lptune.numerics import FORMATS, nan_as_inf
 
@@ -212,7 +212,7 @@ class _GatherTokensLow(torch.autograd.Function):
         ctx.group = group
         batch, num_tokens, k = x_BsK.shape
         x_tK, dtype = x_BsK.reshape(-1, k), FORMATS[spec.fmt].dtype
-        kind = kind_of(spec)
+        kind = spec.kind
         mine = kind.quantize_tokens(spec, x_tK, lambda amax: all_reduce(nan_as_inf(amax), "max", group))
         if kind.row_scales:
             packed_BSR = _all_gather(pack_rows(mine, len(x_tK)).view(batch, num_tokens, -1), _TOKENS, group)

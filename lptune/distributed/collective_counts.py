@@ -11,21 +11,25 @@ kernels are removed, so that a collective costs nothing extra.
 The size of a collective is the larger of its input and its output, with this rank's own part: the gathered
 buffer for an all-gather, the input buffer for a reduce-scatter. In a ring of n ranks each rank receives
 (n - 1) / n of it; in an all-reduce, which is both, twice that.
+
+`verify_collectives` compares those of the first step with the precision plan (lptune/linear/verify.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from lptune import linear
 from lptune.base.text import size_text
+from lptune.distributed.parallelize import reshard
 
 _C10D = {
     "_allgather_base_": "all_gather",
@@ -124,6 +128,44 @@ def record_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
         if not _recordings:
             _library._destroy()
             _library = None
+
+
+@contextmanager
+def verify_collectives(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    report: Callable[[str], None],
+    frozen: nn.Module | None = None,
+) -> Iterator[None]:
+    """Records the collectives of the passes in the block, reports them in one line if there are several
+    ranks, and compares gathers with the plan.
+
+    frozen: a second model that runs in the block without being trained, such as a teacher. Raises
+    PrecisionNotAppliedError as `linear.verify_gathers` and `linear.verify_token_gathers` do.
+    """
+    models = {"": model} if frozen is None else {"": model, "frozen ": frozen}
+    # Otherwise FSDP would not gather again what an evaluation left gathered, and the count would miss it.
+    for each in models.values():
+        reshard(each)
+    with record_collectives(mesh) as executed:
+        yield
+    if mesh.size() > 1:
+        report(f"collectives: {executed}")
+    planned = dict[str, tuple[int, int]]()
+    for prefix, each in models.items():
+        reshard(each)
+        gathers = linear.planned_gathers(each, compute_dtype)
+        planned |= {f"{prefix}{name or (prefix and 'model')}": size for name, size in gathers.items()}
+    weights = {
+        (each.dtype, each.num_bytes): count
+        for each, count in executed.items()
+        if (each.operation, each.axis) == ("all_gather", linear.FSDP_AXIS)
+    }
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    linear.verify_gathers(planned, weights, sizes.get(linear.FSDP_AXIS, 1))
+    num_tokens = executed.num_calls(operation="all_gather", axis="tensor", dtype="uint8")
+    linear.verify_token_gathers(model, num_tokens)
 
 
 def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:

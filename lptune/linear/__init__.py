@@ -9,20 +9,33 @@
 """
 
 from lptune.linear import kinds
-from lptune.linear.autograd import QuantizedTokens
-from lptune.linear.bounds import Predicted, predicted_errors
 from lptune.linear.convert import convert, unconvert
 from lptune.linear.dtensors import check_part, on_this_rank
-from lptune.linear.kind import KINDS, Kind, LinearSpec, kind_of
+from lptune.linear.kind import KINDS, Kind, LinearSpec
 from lptune.linear.low_precision import LowPrecision
-from lptune.linear.module import LowPrecisionLinear, gather_in_8_bits, local_part, weights_changed
+from lptune.linear.module import (
+    LowPrecisionLinear,
+    QuantizedTokens,
+    gather_in_8_bits,
+    local_part,
+    weights_changed,
+)
 from lptune.linear.native import native_kinds
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify_step import FirstStep, PrecisionNotAppliedError, Verified, verify_step
+from lptune.linear.verify import (
+    FSDP_AXIS,
+    FirstStep,
+    PrecisionNotAppliedError,
+    Verified,
+    planned_gathers,
+    verify_gathers,
+    verify_step,
+    verify_token_gathers,
+)
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
@@ -30,6 +43,7 @@ from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
+    "FSDP_AXIS",
     "PLAN_COLUMNS",
     "READ_ONE_INPUT",
     "ComputeWeights",
@@ -47,7 +61,6 @@ __all__ = [
     "Plan",
     "PrecisionNotAppliedError",
     "PrecomputedScales",
-    "Predicted",
     "QuantizedTokens",
     "RowTensor",
     "StochasticRounding",
@@ -59,17 +72,18 @@ __all__ = [
     "gather_in_8_bits",
     "int8_rows",
     "is_stored_in_place",
-    "kind_of",
     "kinds",
     "local_part",
     "native_kinds",
     "on_this_rank",
     "plain_rows",
-    "predicted_errors",
+    "planned_gathers",
     "row_scales",
     "stored_beside",
     "unconvert",
     "use_compute_weights",
+    "verify_gathers",
     "verify_step",
+    "verify_token_gathers",
     "weights_changed",
 ]

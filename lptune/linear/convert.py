@@ -20,11 +20,11 @@ from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.kind import LinearSpec
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, OtherWeight, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
-from lptune.linear.steps.verify_step import verify_first_update
+from lptune.linear.verify import verify_first_update
 from lptune.linear.weights.compute_weights import is_parallelized
 
 
@@ -51,7 +51,7 @@ def convert(
 
     The GEMMs and the gather of each converted layer are compared with the plan before the first step of any
     torch optimizer for which the layer has a gradient; PrecisionNotAppliedError is raised if they differ
-    (verify_step.py). `precision.verify=False` switches this off.
+    (verify.py). `precision.verify=False` switches this off.
 
     Raises UserError: for a pattern that matches no layer; if no layer would be converted; if the device has
     no 8-bit GEMM for the kind; if skip_small has no measurement; for an unknown LPTUNE_KERNELS; for a layer
@@ -191,7 +191,7 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
 
     Raises UserError if the device has no such GEMM and the kind does not emulate it.
     """
-    kind = kind_of(spec)
+    kind = spec.kind
     if not kind.operations:
         return spec._replace(emulate=False)  # any device runs a GEMM in compute dtype
     if device is not None and device.type == "cuda" and not spec.emulate:
@@ -201,7 +201,7 @@ def _for_device(spec: LinearSpec, device: torch.device | None) -> LinearSpec:
         return spec
     if kind.emulated_where_missing or requested_backend() == "reference":
         return spec._replace(emulate=True)
-    raise no_8_bit_gemm_error(spec.kind, spec.fmt, _name(device))
+    raise no_8_bit_gemm_error(spec.kind.name, spec.fmt, _name(device))
 
 
 def _name(device: torch.device) -> str:
@@ -219,26 +219,26 @@ def _small_layers(
     """
     if not spec.multiplies_in_8_bits:
         raise UserError(
-            f"precision.skip_small: {spec.kind} multiplies in compute dtype, so no layer is faster in it; "
-            "set precision.skip_small=false"
+            f"precision.skip_small: {spec.kind.name} multiplies in compute dtype, so no layer is faster in "
+            "it; set precision.skip_small=false"
         )
     if num_tokens is None:
         raise UserError("precision.skip_small: convert() needs num_tokens, the rows of x in one forward")
     if device is None:
         raise UserError("precision.skip_small: convert() needs the device on which the model will run")
-    found = None if spec.emulate else measurements(spec.kind, device.type)
+    found = None if spec.emulate else measurements(spec.kind.name, device.type)
     if found is None and (spec.emulate or device.type == "cpu"):
         emulated = "emulated " if spec.emulate else ""
         raise UserError(
-            f"precision.skip_small: {emulated}{spec.kind} has not been measured on {device.type}; set "
+            f"precision.skip_small: {emulated}{spec.kind.name} has not been measured on {device.type}; set "
             "precision.skip_small=false and name layers in precision.skip, or run benchmarks/crossover.py"
         )
-    one_scale = kind_of(spec).one_scale
+    one_scale = spec.kind.one_scale
 
     def reason(num_tokens: int, in_features: int, out_features: int) -> str | None:
         if found is None:
             small = published_as_small(one_scale, in_features, out_features)
-            how = f"published H100 thresholds, {spec.kind} was not measured on {device.type}"
+            how = f"published H100 thresholds, {spec.kind.name} was not measured on {device.type}"
         else:
             speedup = found.at(num_tokens, in_features, out_features)
             small, how = speedup < 1, f"{speedup:.2f}x of bf16 at {num_tokens} tokens"

@@ -1,12 +1,12 @@
 """The protocol of a kind of low precision, and the settings of one layer.
 
-    Kind          the rules of one `precision.kind`; lptune/linear/kinds/ has a file for each
+    Kind          the rules of one `precision.kind`; lptune/linear/kinds/ has a class for each
     KINDS         name -> Kind, filled by lptune/linear/kinds/__init__.py
-    LinearSpec    the settings of one layer: the name of its kind, and the values of the kind's options
+    LinearSpec    the settings of one layer: its kind, and the values of the kind's options
 
-Everything that differs between kinds is a method or an attribute of Kind. The rest of the library calls
-`kind_of(spec)` and never compares names. So a new kind is a new file, its row in lptune/config/precision.py
-and its name in kinds/__init__.py.
+Everything that differs between kinds is a method or an attribute of Kind. The rest of the library asks
+`spec.kind` and never compares names. So a new kind is a new class, its row in lptune/config/precision.py and
+its name in kinds/__init__.py.
 
 Shapes: T tokens, K in_features, N out_features (of a rank's part under tensor parallelism).
 """
@@ -15,26 +15,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from lptune.config import KindKeys, PrecisionConfig
+from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.kernels import HEADER_BYTES, Packed, Quantized, pack_rows
-from lptune.linear.noise import Operands
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.weight_amax import Shard
 
 Agree = Callable[[Tensor], Tensor]
 """Maps this rank's amaxes to their elementwise maximum over ranks, by an all-reduce or a lookup."""
 
 
+class Shard(NamedTuple):
+    """Rows [first_row, first_row + M) of a weight (N, K): what FSDP gives to this rank."""
+
+    rows_MK: Tensor  # any float dtype
+    first_row: int
+    full_rows: int  # N
+    block: int | None  # side of the square blocks with one amax each; None: one amax for the whole weight
+    compute_dtype: torch.dtype
+
+
 class LinearSpec(NamedTuple):
     """How the three GEMMs of a layer run. `high` means: in compute dtype.
 
-    All fields are plain values, so the compiler treats them as constants, and layers with equal specs share a
-    compiled graph.
+    All fields are constants for the compiler: plain values, and a kind, of which there is one object in a
+    process. Layers with equal specs share a compiled graph.
     """
 
-    kind: str  # a key of KINDS
+    kind: "Kind"
     fmt: str  # of x and W; a key of numerics.FORMATS
     grad_fmt: str  # of g
     power_of_two: bool  # scales are powers of two
@@ -52,7 +61,7 @@ class LinearSpec(NamedTuple):
         """The spec of every layer that `precision` converts. Raises KeyError for an unknown kind."""
         kind = KINDS[precision.kind]
         return cls(
-            kind=precision.kind,
+            kind=kind,
             fmt=kind.fmt,
             grad_fmt=precision.resolved_grad_format,
             power_of_two=kind.power_of_two,
@@ -87,30 +96,31 @@ class LinearSpec(NamedTuple):
     @property
     def multiplies_in_8_bits(self) -> bool:
         """Whether the low GEMMs multiply in 8 bits. False if they only dequantize an 8-bit weight."""
-        return bool(kind_of(self).operations)
+        return bool(self.kind.operations)
 
     @property
     def described_tokens(self) -> str:
         """Format and scales of an 8-bit gather of x, for messages: `int8 rows`."""
-        return kind_of(self).describe_tokens(self)
+        return self.kind.describe_tokens(self)
 
     def describe_gather(self) -> str:
         """Format and scales of the all-gather of W, for the plan table: `int8 rows`, `high`."""
-        kind = kind_of(self)
-        return kind.describe_gather(self) if self.gathers_low or kind.keys.stores_low else "high"
+        is_low = self.gathers_low or self.kind.keys.stores_low
+        return self.kind.describe_gather(self) if is_low else "high"
 
     def describe(self, gemm: str) -> str:
         """Formats and scales of `gemm` in the plan table: `int8 folded`, `e5m2 x e4m3 tensor`, `high`."""
-        return kind_of(self).describe(self, gemm) if self.is_low(gemm) else "high"
+        return self.kind.describe(self, gemm) if self.is_low(gemm) else "high"
 
 
 class Kind(ABC):
-    """The rules of one kind of low precision. It has no state; kernels/live.py has the state of layers."""
+    """The rules of one kind of low precision. It has no state; kernels/live.py has the state of layers.
+
+    A copy or a pickle of it is the kind of this name in KINDS.
+    """
 
     name: ClassVar[str]
     """The value of `precision.kind` that selects this kind."""
-    keys: ClassVar[KindKeys]
-    """The legal values for its three GEMMs and its gathers. Equal to its row in config.PRECISION_KINDS."""
     fmt: ClassVar[str]
     """Format of x and W, a key of numerics.FORMATS."""
     power_of_two: ClassVar[bool] = False
@@ -125,6 +135,17 @@ class Kind(ABC):
     """On a device without these GEMMs: True: `convert` emulates them, and the plan says so. False: `convert`
     raises UserError.
     """
+
+    @property
+    def keys(self) -> KindKeys:
+        """The legal values for its three GEMMs and its gathers."""
+        return PRECISION_KINDS[self.name]
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], "Kind"], tuple[str]]:
+        return _kind_named, (self.name,)
 
     # --- The three GEMMs.
 
@@ -219,9 +240,9 @@ class Kind(ABC):
         """
         return False
 
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> tuple[Quantized, Quantized]:
-        """Both sets, bitwise those that `forward` and `backward` make. w_NK: in the compute dtype. Raises
-        ValueError if `quantizes_twice` is false.
+    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
+        """Both sets, bitwise those that `forward` and `backward` make, as a TwiceQuantized. w_NK: in the
+        compute dtype. Raises ValueError if `quantizes_twice` is false.
         """
         raise ValueError(f"{self.name} needs one set of 8-bit values of a weight")
 
@@ -237,29 +258,10 @@ class Kind(ABC):
         """Format and scales of tokens that are gathered in 8 bits, for messages."""
         raise ValueError(f"{self.name} has no 8-bit gather of tokens")
 
-    # --- Predicted noise, for bounds.py: the operands of a low GEMM with the errors of their rounding.
-
-    @abstractmethod
-    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        """(rows, columns) of the scale blocks of W (n, k) in `output`."""
-
-    @abstractmethod
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        """The operands x and W.T of `output`, with their errors."""
-
-    @abstractmethod
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        """The operands g and W of `grad_input`, with their errors."""
-
-    @abstractmethod
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        """The operands g.T and x of `grad_weight`, with their errors."""
-
 
 KINDS: dict[str, Kind] = {}
 """All kinds by name, except `none`."""
 
 
-def kind_of(spec: LinearSpec) -> Kind:
-    """The rules that a layer of `spec` follows."""
-    return KINDS[spec.kind]
+def _kind_named(name: str) -> Kind:
+    return KINDS[name]

@@ -13,7 +13,7 @@ It has four parts. A part that the kind does not use costs nothing.
     scales      precomputed for all weights: one collective a step, not one a gather   precomputed.py
     histories   of amaxes, from which `float8_delayed` takes its scales                delayed.py
     rounding    the random bits of `precision.stochastic_rounding`                     stochastic.py
-    first step  its GEMMs and gathers are compared with the plan                       verify_step.py
+    first step  its GEMMs and gathers are compared with the plan                       verify.py
 
 Without LowPrecision, weights are gathered with the same scales, but slower; kinds that need histories or
 random keys raise an error in their kernels. A loop that does not use `step` is still verified, but less
@@ -32,7 +32,7 @@ from lptune.linear.plan import Plan
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
-from lptune.linear.steps.verify_step import FirstStep, Verified
+from lptune.linear.verify import FirstStep, Verified
 
 
 class Ranks(Protocol):
@@ -88,11 +88,9 @@ class LowPrecision:
         self._rounding = StochasticRounding(model, plan, seed)
         self._first_step = FirstStep(model, plan, enabled=verify, report=report, watch=watch)
         self._step: int | None = None
-        self._model = model
+        self.model = model
         self.plan = plan
         """The precision of the steps to come."""
-        self.has_shadow_check = False
-        """Whether the loop makes shadow checks; set by what makes them."""
 
     def leave_out(self, like: Mapping[int, int]) -> None:
         """For a dry run of a model without some of its blocks. like: number of a layer that was left out ->
@@ -145,7 +143,7 @@ class LowPrecision:
         for layer in self.plan.converted:
             if layer.name not in names:
                 continue
-            module = self._model.get_submodule(layer.name)
+            module = self.model.get_submodule(layer.name)
             assert isinstance(module, LowPrecisionLinear)
             assert layer.spec is not None
             if layer.spec.gathers_low:

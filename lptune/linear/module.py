@@ -1,26 +1,45 @@
-"""LowPrecisionLinear: an `nn.Linear` with a spec for its three GEMMs.
+"""LowPrecisionLinear: an `nn.Linear` with a spec for its three GEMMs, which are one differentiable function.
 
 `convert` changes the class of an existing nn.Linear. Parameters, names and state dict stay the same, so
-checkpoints do not depend on the precision.
+checkpoints do not depend on the precision. The kind (lptune/linear/kinds/) computes the GEMMs. This file has
+what all kinds have in common:
+
+- The weight is always cast to the compute dtype before it is quantized. So both orders give the same bits:
+  gather in the compute dtype and then quantize, or quantize and then gather.
+- Autograd saves the weight itself, not the 8-bit values that forward made of it. FSDP frees the weight after
+  forward and gathers it again for backward; saved 8-bit values would keep the whole unsharded model in
+  memory. Backward quantizes the weight again and gets the same bits. A weight that comes in 8 bits (a
+  RowTensor) needs no quantizing: FSDP gathers it again, and one rank keeps it until the end of backward.
 """
 
 import weakref
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.base.errors import UserError
-from lptune.kernels import LIVE, NUMBER, expect_gather, handle_of_part, layer_handle
-from lptune.linear.autograd import QuantizedTokens, low_precision_linear
+from lptune.kernels import LIVE, NUMBER, cast, expect_gather, handle_of_part, layer_handle
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.kind import LinearSpec, kind_of
-from lptune.linear.shared_input import InputGroup, SharedInput
+from lptune.linear.kind import LinearSpec
+from lptune.linear.shared_input import InputGroup, SharedInput, alone
 from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
+from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.weight_amax import weight_changed
+
+
+class QuantizedTokens(NamedTuple):
+    """Activations that were gathered in 8 bits, as input of layers that would quantize them the same way.
+
+    Autograd gives 8-bit tensors no gradient. The gradient flows through `carrier`, which has no values.
+    """
+
+    carrier_BSK: Tensor  # compute dtype, all elements one: only its shape and its gradient matter
+    q_TK: Tensor  # int8 or float8, T = B * S
+    scale: Tensor  # float32, (T, 1) or (1, 1)
 
 
 def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
@@ -32,6 +51,80 @@ def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] if sums_gradient else None)
+
+
+def low_precision_linear(
+    x_TK: Tensor,
+    w_NK: Tensor,
+    layer: Tensor,
+    spec: LinearSpec,
+    quantized_x: tuple[Tensor, Tensor] | None = None,
+    shared: SharedInput | None = None,
+) -> Tensor:
+    """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
+
+    x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
+    gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
+    quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
+    gradient. shared: of the layers that read this x, by which x is quantized once for all of them; None: it
+    is quantized for this layer. Returns (T, N) in x's dtype.
+    """
+    q, scale = quantized_x or (None, None)
+    out_TN: Tensor = _Gemms.apply(  # type: ignore[no-untyped-call]
+        x_TK, w_NK, layer, spec, q, scale, shared
+    )
+    return out_TN
+
+
+class _Gemms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        w_NK: Tensor,
+        layer: Tensor,
+        spec: LinearSpec,
+        q: Tensor | None,
+        scale: Tensor | None,
+        shared: SharedInput | None,
+    ) -> Tensor:
+        quantized_x = None if q is None or scale is None else (q, scale)
+        weight_NK = compute_weight(w_NK, x_TK.dtype)
+        once = alone if shared is None else shared.forward
+        out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x, once)
+        ctx.spec, ctx.shared = spec, None
+        if shared is not None and ctx.needs_input_grad[1]:
+            # Not all of `shared`: it would keep what forward made.
+            ctx.shared = shared.backward
+            shared.backward.readers += 1
+        # x is for grad_weight alone, which a frozen weight does not have.
+        ctx.save_for_backward(w_NK, layer, *(saved if ctx.needs_input_grad[1] else ()))
+        return out_TN
+
+    @staticmethod
+    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
+        w_NK, layer, *saved = ctx.saved_tensors
+        weight_NK = compute_weight(w_NK, g_TN.dtype)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        gx_TK, gw_NK = ctx.spec.kind.backward(
+            ctx.spec,
+            g_TN.contiguous(),
+            weight_NK,
+            tuple(saved),
+            layer,
+            needs_x,
+            needs_w,
+            ctx.shared or alone,
+        )
+        return gx_TK, gw_NK, None, None, None, None, None
+
+
+def compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight by which a kind multiplies: w_NK in `dtype`; a RowTensor is used unchanged."""
+    if isinstance(w_NK, RowTensor):  # stored or gathered in 8 bits
+        return w_NK
+    # After parallelize() or under FSDP the weight is cast already. The compiler cannot remove the op `cast`.
+    return w_NK if w_NK.dtype == dtype else cast(w_NK, dtype)
 
 
 class _Life:
@@ -62,7 +155,7 @@ class LowPrecisionLinear(nn.Linear):
         """
         if has_own_forward(linear):
             redirect(linear)
-        linear.__class__ = kind_of(spec).layer_class or LowPrecisionLinear
+        linear.__class__ = spec.kind.layer_class or LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
         linear._enter()
         linear.spec, linear.handle = spec, layer_handle(linear.number)
@@ -144,8 +237,9 @@ class LowPrecisionLinear(nn.Linear):
         if isinstance(x, QuantizedTokens):
             carrier, q, scale = x
             return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
-        cast = _autocast(x)
-        return self._multiply(cast, local_part(self.weight), self.handle, shared=self._shared(x, cast.dtype))
+        x_cast = _autocast(x)
+        shared = self._shared(x, x_cast.dtype)
+        return self._multiply(x_cast, local_part(self.weight), self.handle, shared=shared)
 
     def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
         # The compiler merges equal calls of an op by itself; torch.jit.trace does not find shared results.
@@ -173,7 +267,7 @@ class LowPrecisionLinear(nn.Linear):
     def extra_repr(self) -> str:
         """The sizes, then the kind and how it runs the three GEMMs; for `print(model)`."""
         s = self.spec
-        return f"{super().extra_repr()}, {s.kind}: {s.output} / {s.grad_input} / {s.grad_weight}"
+        return f"{super().extra_repr()}, {s.kind.name}: {s.output} / {s.grad_input} / {s.grad_weight}"
 
 
 def _autocast(x: Tensor) -> Tensor:

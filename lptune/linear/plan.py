@@ -9,7 +9,7 @@ from typing import Any
 
 from lptune.base.text import group_name, table, without_number
 from lptune.kernels import GEMMS, backend_text
-from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.kind import LinearSpec
 
 FELL_BACK = "precision.shadow_on_bad: fell back"
 """The `reason` of a layer that the shadow check switched to high precision."""
@@ -109,9 +109,7 @@ class Plan:
         if specs[0].emulate:
             return "emulation"
         # A kind may have several 8-bit GEMMs, as float8_rowwise, and each has a backend.
-        return " and ".join(
-            sorted({backend_text(each, device_type) for each in kind_of(specs[0]).operations})
-        )
+        return " and ".join(sorted({backend_text(each, device_type) for each in specs[0].kind.operations}))
 
     @property
     def gemm_name(self) -> str:
@@ -144,7 +142,7 @@ class Plan:
                     "grad_input": grad_input,
                     "grad_weight": grad_weight,
                     "all_gather": gather,
-                    "spec": layer.spec._asdict() if layer.spec else None,
+                    "spec": layer.spec._asdict() | {"kind": layer.spec.kind.name} if layer.spec else None,
                     "reason": layer.reason,
                 }
             )

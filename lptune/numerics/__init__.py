@@ -1,16 +1,7 @@
-"""Pure tensor maths of low precision: formats, scaling, rounding, error measures. No modules, no kernels."""
+"""Pure tensor maths of low precision: formats, scaling, rounding. No modules, no kernels."""
 
-from lptune.numerics.error import (
-    Noise,
-    predicted_block_error,
-    predicted_relative_error,
-    quantization_step,
-    relative_error,
-    rounding_noise,
-    sqnr_db,
-)
 from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
-from lptune.numerics.mx import MX_BLOCK, QuantizedMX, dequantize_mx, quantize_mx, to_e8m0
+from lptune.numerics.mx import MX_BLOCK, QuantizedMX, quantize_mx, to_e8m0
 from lptune.numerics.quantize import (
     QuantizedBlocks,
     QuantizedColumns,
@@ -26,7 +17,6 @@ from lptune.numerics.quantize import (
     quantize_columns,
     quantize_rows,
     quantize_tensor,
-    quantize_with_scale,
     round_to,
     scale_from_amax,
 )
@@ -41,7 +31,6 @@ __all__ = [
     "MX_BLOCK",
     "ROTATION_BLOCK",
     "Format",
-    "Noise",
     "QuantizedBlocks",
     "QuantizedColumns",
     "QuantizedMX",
@@ -50,27 +39,19 @@ __all__ = [
     "Scale",
     "dequantize",
     "dequantize_blocks",
-    "dequantize_mx",
     "expand_blocks",
     "find_scale",
     "nan_as_inf",
-    "predicted_block_error",
-    "predicted_relative_error",
-    "quantization_step",
     "quantize_blocks",
     "quantize_columns",
     "quantize_mx",
     "quantize_rows",
     "quantize_tensor",
-    "quantize_with_scale",
     "random_key",
-    "relative_error",
     "rotate",
     "rotation_runs",
     "round_to",
-    "rounding_noise",
     "scale_from_amax",
-    "sqnr_db",
     "stochastic_round_to",
     "to_e8m0",
     "uniform",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lptune.numerics.formats import E4M3, Format
-from lptune.numerics.quantize import QuantizedBlocks, dequantize_blocks, quantize_blocks
+from lptune.numerics.quantize import quantize_blocks
 
 MX_BLOCK = 32
 
@@ -41,9 +41,3 @@ def quantize_mx(x_MK: Tensor, dim: int, fmt: Format = E4M3) -> QuantizedMX:
     block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
     q, scale = quantize_blocks(x_MK, block, fmt, power_of_two=True)
     return QuantizedMX(q, to_e8m0(scale))
-
-
-def dequantize_mx(quantized: QuantizedMX, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`q * scale` in float32, rounded once to `dtype`. dim: that of `quantize_mx`."""
-    block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
-    return dequantize_blocks(QuantizedBlocks(*quantized), block, dtype)

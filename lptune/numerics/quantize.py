@@ -163,16 +163,6 @@ def quantize_blocks(
     return QuantizedBlocks(q.contiguous(), scale[:, 0, :, 0])
 
 
-def quantize_with_scale(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """q for a scale that was chosen before x was known (delayed scaling). Larger values saturate.
-
-    scale: float32, broadcastable to x. Inf saturates, too; NaN is unspecified for INT8 and stays NaN in
-    float8. A caller that must detect either looks at the amax.
-    """
-    inverse = torch.where(scale > 0, (1 / scale.to(torch.float64)).to(torch.float32), 0.0)
-    return round_to(x.to(torch.float32) * inverse, fmt)
-
-
 def dequantize(
     quantized: QuantizedRows | QuantizedColumns | QuantizedTensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:

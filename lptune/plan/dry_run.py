@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
 from lptune.base.errors import UserError
-from lptune.config import DistillConfig, ParallelConfig, RunConfig
+from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed import Collectives, World
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
@@ -43,7 +43,7 @@ from lptune.plan.dry_run_report import STAGED, report
 from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
-from lptune.training.teacher import build_teacher, distillation, top_k_distillation
+from lptune.training.planned import PlannedStep
 from lptune.training.update import Update
 
 _OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMIZER)
@@ -98,7 +98,8 @@ def dry_run(
     world_size: int,
     device: Device | None = None,
     *,
-    teacher_config: models.DecoderConfig | None = None,
+    step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
+    frozen_config: models.DecoderConfig | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     in_full: bool = False,
 ) -> DryRun:
@@ -106,8 +107,9 @@ def dry_run(
 
     on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
-    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. teacher_config: of
-    the teacher, if cfg is a DistillConfig. in_full: run all blocks, which takes longer and gives the same.
+    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. step: of the recipe.
+    frozen_config: of its second model (`PlannedStep.frozen`); None leaves that out. in_full: run all blocks,
+    which takes longer and gives the same.
 
     Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
     a process group. Raises the same UserErrors as a run for the mesh and the precision.
@@ -134,17 +136,16 @@ def dry_run(
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False, recurse=False)
-        teacher = None
-        if teacher_config is not None:
-            assert isinstance(eager, DistillConfig)
-            if teacher_config.vocab_size != model_config.vocab_size:
+        frozen = None
+        if frozen_config is not None:
+            if frozen_config.vocab_size != model_config.vocab_size:
                 raise UserError(
-                    f"teacher.path: the teacher has vocab_size {teacher_config.vocab_size}, the student "
-                    f"{model_config.vocab_size}; choose a teacher with as many words"
+                    f"{step.frozen}: has vocab_size {frozen_config.vocab_size}, the model that is trained "
+                    f"{model_config.vocab_size}; choose a model with as many words"
                 )
-            teacher = models.build_on_meta(teacher_config)
-            blocks[teacher] = leave_out(teacher, len(teacher_config.layers) if in_full else reach)
-            build_teacher(teacher, eager, world)
+            frozen = models.build_on_meta(frozen_config)
+            blocks[frozen] = leave_out(frozen, len(frozen_config.layers) if in_full else reach)
+            step.build_frozen(frozen, eager, world)
         num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         # Without FSDP nothing is reduced: the last micro-batch is like those in the middle.
         most = 3 if in_full or distributed.uses_fsdp(parallel, world_size) else 2
@@ -156,7 +157,7 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes = _run_steps(
-                model, teacher, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
+                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
             )
             peaks = _in_later_steps(log.peaks(), resting)
             host_bytes = 0
@@ -195,7 +196,8 @@ class _Steps(NamedTuple):
 
 def _run_steps(
     model: models.Decoder,
-    teacher: models.Decoder | None,
+    planned: PlannedStep,
+    frozen: models.Decoder | None,
     blocks: Mapping[models.Decoder, Blocks],
     plan: linear.Plan,
     world: World,
@@ -205,7 +207,7 @@ def _run_steps(
     log: memory.MemoryLog,
     on_phase: Callable[[str], None],
 ) -> _Steps:
-    """Allocates `model` and `teacher`, which are on meta, and runs the first step as a recipe does, under
+    """Allocates `model` and `frozen`, which are on meta, and runs the first step as a recipe does, under
     `log`; and the second, where that exchanges something else.
 
     `num_run` micro-batches run. Collectives are counted for all `num_micro_batches`.
@@ -218,9 +220,9 @@ def _run_steps(
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
-    if teacher is not None:
-        distributed.materialize(teacher, world, cfg)
-        log.label(memory.TEACHER, teacher.parameters())
+    if frozen is not None:
+        distributed.materialize(frozen, world, cfg)
+        log.label(memory.TEACHER, frozen.parameters())
     times = dict[nn.Parameter, int]()
     for part, its_blocks in blocks.items():
         times |= its_blocks.parameters(part)
@@ -233,7 +235,6 @@ def _run_steps(
     update = Update(whole, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
-    objective: models.Objective = getattr(models, cfg.objective)
 
     totals = list[Collectives]()
     for step in range(2 if low.first_step_agrees else 1):
@@ -243,16 +244,9 @@ def _run_steps(
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
                 begin("forward")
-                if teacher is not None:
-                    assert isinstance(cfg, DistillConfig)
-                    with torch.no_grad():
-                        hidden_BSH = teacher.hidden_states(tokens_BS, documents)
-                    log.phase("forward")  # ends what the teacher's last block does
-                    objective = distillation(hidden_BSH, teacher, cfg.distillation)
-                elif isinstance(cfg, DistillConfig):
-                    log_p_BSk = torch.zeros(*tokens_BS.shape, cfg.logits.top_k, device=world.device)
-                    rest_BS, goal = torch.zeros(tokens_BS.shape, device=world.device), cfg.distillation
-                    objective = top_k_distillation(log_p_BSk, log_p_BSk.int(), rest_BS, goal)
+                objective = planned.loss(frozen, tokens_BS, documents, cfg)
+                if frozen is not None:
+                    log.phase("forward")  # ends what its last block does
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 begin("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
@@ -260,7 +254,7 @@ def _run_steps(
                 stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
                 total.update({each: count * stands_for for each, count in log.collectives.items()})
             log.collectives.clear()
-        for each in (model, teacher):
+        for each in (model, frozen):
             if (weights := linear.ComputeWeights.of(each)) is not None:
                 copies = weights.copies()
                 log.label(memory.GATHERED, list(copies.values()))

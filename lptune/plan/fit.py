@@ -15,6 +15,7 @@ from lptune.config import RunConfig
 from lptune.hardware.devices import Device
 from lptune.plan import memory
 from lptune.plan.dry_run import DryRun, dry_run
+from lptune.training.planned import PlannedStep
 
 HEADROOM = 0.1
 """Share of the GPU's memory that must stay free."""
@@ -50,13 +51,15 @@ def remedies(
     world_size: int,
     device: Device,
     found: DryRun,
-    teacher_config: models.DecoderConfig | None = None,
+    step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
+    frozen_config: models.DecoderConfig | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
     It tries one change at a time, the cheapest first, until some fit. If none does: all changes that need no
     more ranks together, and if that does not fit, with as many ranks as were tried. Changes that leave more
     weights and optimizer state on a rank than fit are not tried alone. found: the plan of `cfg` as it is.
+    step, frozen_config: as of `dry_run`.
     """
     held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
     if held > (1 - HEADROOM) * device.memory_bytes:
@@ -69,7 +72,7 @@ def remedies(
             possible |= change
             continue
         try:
-            planned = _plan(cfg, change, model_config, world_size, device, teacher_config)
+            planned = _plan(cfg, change, model_config, world_size, device, step, frozen_config)
         except UserError:  # this run cannot use it, for example ranks that do not divide the model
             continue
         possible |= change
@@ -84,7 +87,7 @@ def remedies(
         if len(together) < 2:
             continue
         with suppress(UserError):  # these changes may exclude each other
-            planned = _plan(cfg, together, model_config, world_size, device, teacher_config)
+            planned = _plan(cfg, together, model_config, world_size, device, step, frozen_config)
             yield _line(together, planned, device)
             if fits(planned.peak_bytes, device):
                 return
@@ -134,14 +137,15 @@ def _plan(
     model_config: models.DecoderConfig,
     world_size: int,
     device: Device,
-    teacher_config: models.DecoderConfig | None,
+    step: PlannedStep,
+    frozen_config: models.DecoderConfig | None,
 ) -> DryRun:
     in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
     at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}
     parallel = dataclasses.replace(cfg.parallel, **in_parallel)  # type: ignore[arg-type]
     changed = dataclasses.replace(cfg, parallel=parallel, **at_top)  # type: ignore[arg-type]
     num_ranks = int(change.get(_RANKS, world_size))
-    return dry_run(changed, model_config, num_ranks, device, teacher_config=teacher_config)
+    return dry_run(changed, model_config, num_ranks, device, step=step, frozen_config=frozen_config)
 
 
 def _line(change: Remedy, found: DryRun, device: Device) -> str:

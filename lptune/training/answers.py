@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lptune.checkpoint import Base, Run
 from lptune.config import RunConfig
-from lptune.data import Batch, Rows, evaluation_batches
+from lptune.data import Batch, Prepared, Rows, evaluation_batches
 from lptune.distributed import World
 from lptune.models import Decoder, DocumentBounds, log_probabilities
 from lptune.training.evaluating import evaluating
@@ -41,15 +42,44 @@ def answers_in(log_p_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def reference_log_p(
-    model: Decoder, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
+    run: Run, base: Base, model: Decoder, rows: Prepared, *, mismatched: bool = False
 ) -> dict[str, Tensor]:
-    """log ρ of the answer of each document of each of `rows`: (N,), float32, on the CPU, the same on all
-    ranks. A collective. model: with the weights of the reference. None among `rows` is left out.
+    """`answers_log_p` of the rows `train` and `held_out`, by the weights of `base`: read from the run's
+    folder if an earlier launch has kept them, else computed, with the weights of `base` in `model`, and kept.
+    To be called between `plan_steps` and `run.load`. A collective.
+    """
+    both = {"train": rows.train, "held_out": rows.evaluation}
+    others = {"mismatched": rows.train.mismatched.digest} if mismatched else {}
+    kept = run.reference(rows.evaluation.digest if rows.evaluation else "", **others)
+    found = kept.read(rows.train, rows.evaluation, *((2,) if mismatched else ()))
+    if found is None:  # of the weights before training, also where the run continues a checkpoint
+        run.load_base(base, model)
+        found = answers_log_p(model, both, run.cfg, run.world, mismatched=mismatched)
+        kept.keep(found)
+    return found
+
+
+def answers_log_p(
+    model: Decoder,
+    rows: Mapping[str, Rows | None],
+    cfg: RunConfig,
+    world: World,
+    *,
+    mismatched: bool = False,
+) -> dict[str, Tensor]:
+    """log π of the answer of each document of each of `rows`: (N,), float32, on the CPU, the same on all
+    ranks; with `mismatched` (N, 2), also of its mismatched answer (data/mismatched.py). A collective. None
+    among `rows` is left out.
     """
     found = {name: each for name, each in rows.items() if each is not None}
-    count = sum(each.num_documents for each in found.values())
+    others = {name: each.mismatched for name, each in found.items()} if mismatched else {}
+    count = sum(each.num_documents for each in [*found.values(), *others.values()])
     world.print(f"reference: computing the log-probabilities of {count:,} answers before training")
-    return {name: _answer_log_p(model, each, cfg, world) for name, each in found.items()}
+    log_p = {name: _answer_log_p(model, each, cfg, world) for name, each in found.items()}
+    if not mismatched:
+        return log_p
+    other_log_p = {name: _answer_log_p(model, each, cfg, world) for name, each in others.items()}
+    return {name: torch.stack([log_p[name], other_log_p[name]], 1) for name in found}
 
 
 @evaluating

@@ -24,16 +24,16 @@ All numbers are float32, z is added up in float64. Shapes: B rows, S tokens of a
 documents of the data, M sums.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from lptune.config import KtoLossConfig, RunConfig
+from lptune.config import KtoLossConfig
 from lptune.data import Batch, Rows
 from lptune.distributed import World
 from lptune.models import Decoder, DocumentBounds, log_probabilities
-from lptune.training.answers import answers_in, reference_log_p
+from lptune.training.answers import answers_in
 
 SUMS = (
     "loss", "num_desirable", "num_undesirable",
@@ -42,25 +42,12 @@ SUMS = (
 """What `kto_loss` adds up over answers: the loss; the answers of each label, and over these β r and log π."""
 
 
-def kto_reference(
-    model: Decoder, rows: Mapping[str, Rows | None], cfg: RunConfig, world: World
-) -> dict[str, Tensor]:
-    """log ρ of each of `rows`: (N, 2), for the answer of each document and for its mismatched answer.
-    Float32, on the CPU, the same on all ranks. A collective. model: with the weights of the reference. None
-    among `rows` is left out.
-    """
-    found = {name: each for name, each in rows.items() if each is not None}
-    mismatched = {f"mismatched {name}": each.mismatched for name, each in found.items()}
-    log_p = reference_log_p(model, found | mismatched, cfg, world)
-    return {name: torch.stack([log_p[name], log_p[f"mismatched {name}"]], 1) for name in found}
-
-
 @torch.no_grad()
 def unrelated_ratio(model: Decoder, batches: Iterable[Batch], reference_N2: Tensor, world: World) -> Tensor:
     """z: the mean log-ratio of mismatched documents, at least 0. Float32, 0-dimensional, on the device; the
     same on all ranks. A collective; the host does not wait for the device.
 
-    batches: this rank's share of the mismatched documents. reference_N2: of their data (`kto_reference`).
+    batches: this rank's share of the mismatched documents. reference_N2: of their data (`reference_log_p`).
     """
     totals_2 = torch.zeros(2, dtype=torch.float64, device=world.device)  # of the ratios, of the answers
     for batch in batches:
@@ -82,7 +69,7 @@ def kto_loss(
     """The loss, summed over the answers of `batch`, and SUMS (M,), which have no gradient.
 
     log_p_BS: as the objective `log_probabilities` gives them. rows: the data of `batch`, with the labels.
-    reference_N2: of these rows (`kto_reference`). z: of the step.
+    reference_N2: of these rows (`reference_log_p`). z: of the step.
     """
     log_p_A, numbers_A = answers_in(log_p_BS, batch)
     ratio_A = log_p_A - reference_N2[numbers_A, 0].to(log_p_A.device)

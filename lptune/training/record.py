@@ -33,19 +33,28 @@ class StepMeter:
         """steps_per_epoch: as `Loader.steps_per_epoch`; None: records have no `epoch`."""
         self._tokens_per_step, self._steps_per_epoch = cfg.tokens_per_step, steps_per_epoch
         self._world, self._step_time_s, self._compile_time_s = world, 0.0, 0.0
+        self._started_s = self._compiled_s = 0.0
         compute_dtype = getattr(torch, cfg.compute_dtype)
         self._utilization = UtilizationMeter(plan, model_config, world, compute_dtype, say=world.print)
 
+    def start(self) -> None:
+        """Begins to time a step."""
+        self._started_s, self._compiled_s = time.perf_counter(), self._world.compile_watch.duration_s
+
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Times the block: a step from its batches to the end of its update, for which the host waits. The
-        time of torch.compile is counted apart.
+    def left_out(self) -> Iterator[None]:
+        """Leaves the time of the block out of that of the step."""
+        began_s = time.perf_counter()
+        yield
+        self._started_s += time.perf_counter() - began_s
+
+    def stop(self) -> None:
+        """Ends the step after its update, for which the host has waited. The time of torch.compile is counted
+        apart.
         """
         watch = self._world.compile_watch
-        started_s, compiled_s = time.perf_counter(), watch.duration_s
-        yield
-        self._compile_time_s = watch.duration_s - compiled_s
-        self._step_time_s = time.perf_counter() - started_s - self._compile_time_s
+        self._compile_time_s = watch.duration_s - self._compiled_s
+        self._step_time_s = time.perf_counter() - self._started_s - self._compile_time_s
         if (compiled := watch.news()) is not None:
             self._world.print(str(compiled))
 

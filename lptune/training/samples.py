@@ -1,5 +1,6 @@
 """Prints the answers of the model to held-out prompts beside the reference answers."""
 
+import itertools
 import re
 import textwrap
 from typing import TypedDict
@@ -30,17 +31,26 @@ class Sample(TypedDict):
 
 
 def show_samples(
-    model: Decoder, tokenizer: Tokenizer, rows: Rows | None, num_samples: int, world: World, step: int
+    model: Decoder,
+    tokenizer: Tokenizer,
+    rows: Rows | None,
+    num_samples: int,
+    world: World,
+    step: int,
+    *,
+    every: int = 1,
 ) -> list[Sample]:
     """Answers the first `num_samples` prompts of `rows` greedily; prints how many answers equal the
-    reference, and some of the answers. A collective.
+    reference, and some of the answers. A collective. (The prompt of raw text is its beginning.)
 
-    step: number of finished steps; 0: before training. Returns all answers, on every rank; none if `rows` is
-    None or has no answer.
+    step: number of finished steps; 0: before training. every: 2 for preferences, whose documents are chosen
+    and rejected answers in turns; answers that are labelled undesirable are no reference either. Returns all
+    answers, on every rank; none if `rows` is None or has no answer.
     """
     if rows is None:
         return []
-    pairs = (rows.prompt_and_answer(i) for i in range(min(num_samples, rows.num_documents)))
+    wanted = (i for i in range(0, rows.num_documents, every) if rows.documents.is_desirable_N[i])
+    pairs = (rows.prompt_and_answer(i) for i in itertools.islice(wanted, num_samples))
     prompts = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # empty after a long prompt
     if not prompts:
         return []

@@ -1,19 +1,15 @@
 """Checks of settings that need no file, and the lines that tell which steps and kernels will run."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lptune.base.files import read_object
 from lptune.config import PRECISION_KINDS, RunConfig, check_batches
-from lptune.data import Loader
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.kernels import emulated_bfloat16
-from lptune.linear import LowPrecision, Plan
+from lptune.linear import Plan
 from lptune.models import Decoder
-from lptune.training.shadow import LossOf, RunFiles, ShadowCheck
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -26,22 +22,6 @@ def check_settings(cfg: RunConfig, world: World) -> None:
     check_logging(cfg.logging)
     check_compiler(cfg.compile)
     check_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
-
-
-def shadow_check(
-    model: Decoder,
-    low: LowPrecision,
-    loader: Loader,
-    cfg: RunConfig,
-    world: World,
-    run: RunFiles,
-) -> Callable[[int, LossOf], dict[str, Any]]:
-    """The shadow check of a run (shadow.py), to be called before each step with the number of steps done and
-    the loss of a micro-batch. Without `precision.shadow_every` it does nothing. run: its folder exists.
-    """
-    if not cfg.precision.checks_shadow:
-        return lambda step, loss_of: {}
-    return ShadowCheck(model, low, loader, cfg, world, run)
 
 
 def describe_run(

@@ -4,6 +4,10 @@ Before every N-th step, each rank runs its first micro-batch of that step twice,
 amax histories and random bits: in the precision of training, where each layer measures its errors
 (linear/steps/shadow.py), and in high precision, for the loss. Nothing that the training reads changes.
 
+The recipe runs both passes, since it has the loss: `ShadowCheck.batches` yields the micro-batch twice, and
+the recipe does what it does for any other, forward and `backward()`. But in these passes that call computes
+no gradient of a parameter (`_Backward`).
+
     shadow.jsonl     a line for each check, with the errors of each layer
     metrics.jsonl    three numbers in the row of the step
 
@@ -23,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lptune.base.files import named, open_regular
 from lptune.config import RunConfig
@@ -32,8 +37,7 @@ from lptune.linear import LowPrecision, Plan, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 from lptune.training.evaluating import eval_mode
 
-LossOf = Callable[[Batch, float], Tensor]
-"""(micro-batch, the factor by which backward multiplies its loss) -> the loss summed over its targets."""
+CountOf = Callable[[Batch], int]
 
 
 class RunFiles(Protocol):
@@ -48,7 +52,9 @@ class RunFiles(Protocol):
 
 
 class ShadowCheck:
-    """Makes the shadow checks of a run; called before each step."""
+    """Makes the shadow checks of a run, one before each step that is a multiple of
+    `precision.shadow_every`.
+    """
 
     def __init__(
         self,
@@ -62,16 +68,45 @@ class ShadowCheck:
         """run: its folder exists, and shadow.jsonl has no line after the step that the run continues."""
         self._model, self._low, self._loader, self._world, self._run = model, low, loader, world, run
         self._precision, self._path = cfg.precision, run.path / "shadow.jsonl"
-        low.has_shadow_check = True
+        self._losses = list[Tensor]()
+        self.found = dict[str, float]()
+        """What the last check adds to its row of metrics.jsonl."""
 
-    def __call__(self, step: int, loss_of: LossOf) -> dict[str, Any]:
-        """What the check before the step adds to its row of metrics.jsonl; empty if no check is due. A
-        collective. step: number of steps done.
+    def is_due(self, step: int) -> bool:
+        """Whether there is a check before the step after `step`, the number of steps done."""
+        return self._precision.checks_shadow and (step + 1) % self._precision.shadow_every == 0
+
+    def add(self, loss: Tensor) -> None:
+        """Takes the loss of the pass that runs, summed over what `batches` was told."""
+        self._losses.append(loss.detach())
+
+    def batches(self, step: int, count_of: CountOf) -> Iterator[Batch]:
+        """The micro-batch of the check, twice; makes the check after the second pass. A collective. step:
+        number of steps done. count_of: says of what in a batch the loss is the sum.
+
+        Raises RuntimeError if the passes call neither `add` nor `backward()`.
         """
-        if (step + 1) % self._precision.shadow_every:
-            return {}
-        started_s = time.perf_counter()
-        loss, high_loss, errors = self._run_passes(step, loss_of)
+        started_s, batch = time.perf_counter(), self._loader.micro_batches(step)[0]
+        self._losses.clear()
+        with leaving_no_trace(self._model, self._low, self._loader, step):
+            passes = ShadowPass(self._model, self._low.plan)
+            with passes.comparing(), _Backward(passes) as low:
+                yield batch
+            with passes.high(), torch.no_grad(), _Backward() as high:
+                yield batch
+        if len(self._losses) != 2 or not (low.was_called and high.was_called):
+            raise RuntimeError(
+                "the loop over step.shadow_batches() is to call loss.backward() and step.add(loss) once each"
+            )
+        count = torch.tensor(float(count_of(batch)), device=self._losses[0].device)
+        sums = self._world.sums(torch.stack([*(loss.sum().float() for loss in self._losses), count]))
+        loss, high_loss = (each / max(1.0, sums[2]) for each in sums[:2])
+        self._conclude(step, loss, high_loss, self._of_worst_rank(passes.by_layer()), started_s)
+
+    def _conclude(
+        self, step: int, loss: float, high_loss: float, errors: dict[str, LayerErrors], started_s: float
+    ) -> None:
+        """Says and writes what was found, the same on all ranks, and switches layers if it is to."""
         bad = [name for name, each in errors.items() if each.worst_sqnr_db < self._precision.min_sqnr_db]
         bad.sort(key=lambda name: errors[name].worst_sqnr_db)
         switched = bad if self._precision.falls_back else []
@@ -90,28 +125,11 @@ class ShadowCheck:
                 "time_s": time.perf_counter() - started_s,
             }
         )
-        return {
+        self.found = {
             "shadow_loss_difference": loss - high_loss,
             "shadow_worst_gradient_cosine": min(each.grad_weight_cosine for each in errors.values()),
             "shadow_worst_sqnr_db": min(each.worst_sqnr_db for each in errors.values()),
         }
-
-    def _run_passes(self, step: int, loss_of: LossOf) -> tuple[float, float, dict[str, LayerErrors]]:
-        """(loss, loss in high precision, errors of each layer), the same on all ranks."""
-        world, batch = self._world, self._loader.micro_batches(step)[0]
-        # As the recipes multiply the loss: float8 rounds a gradient of another size in another way.
-        factor = world.data_size / max(1, self._loader.num_targets(step))
-        with leaving_no_trace(self._model, self._low, self._loader, step):
-            errors = ShadowPass(self._model, self._low.plan)
-            with errors.comparing():
-                loss = loss_of(batch, factor)
-                errors.backward(loss * factor)
-            with errors.high(), torch.no_grad():
-                high_loss = loss_of(batch, factor)
-        found = errors.by_layer()
-        targets = torch.tensor(float(batch.num_targets), device=loss.device)
-        sums = world.sums(torch.stack([loss.detach().float(), high_loss.float(), targets]))
-        return sums[0] / max(1.0, sums[2]), sums[1] / max(1.0, sums[2]), self._of_worst_rank(found)
 
     def _of_worst_rank(self, found: dict[str, LayerErrors]) -> dict[str, LayerErrors]:
         """Each number as of the rank where it is worst. All ranks have run the same layers."""
@@ -139,6 +157,22 @@ class ShadowCheck:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with named(self._path), open(open_regular(self._path, flags), "a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+
+class _Backward(TorchFunctionMode):
+    """Within it, `loss.backward()` runs the backward of `passes` instead (None: does nothing)."""
+
+    def __init__(self, passes: ShadowPass | None = None) -> None:
+        super().__init__()
+        self._passes, self.was_called = passes, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.backward:
+            return func(*args, **(kwargs or {}))
+        self.was_called = True
+        if self._passes is not None:
+            self._passes.backward(args[0])
+        return None
 
 
 @contextmanager

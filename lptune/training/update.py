@@ -28,7 +28,6 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -68,10 +67,9 @@ class Update:
         world: World,
         max_grad_norm: float,
         low: LowPrecision | None = None,
-        saved: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """low: a skipped step is removed from its amax histories. saved: `counts()` of the run that is
-        continued. Raises ValueError for a fused optimizer that has no rule for sharded parameters.
+        """low: a skipped step is removed from its amax histories. Raises ValueError for a fused optimizer
+        that has no rule for sharded parameters.
         """
         _check_sharding_rule(optimizer)
         self._skips_on_device = skips_by_found_inf(optimizer)
@@ -82,15 +80,20 @@ class Update:
             )
         self._model, self._optimizer, self._world = model, optimizer, world
         self._max_grad_norm, self._low = max_grad_norm, low
-        self.num_skipped: int = saved.get("num_skipped", 0)
+        self.num_skipped = 0
         """Number of skipped steps since the run began."""
-        self.num_skipped_in_a_row: int = saved.get("num_skipped_in_a_row", 0)
+        self.num_skipped_in_a_row = 0
         """Number of skipped steps since the last update."""
         self._last = Updated(0.0, 0.0)
 
     def counts(self) -> dict[str, int]:
         """The counts of skipped steps, for a checkpoint."""
         return {"num_skipped": self.num_skipped, "num_skipped_in_a_row": self.num_skipped_in_a_row}
+
+    def restore(self, saved: Mapping[str, int]) -> None:
+        """Goes on from the `counts` of a checkpoint."""
+        self.num_skipped = saved["num_skipped"]
+        self.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
 
     def __call__(self, loss_sum: Tensor, num_targets: float) -> Updated:
         """Updates the weights and sets gradients to None. A collective.

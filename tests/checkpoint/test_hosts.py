@@ -9,8 +9,11 @@ import pytest
 from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
 from lptune.checkpoint.hosts import check_shared
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig
+from lptune.cli import catalog
+from lptune.cli.recipe import load_main
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, load_config
 from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_recipe import make_checkpoint, write_config, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +92,34 @@ def test_ranks_that_have_read_different_files_end_with_the_same_line(ranks: Rank
     first, second = ranks.run(_same, 2, ["a", "b"])
     assert first == second
     assert first.startswith("model.path: is not the same on all ranks")
+
+
+def _train(rank: int, num_ranks: int, folders: list[str], config: str) -> str:
+    cfg = load_config(FinetuneConfig, Path(config), [])
+    here = os.getcwd()
+    os.chdir(folders[rank])  # each host has a disk of its own
+    try:
+        load_main(catalog.recipes()["full_finetune"])(cfg)
+    except UserError as error:
+        return str(error)
+    finally:
+        os.chdir(here)
+    return ""
+
+
+def test_held_out_rows_that_differ_under_one_path_are_found_at_the_start(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, count in ((one, 30), (two, 31)):
+        folder.mkdir()
+        write_rows(folder / "held_out.jsonl", count)
+    data = {"source": "builtin", "seq_len": 128, "max_rows": 60, "eval_source": "held_out.jsonl"}
+    config = write_config(
+        tmp_path / "c.yaml", make_checkpoint(tmp_path / "m"), tmp_path / "run", data=data, num_steps=1
+    )
+    first, second = ranks.run(_train, 2, [str(one), str(two)], str(config))
+    assert first == second
+    assert first.startswith("data.eval_source: is not the same on all ranks: ")
+    assert not (tmp_path / "run").exists()
+    assert ranks.run(_train, 2, [str(one), str(one)], str(config)) == ["", ""]

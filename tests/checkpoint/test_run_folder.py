@@ -529,7 +529,7 @@ def _begin(run: checkpoint.Run) -> None:
 
 
 def _moved_away(run: checkpoint.Run) -> None:
-    if run._world.is_main:
+    if run.world.is_main:
         run.path.rename(run.path.with_name("away"))
 
 
@@ -542,16 +542,15 @@ def _go(case: str, run: checkpoint.Run) -> None:
     _begin(run)
     if case == "writer":
         _moved_away(run)
-        optimizer = training.AdamW(model.parameters())
-        low = SimpleNamespace(state=dict)
-        run.writer(model, optimizer, low, SimpleNamespace(counts=dict))  # type: ignore[arg-type]
+        state = SimpleNamespace(model=model, optimizer=training.AdamW(model.parameters()))
+        run.writer(state)  # type: ignore[arg-type]
     if case == "export":
         _moved_away(run)
         run._newest = Path("step-00000001")
         with mock.patch("lptune.checkpoint.run.export_hf"):
             run.export(SimpleNamespace(index=None))  # type: ignore[arg-type]
     if case == "metrics":
-        if run._world.is_main:
+        if run.world.is_main:
             run.metrics.unlink()
             run.metrics.mkdir()
         run.has_evaluation(1)
@@ -565,7 +564,7 @@ def _go(case: str, run: checkpoint.Run) -> None:
         with (
             mock.patch.object(save, "publish_folder", publish),
             checkpoint.CheckpointWriter(
-                run.folder.checkpoints, model, optimizer, run._world, CheckpointConfig()
+                run.folder.checkpoints, model, optimizer, run.world, CheckpointConfig()
             ) as writer,
         ):
             writer.save(1, {}, wait=True)

@@ -144,7 +144,7 @@ def test_a_key_is_found_by_name_by_another_trainers_name_and_by_a_word(
 
 def test_keys_that_only_some_recipes_have_say_so(command: Command) -> None:
     assert "  only in  full_kto\n" in command("keys", "kto.beta")[1]
-    assert "  only in  full_finetune\n" in command("keys", "num_samples")[1]
+    assert "  only in  continued_pretrain\n" in command("keys", "num_tokens")[1]
     for everywhere in ("optimizer.lr", "data.seq_len", "eval_every_steps", "precision.kind"):
         assert "only in" not in command("keys", everywhere)[1], everywhere
 
@@ -192,7 +192,7 @@ def test_a_key_of_another_recipes_section_gets_the_key_of_this_one(command: Comm
     # So does a key without a counterpart: the recipe is that of the config.
     for name, config, key in (
         ("generate", "generation", "compile"),
-        ("full_dpo", "llama3_2/1b_dpo", "num_samples"),
+        ("full_dpo", "llama3_2/1b_dpo", "num_tokens"),
         ("full_finetune", "quickstart", "preference.beta"),
     ):
         _, _, stderr = command("validate", name, "--config", config, f"{key}=1")

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lptune import distributed, linear
 from lptune.config import PrecisionConfig
-from lptune.distributed.collective_counts import Collective, Collectives, record_collectives
-from lptune.distributed.verify_gathers import _check, _check_tokens
+from lptune.distributed.collective_counts import Collective, record_collectives
 from tests.helpers.ranks import run_ranks
 
 SIZE = 32
@@ -71,7 +70,7 @@ def _compare_on_a_rank(rank: int, num_ranks: int) -> None:
     with distributed.session("cpu"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp"))
         model = _model(mesh)
-        assert distributed.planned_gathers(model, torch.bfloat16) == BLOCKS
+        assert linear.planned_gathers(model, torch.bfloat16) == BLOCKS
         with record_collectives(mesh) as counted, OperatorsSeen() as mode:
             _step(model)
         assert counted == {
@@ -138,7 +137,7 @@ def _planted(mesh: DeviceMesh) -> None:
         expected = pytest.raises(linear.PrecisionNotAppliedError, match=PLANTED) if planted else nullcontext()
         with expected, distributed.verify_collectives(model, mesh, torch.bfloat16, lines.append):
             _step(model)
-        assert distributed.planned_gathers(model, torch.bfloat16) == BLOCKS
+        assert linear.planned_gathers(model, torch.bfloat16) == BLOCKS
     assert lines == [
         "collectives: all_gather uint8 4 x, 6.4 kB; reduce_scatter float32 2 x, 8.4 kB",
         "collectives: all_gather bfloat16 2 x, 4.2 kB; all_gather uint8 2 x, 3.2 kB; "
@@ -157,32 +156,20 @@ def test_activations_that_were_not_gathered_in_8_bits_as_planned_end_the_step(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].token_gather = model[1].token_gather = "int8 rows"
     model[2].token_gather = "high"
-    low = Collective("all_gather", "uint8", 640, "tensor")
-    executed = Collectives({low: num_low, Collective("all_gather", "bfloat16", 1024, "tensor"): 5})
     expectation = (
         nullcontext() if holds else pytest.raises(linear.PrecisionNotAppliedError, match="2 modules")
     )
     with expectation:
-        _check_tokens(model, executed)
+        linear.verify_token_gathers(model, num_low)
 
 
 @pytest.mark.parametrize(("num_ranks", "holds"), [(1, True), (2, False)])
 def test_a_planned_gather_that_did_not_run_ends_the_step_where_there_are_ranks_to_gather_from(
     num_ranks: int, holds: bool
 ) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)  # type: ignore[no-untyped-call]
-    try:
-        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("fsdp",))
-        executed = Collectives({Collective("all_gather", "uint8", 640, "fsdp"): 2})
-        planned = {"layers.0": (640, 600), "layers.1": (480, 400), "": (64, 0)}
-        expectation = (
-            nullcontext()
-            if holds
-            else pytest.raises(linear.PrecisionNotAppliedError, match=r"size of layers\.1")
-        )
-        with expectation:
-            _check(executed, planned, mesh)
-    finally:
-        torch.distributed.destroy_process_group()
+    planned = {"layers.0": (640, 600), "layers.1": (480, 400), "": (64, 0)}
+    expectation = (
+        nullcontext() if holds else pytest.raises(linear.PrecisionNotAppliedError, match=r"size of layers\.1")
+    )
+    with expectation:
+        linear.verify_gathers(planned, {("uint8", 640): 2}, num_ranks)

@@ -432,8 +432,7 @@ def test_precomputed_scales_come_after_fully_shard() -> None:
 def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    from lptune.linear import module
-    from lptune.linear.steps import verify_step
+    from lptune.linear import module, verify
 
     def step(model: nn.Sequential, plan: linear.Plan) -> None:
         scaling = linear.DelayedScaling(plan, torch.device("cpu"))
@@ -445,9 +444,9 @@ def test_a_weight_that_is_gathered_high_or_with_more_bytes_is_named(
         _shard(model, world, True)
         step(model, plan)
         distributed.reshard(model)
-        closed_form = verify_step.planned_bytes
+        closed_form = verify.planned_bytes
         with monkeypatch.context() as patch:
-            patch.setattr(verify_step, "planned_bytes", lambda *args: closed_form(*args) - 1)
+            patch.setattr(verify, "planned_bytes", lambda *args: closed_form(*args) - 1)
             with pytest.raises(linear.PrecisionNotAppliedError, match="took"):
                 step(model, plan)
         model, plan = _model_and_plan(_precision(kind))

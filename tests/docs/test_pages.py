@@ -75,7 +75,7 @@ def test_the_page_about_extending_lists_what_a_kind_must_have() -> None:
     for name in Kind.__abstractmethods__:
         assert f"`{name}`" in section, name
     unset = {name for name in Kind.__annotations__ if not hasattr(Kind, name)}
-    assert unset == {"name", "keys", "fmt", "operations"}
+    assert unset == {"name", "fmt", "operations"}
     assert all(f"`{name}`" in section for name in unset)
 
 

@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lptune import data, distributed
+from lptune import distributed, training
 from lptune.checkpoint.stored import parameters_of, state_of
 from lptune.launch import preemption
 from lptune.linear import dequantized
@@ -28,16 +27,16 @@ STOP_AFTER, STOP_ON_RANK, STOP_BY = "STOP_AFTER_STEP", "STOP_ON_RANK", "STOP_BY"
 _INSERTED = (
     (r"from lptune import checkpoint, .*", True, "from tests.faults import observe"),
     (
-        r"run\.begin\(plan, report\)",
+        r"steps\.start\(state\)",
         True,
         "observe.loaded(run.path, run.step, model, optimizer, world)",
     ),
     (
-        r"batches.* = loader\.micro_batches\(step\).*",
+        r"for step in steps:",
         True,
-        "observe.batches(run.path, step + 1, batches, world)",
+        "    observe.batches(run.path, steps, world)",
     ),
-    (r"record = meter\.record\(.*", False, "observe.stop(step, world)"),
+    (r"step\.update\(\).*", False, "observe.stop(steps.num_done + 1, world)"),
 )
 
 
@@ -54,8 +53,9 @@ def write_recipe(path: Path, recipe: str) -> Path:
     return path
 
 
-def batches(folder: Path, step: int, found: Sequence[data.Batch], world: distributed.World) -> None:
-    """Notes a digest of each row of this rank's micro-batches of `step`."""
+def batches(folder: Path, steps: training.Steps, world: distributed.World) -> None:
+    """Notes a digest of each row of this rank's micro-batches of the step that begins."""
+    step, found = steps.num_done + 1, steps.loader.micro_batches(steps.num_done)
     said = [
         hashlib.sha256(tokens_S.numpy().tobytes() + labels_S.numpy().tobytes()).hexdigest()
         for batch in found

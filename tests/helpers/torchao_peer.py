@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.quantization import quantize_
 
-from lptune import linear, numerics
+from lptune import linear
 from lptune.config import PrecisionConfig
 from lptune.kernels import GEMMS
 from lptune.linear.kinds import blockwise, rowwise, tensorwise
 from lptune.numerics import Format
+from tests.proofs.noise import predicted_relative_error, relative_error, sqnr_db
 
 T, K, N = 96, 128, 80
 DTYPES = (torch.float32, torch.bfloat16)
@@ -143,17 +144,15 @@ def assert_really_low(run: Run, inputs: tuple[Tensor, ...], noise: dict[str, flo
     """The peer ran in 8 bits: its error is the predicted noise, no more and not much less (none: a no-op)."""
     truth, unit = truth_of(inputs), UNIT[inputs[0].dtype]
     for gemm, predicted in noise.items():
-        error = numerics.relative_error(run.results[gemm], truth[gemm])
-        assert math.isfinite(numerics.sqnr_db(run.results[gemm], truth[gemm])), gemm
+        error = relative_error(run.results[gemm], truth[gemm])
+        assert math.isfinite(sqnr_db(run.results[gemm], truth[gemm])), gemm
         # 5 % for the spread of a norm over so many products, as in test_linear.py; up to 4 roundings of it.
         assert predicted / 2 < error < 1.05 * predicted + 4 * unit, gemm
 
 
 def noise_of(*operands: tuple[Tensor, Any, Format, bool]) -> float:
     """Predicted noise of a GEMM: its operands', added as variances."""
-    parts = [
-        numerics.predicted_relative_error(x, dim, fmt, power_of_two=power) for x, dim, fmt, power in operands
-    ]
+    parts = [predicted_relative_error(x, dim, fmt, power_of_two=power) for x, dim, fmt, power in operands]
     return math.sqrt(sum(part**2 for part in parts))
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lptune import linear, numerics
+from lptune import linear
 from lptune.config import PrecisionConfig
 from lptune.kernels import backend, block_mm, choose_backend, cublaslt, record_gemms
+from tests.proofs import noise
 
 Recipe = F.ScalingType
 
@@ -152,7 +153,7 @@ def test_a_layer_computes_by_torchs_calls_what_the_reference_says(
     for name in ("output", "grad_input", "grad_weight"):
         # The stand-ins sum in float64 and round once, the reference in float32 and then to the dtype.
         bound = 640 * 2.0**-24 + torch.finfo(dtype).eps
-        assert numerics.relative_error(actual[name], expected[name].double()) < bound, name
+        assert noise.relative_error(actual[name], expected[name].double()) < bound, name
 
 
 @pytest.mark.usefixtures("on_torch")
@@ -213,4 +214,4 @@ def test_cublaslt_computes_on_the_gpu_what_the_reference_says(
         assert ours is not None
         assert reference is not None
         # 14 bits of a sum in Hopper's tensor core, and one rounding to bfloat16.
-        assert numerics.relative_error(ours.cpu(), reference.cpu().double()) < 2.0**-8
+        assert noise.relative_error(ours.cpu(), reference.cpu().double()) < 2.0**-8

@@ -139,8 +139,8 @@ def _operands(
     fmt = FORMATS["e4m3"]
     if kind == "mx":
         a, b = numerics.quantize_mx(x, 1), numerics.quantize_mx(w, 1)
-        a64 = numerics.dequantize_mx(a, 1).double()
-        b64 = numerics.dequantize_mx(b, 1).double()
+        a64 = numerics.dequantize_blocks(a, (1, 32)).double()
+        b64 = numerics.dequantize_blocks(b, (1, 32)).double()
         return a.q_MK, b.q_MK.t(), a.scale, b.scale.t(), 32, a64, b64.t()
     block = (128, 128) if kind == "square" else (1, 128)
     a, b = numerics.quantize_blocks(x, (1, 128), fmt), numerics.quantize_blocks(w, block, fmt)

@@ -17,6 +17,7 @@ from lptune import kernels, linear, numerics
 from lptune.config import PrecisionConfig
 from lptune.kernels import GEMMS, backend, layer_handle, record_gemms, scaled_mm
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
+from tests.proofs import noise
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 assert poisoned_outputs
@@ -180,4 +181,4 @@ def test_a_float8_layer_has_the_same_operands_and_differs_by_the_sum_alone(
         # each step of which costs less than 2**-24 of the sum so far; in Hopper's tensor core each of a
         # chunk's 4 * 33 additions costs less than 2**-13 of its largest addend (test_triton_gemm.py).
         limit = 160 * 2.0**-23 if INTERPRETED else 4 * 33 * 2.0**-13
-        assert numerics.relative_error(ours[name].cpu(), reference[name].cpu()) < limit, name
+        assert noise.relative_error(ours[name].cpu(), reference[name].cpu()) < limit, name

@@ -13,6 +13,7 @@ from tests.helpers.hard_rows import hard_to_round
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits, some_interpreted
 
 from lptune.kernels.triton import by_row, launch, quantize, rotate  # isort: skip  # only once there is a device
+from tests.proofs import noise
 
 pytestmark = [
     # NumPy, in the interpreter, speaks up where a GPU computes inf and NaN in silence.
@@ -132,7 +133,7 @@ def test_zero_rows_outliers_and_what_is_not_finite(dtype: torch.dtype, fmt: str,
 def test_tiny_float16_keeps_its_scale() -> None:
     x = torch.full((2, 40), 1e-6, dtype=torch.float16)
     q, scale = by_row.quantize_rows(x.to(DEVICE), None, "int8", False, False)
-    assert numerics.relative_error((q.float() * scale).cpu(), x) < 1e-6
+    assert noise.relative_error((q.float() * scale).cpu(), x) < 1e-6
 
 
 def test_strides_do_not_matter() -> None:

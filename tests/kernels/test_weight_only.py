@@ -6,6 +6,7 @@ import torch
 from lptune import numerics
 from lptune.kernels import layer_handle, record_gemms, weight_only_mm
 from lptune.numerics import quantize_rows
+from tests.proofs import noise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,7 +25,7 @@ def test_it_is_the_compute_dtypes_own_gemm_with_the_dequantized_weight(
         truth = a.double() @ (w.q_MK.double() * w.scale_M1.double()) if not transposed else None
         if truth is not None and t:
             bound = 2.0**-8 if dtype == torch.bfloat16 else n * 2.0**-24
-            assert numerics.relative_error(out, truth) <= bound
+            assert noise.relative_error(out, truth) <= bound
 
 
 def test_rows_of_any_stride_give_the_same_bits() -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lptune import linear, numerics
+from lptune import linear
 from lptune.base.errors import UserError
 from lptune.config import PRECISION_KINDS, PrecisionConfig
+from tests.proofs import noise
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
 T, K, N = 96, 256, 160
@@ -63,4 +64,4 @@ def test_a_device_computes_what_the_emulation_says(kind: str, compiled: bool, de
             # Tensor cores keep fewer bits of a float8 sum than float32 has (Hopper: 14, arXiv:2412.19437):
             # that and one rounding to bfloat16 is what may differ. int8_weight_only multiplies in bfloat16,
             # whose order of summation is the device's.
-            assert numerics.relative_error(actual, expected[name]) < 2.0**-8, name
+            assert noise.relative_error(actual, expected[name]) < 2.0**-8, name

@@ -1,6 +1,8 @@
 """What every kind of precision owes the rest of the library, and that nothing else knows kinds by name."""
 
 import ast
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,43 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear
-from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.kernels import GEMMS, Quantized, pack_rows
 from lptune.kernels.backend import BACKENDS
-from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
-from lptune.linear.autograd import low_precision_linear
+from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
+from lptune.linear.kind import Shard
 from lptune.linear.shared_input import alone
-from lptune.linear.weights.weight_amax import Shard, shard_amaxes
+from lptune.linear.weights.weight_amax import shard_amaxes
 from lptune.numerics import FORMATS
 from tests.helpers import cold
 
 LIBRARY = Path(linear.__file__).parents[1]
-FILES = sorted((LIBRARY / "linear" / "kinds").glob("*.py"))
 NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
     "config/recipes.py",  # the two ways to store a teacher
-    "advice/from_counts.py",  # the rates of a GPU that is not here, by kind
-    "advice/quality.py",  # what each kind was measured to cost
-    "advice/traffic.py",  # the kinds whose bytes the model of a GPU knows
-    "doctor/kinds.py",  # the kinds that are recommended
+    "plan/from_counts.py",  # the rates of a GPU that is not here, by kind
+    "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
+    "tools/doctor/kinds.py",  # the kinds that are recommended
     "training/first_loss.py",  # the kind that it recommends
-    "migrate/axolotl.py",  # what other trainers' settings are here
-    "migrate/torchtitan.py",
-    "migrate/torchtune.py",
+    "tools/migrate/axolotl.py",  # what other trainers' settings are here
+    "tools/migrate/torchtitan.py",
+    "tools/migrate/torchtune.py",
 }
 T, K, N, NUM_RANKS = 96, 160, 176, 3
 """Blocks of 128 end inside the shards of 59, 59 and 58 rows; 32 tokens to a rank."""
 
 
-def test_each_kind_of_the_config_has_its_file_and_each_file_its_kind() -> None:
-    defining = {file.stem for file in FILES if "\nKIND = " in file.read_text(encoding="utf-8")}
-    assert defining == set(KINDS) == set(PRECISION_KINDS) - {"none"}
+def test_each_kind_of_the_config_has_its_class_and_each_class_its_kind() -> None:
     assert list(KINDS) == list(PRECISION_KINDS)[1:]
     for name, kind in KINDS.items():
         assert kind.name == name
-        assert type(kind).__module__ == f"lptune.linear.kinds.{name}"
-        assert kind.keys == PRECISION_KINDS[name]
+        assert (type(kind).__doc__ or "").startswith(f"`{name}`")
+        assert kind.keys is PRECISION_KINDS[name]
+    assert len({type(kind) for kind in KINDS.values()}) == len(KINDS)
 
 
 def _modules() -> list[tuple[str, ast.Module]]:
@@ -63,7 +62,7 @@ def test_no_module_but_the_config_and_its_own_file_names_a_kind() -> None:
         for node in ast.walk(module)
         if isinstance(node, ast.Constant) and node.value in KINDS
     ]
-    assert not found, "ask kind_of(spec) instead: " + "; ".join(found)
+    assert not found, "ask spec.kind instead: " + "; ".join(found)
 
 
 def test_no_module_takes_a_kind_from_parts_of_its_name() -> None:
@@ -80,38 +79,30 @@ def test_no_module_takes_a_kind_from_parts_of_its_name() -> None:
     assert not found
 
 
+def test_copies_and_pickles_of_a_spec_have_the_kind_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in KINDS.items():
+        spec = LinearSpec.from_config(PrecisionConfig(kind=name))
+        for same in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+            assert same == spec
+            assert same.kind is kind
+    pickled = pickle.dumps(spec)
+    monkeypatch.delitem(KINDS, name)
+    with pytest.raises(KeyError, match=name):
+        pickle.loads(pickled)
+
+
 def test_an_unknown_kind_is_an_error_and_never_another_one() -> None:
-    spec = LinearSpec.from_config(PrecisionConfig(kind="int8_rowcol"))._replace(kind="int8_diagonal")
-    x, w = torch.ones(16, 16), torch.ones(16, 16)
-    handle = torch.tensor([-1, 0, 0, 0])
-    for ask in (
-        lambda: low_precision_linear(x, w, handle, spec),
-        lambda: spec.describe("output"),
-        lambda: spec.describe_gather(),
-        lambda: spec.described_tokens,
-        lambda: spec.multiplies_in_8_bits,
-        lambda: linear.predicted_errors(spec, x, w, x),
-    ):
-        with pytest.raises(KeyError, match="int8_diagonal"):
-            ask()
+    precision = PrecisionConfig(kind="int8_rowcol")
+    object.__setattr__(precision, "kind", "int8_diagonal")
+    with pytest.raises(KeyError, match="int8_diagonal"):
+        LinearSpec.from_config(precision)
 
 
-def test_a_kind_without_its_row_of_the_config_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(KINDS["mxfp8"]), "name", "mxfp9")
-    with pytest.raises(ValueError, match="mxfp9: has no row in PRECISION_KINDS"):
-        kinds.add(KINDS["mxfp8"])
-    assert "mxfp9" not in KINDS
-    monkeypatch.undo()
-    monkeypatch.setitem(PRECISION_KINDS, "mxfp8", KindKeys(("block",), ("high",), ("e4m3",)))
-    with pytest.raises(ValueError, match=r"mxfp8: grad_input is \('block',\) in PRECISION_KINDS, and "):
-        kinds.add(KINDS["mxfp8"])
-
-
-def test_a_kind_that_its_package_does_not_add_fails_the_import_and_says_where() -> None:
-    code = "from lptune.config import PRECISION_KINDS as p; p['ghost'] = p['mxfp8']; import lptune.linear"
-    done = cold.run("-c", code)
-    expected = "['ghost'], which lptune/linear/kinds/__init__.py does not add"
-    assert done.stderr.splitlines()[-1].endswith(expected)
+@pytest.mark.parametrize("change", ["p['ghost'] = p['mxfp8']", "p['ghost'] = p.pop('mxfp8')"])
+def test_the_import_fails_where_the_config_has_other_kinds_and_says_where(change: str) -> None:
+    done = cold.run("-c", f"from lptune.config import PRECISION_KINDS as p; {change}; import lptune.linear")
+    named = ["ghost", "mxfp8"][: 2 if "pop" in change else 1]
+    assert f"ImportError: {', '.join(named)}: a kind has a row in PRECISION_KINDS" in done.stderr
 
 
 def test_a_kind_that_lacks_a_rule_cannot_be_made() -> None:

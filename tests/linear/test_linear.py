@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lptune import linear, numerics
+from lptune import linear
 from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.hardware.planned import planned_for
 from lptune.kernels import GEMMS
 from lptune.linear.kinds import blockwise, rowwise, tensorwise
+from tests.proofs import noise
 
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
 MODES = [
@@ -95,17 +96,17 @@ def _assert_predicted(layer: linear.LowPrecisionLinear, x: torch.Tensor, g: torc
     """Each GEMM is off by what its formats say: no more, and no less."""
     ours, truth = _run(layer, x, g), _truth(layer, x, g)
     truth["output"] = truth["output"] - layer.bias.detach().double()
-    for gemm, predicted in linear.predicted_errors(
+    for gemm, predicted in noise.predicted_errors(
         layer.spec, x, linear.dequantized(layer.weight.detach()), g
     ).items():
         # The bias is added after rounding, and rounded with the sum.
         result = ours[gemm].double() - (layer.bias.detach().double() if gemm == "output" else 0.0)
         added = torch.finfo(x.dtype).eps / 2 * float(layer.bias.detach().norm()) if gemm == "output" else 0.0
-        error = numerics.relative_error(result, truth[gemm])
+        error = noise.relative_error(result, truth[gemm])
         assert predicted.least <= error <= predicted.bound + added, (gemm, error, predicted)
     # At most 96 additions in the compute dtype, each rounding by eps / 2 in random directions: sqrt(96) / 2
     # in the worst order, one where the sum is taken in float32 and rounded at the end.
-    assert numerics.relative_error(ours["grad_bias"], truth["grad_bias"]) <= 5 * torch.finfo(x.dtype).eps
+    assert noise.relative_error(ours["grad_bias"], truth["grad_bias"]) <= 5 * torch.finfo(x.dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,7 +119,7 @@ def test_every_gemm_of_every_kind_is_off_by_the_formats_noise_no_more_and_no_les
     _assert_predicted(layer, *_structured(dtype))
     # A `least` of 0 would let a fall-back to the compute dtype pass.
     x, g = _inputs(dtype)
-    for gemm, predicted in linear.predicted_errors(
+    for gemm, predicted in noise.predicted_errors(
         layer.spec, x, linear.dequantized(layer.weight.detach()), g
     ).items():
         assert predicted.least > 0.8 * predicted.expected or not _multiplies(layer, gemm), gemm
@@ -201,8 +202,8 @@ def test_the_prediction_tells_the_kinds_apart(kind: str) -> None:
     fits = set()
     for other in KINDS:
         spec = linear.LinearSpec.from_config(PrecisionConfig(kind=other))
-        predicted = linear.predicted_errors(spec, x, linear.dequantized(layer.weight.detach()), g)
-        errors = {gemm: numerics.relative_error(ours[gemm], truth[gemm]) for gemm in GEMMS[1:]}
+        predicted = noise.predicted_errors(spec, x, linear.dequantized(layer.weight.detach()), g)
+        errors = {gemm: noise.relative_error(ours[gemm], truth[gemm]) for gemm in GEMMS[1:]}
         if all(predicted[gemm].least <= errors[gemm] <= predicted[gemm].bound for gemm in errors):
             fits.add(other)
     assert kind in fits
@@ -246,8 +247,8 @@ def _planted_db(kind: str, outlier: str, size: float) -> tuple[float, float]:
     assert layer.weight.grad is not None
     others_T, others_K = torch.arange(256) != 9, torch.arange(256) != 5
     return (
-        numerics.sqnr_db(out.detach()[others_T], x.double()[others_T] @ w.double().t()),
-        numerics.sqnr_db(layer.weight.grad[:, others_K], g.double().t() @ x.double()[:, others_K]),
+        noise.sqnr_db(out.detach()[others_T], x.double()[others_T] @ w.double().t()),
+        noise.sqnr_db(layer.weight.grad[:, others_K], g.double().t() @ x.double()[:, others_K]),
     )
 
 
@@ -282,11 +283,11 @@ def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind
     x, g = x[:37].clone(), g[:37].clone()
     x[3] *= 1000
     ours, truth = _run(layer, x, g), _truth(layer, x, g)
-    for gemm, predicted in linear.predicted_errors(
+    for gemm, predicted in noise.predicted_errors(
         layer.spec, x, linear.dequantized(layer.weight.detach()), g
     ).items():
         # The outlier makes up the output; against it the bias and its rounding are nothing.
-        assert numerics.relative_error(ours[gemm], truth[gemm]) <= predicted.bound, gemm
+        assert noise.relative_error(ours[gemm], truth[gemm]) <= predicted.bound, gemm
 
 
 def test_a_weight_between_two_steps_is_no_fault_of_the_quantizer() -> None:
@@ -294,7 +295,7 @@ def test_a_weight_between_two_steps_is_no_fault_of_the_quantizer() -> None:
     row, column = 1.0507670640945435, 1.0130901336669922
     w_NK = torch.tensor([[row, 121 * row / 127], [0.5, column]])
     spec = linear.LinearSpec.from_config(PrecisionConfig(kind="int8_rowcol", grad_input="requantized"))
-    predicted = linear.predicted_errors(spec, torch.ones(3, 2), w_NK, torch.ones(3, 2))
+    predicted = noise.predicted_errors(spec, torch.ones(3, 2), w_NK, torch.ones(3, 2))
     assert 0 < predicted["grad_input"].bound < 0.1
 
 
@@ -305,7 +306,7 @@ def test_a_nan_in_the_weight_is_a_nan_in_the_prediction_and_no_fault_of_the_quan
     layer, (x, g) = _layer(torch.float32, grad_input=grad_input), _inputs(torch.float32)
     w_NK = linear.dequantized(layer.weight.detach()).clone()
     w_NK[0, 0] = torch.nan
-    predicted = linear.predicted_errors(layer.spec, x, w_NK, g)["grad_input"]
+    predicted = noise.predicted_errors(layer.spec, x, w_NK, g)["grad_input"]
     assert predicted.bound != predicted.bound
 
 

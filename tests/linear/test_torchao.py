@@ -55,6 +55,7 @@ from tests.helpers.torchao_peer import (
     sum_of_magnitudes,
     truth_of,
 )
+from tests.proofs.noise import predicted_block_error, relative_error, sqnr_db
 
 EPS = 1e-12  # torchao's floor of a scale (INT8) or an amax (float8)
 NO_LAYER = layer_handle(-1)
@@ -142,7 +143,7 @@ def test_gw_hp_differs_by_the_tensorwise_weight_of_grad_input_alone(
     # Both are within their own quantization noise of the truth; apart by both at most, as variances.
     by_tensor = noise_of((g, 1, E4M3, True), (w, (0, 1), E4M3, True))
     by_row = noise_of((g, 1, E4M3, True), (w, 0, E4M3, True))
-    apart = numerics.relative_error(ours.results["grad_input"], peer.results["grad_input"])
+    apart = relative_error(ours.results["grad_input"], peer.results["grad_input"])
     assert 0 < apart <= 1.05 * math.hypot(by_tensor, by_row) + 2 * UNIT[dtype]
 
 
@@ -234,7 +235,7 @@ def test_the_float8_peers_eps_costs_it_small_gradients(
     assert same_bits(without.a_MK, ours.a_MK)
 
     def error(operands: Operands) -> float:
-        return numerics.relative_error(operands.a_MK.double() * operands.scale_a.double(), g)
+        return relative_error(operands.a_MK.double() * operands.scale_a.double(), g)
 
     def noise(scale: Tensor | float) -> float:
         """Of g quantized by `scale`, relative."""
@@ -323,9 +324,7 @@ def test_blockwise_equals_the_peer(monkeypatch: pytest.MonkeyPatch, dtype: torch
         assert_within(ours.results[gemm], peer.results[gemm], difference, dtype)
 
     def noise(a: Tensor, block_a: tuple[int, int], b: Tensor, block_b: tuple[int, int]) -> float:
-        return math.hypot(
-            numerics.predicted_block_error(a, block_a, E4M3), numerics.predicted_block_error(b, block_b, E4M3)
-        )
+        return math.hypot(predicted_block_error(a, block_a, E4M3), predicted_block_error(b, block_b, E4M3))
 
     assert_really_low(
         peer,
@@ -428,7 +427,7 @@ def test_int8_tiny_float16_is_lost_with_the_scale() -> None:
     q, scale = quantize_int8_rowwise(x)
     assert (scale == 0).all()  # amax / 127 is below half of float16's smallest number
     assert (q.float() * scale[:, None].float() == 0).all()
-    assert numerics.sqnr_db(numerics.dequantize(numerics.quantize_rows(x)), x) > 35
+    assert sqnr_db(numerics.dequantize(numerics.quantize_rows(x)), x) > 35
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -544,9 +543,9 @@ def test_int8_eps_costs_the_peer_its_small_gradients(monkeypatch: pytest.MonkeyP
         peer = run_int8_peer(monkeypatch, inputs).results["grad_input"]
         ours = run_ours(monkeypatch, inputs, kind="int8_rowcol", grad_input="column").results["grad_input"]
         # The peer's row of amax a comes out as a / 1.27e-10 of itself, once a is below 1.27e-10.
-        assert (numerics.sqnr_db(peer, truth) < 10) == is_lost
+        assert (sqnr_db(peer, truth) < 10) == is_lost
         noise = noise_of((inputs[2], 1, INT8, False), (w, 0, INT8, False))
-        assert numerics.relative_error(ours, truth) <= 1.05 * noise
+        assert relative_error(ours, truth) <= 1.05 * noise
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -13,22 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lptune import checkpoint, distributed, linear, models, numerics
+from lptune import checkpoint, distributed, linear, models
 from lptune.base.errors import UserError
 from lptune.cli import recipe
 from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, load_config
 from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
-from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec, kinds
-from lptune.linear.kind import Agree
-from lptune.linear.noise import Operand, Operands, exact, known, rounded
+from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
+from lptune.linear.kind import Agree, Shard
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.weight_amax import Shard
 from lptune.plan.dry_run import dry_run
 from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 from tests.linear import test_kinds
+from tests.proofs import noise
 from tests.recipes.conftest import losses
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
@@ -45,7 +44,6 @@ class Ternary(Kind):
     """
 
     name = NAME
-    keys = KindKeys(("folded", "high"), ("high",), ("int8",), can_gather_low=True)
     fmt = "int8"
     operations = ("int8_gemm",)
     row_scales = True
@@ -98,20 +96,6 @@ class Ternary(Kind):
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         return _ternary(shard.rows_MK.to(shard.compute_dtype))
 
-    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        return 1, k
-
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        return rounded(x_TK, (1, x_TK.shape[1]), spec.fmt, power_of_two=False), _noisy(w_NK).t()
-
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        s_N1 = _ternary(w_NK).scale
-        folded = rounded(g_TN.float() * s_N1.t(), (1, g_TN.shape[1]), spec.grad_fmt, power_of_two=False)
-        return folded, _noisy(w_NK).times(1 / s_N1.double())
-
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        raise AssertionError("grad_weight is never low")
-
 
 def _ternary(w_NK: Tensor) -> Quantized:
     if isinstance(w_NK, GatheredWeight):
@@ -124,17 +108,21 @@ def _dequantized(w: Quantized, dtype: torch.dtype) -> Tensor:
     return (w.q_NK.float() * w.scale).to(dtype)
 
 
-def _noisy(w_NK: Tensor) -> Operand:
-    """A third of the range is a coarse step: nothing of its error is treated as noise."""
+@noise.low_operands.register
+def _(kind: Ternary, spec: LinearSpec, gemm: str, a: Tensor, w_NK: Tensor) -> noise.Operands:
+    """A third of the range is a coarse step: nothing of the error of W is treated as noise."""
     w = _ternary(w_NK)
-    return exact(w_NK).plus(known(w.q_NK.double() * w.scale.double() - w_NK.double()))
+    w_noisy = noise.exact(w_NK).plus(noise.known(w.q_NK.double() * w.scale.double() - w_NK.double()))
+    multiplied = a if gemm == "output" else a.float() * w.scale.t()
+    rounded = noise.rounded(multiplied, (1, a.shape[1]), spec.fmt, power_of_two=False)
+    return rounded, w_noisy.t() if gemm == "output" else w_noisy.times(1 / w.scale.double())
 
 
 @contextlib.contextmanager
 def toy() -> Iterator[None]:
     """Within, `precision.kind` may be the toy."""
-    PRECISION_KINDS[NAME] = Ternary.keys
-    kinds.add(Ternary())
+    PRECISION_KINDS[NAME] = KindKeys(("folded", "high"), ("high",), ("int8",), can_gather_low=True)
+    KINDS[NAME] = Ternary()
     try:
         yield
     finally:
@@ -183,10 +171,10 @@ def test_its_gemms_are_off_by_what_it_predicts(dtype: torch.dtype) -> None:
         weight = model.get_parameter("0.weight")
         x64, w64, g64 = (each.detach().double() for each in (x, weight, g))
         truth = {"output": x64 @ w64.t(), "grad_input": g64 @ w64}
-        predicted = linear.predicted_errors(plan.layers[0].spec, x.detach(), weight.detach(), g)
+        predicted = noise.predicted_errors(plan.layers[0].spec, x.detach(), weight.detach(), g)
         for gemm, ours in (("output", out), ("grad_input", x.grad)):
             assert ours is not None
-            error = numerics.relative_error(ours, truth[gemm])
+            error = noise.relative_error(ours, truth[gemm])
             assert predicted[gemm].least <= error <= predicted[gemm].bound, (gemm, error)
             assert predicted[gemm].least > 0.3  # ternary
 

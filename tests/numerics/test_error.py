@@ -7,6 +7,7 @@ import torch
 
 from lptune import numerics
 from lptune.numerics import FORMATS, MX_BLOCK, Format
+from tests.proofs.noise import predicted_block_error, predicted_relative_error, relative_error, sqnr_db
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
 M, K = 256, 384
@@ -20,8 +21,8 @@ def test_measured_noise_is_the_predicted(fmt: Format, block: tuple[int, int], po
     # Evenly distributed values fall evenly into every step, which is what the prediction assumes.
     x = torch.rand(M, K, generator=torch.Generator().manual_seed(M)) * 2 - 1
     quantized = numerics.quantize_blocks(x, block, fmt, power_of_two=power_of_two)
-    measured = numerics.relative_error(numerics.dequantize_blocks(quantized, block), x)
-    predicted = numerics.predicted_block_error(x, block, fmt, power_of_two=power_of_two)
+    measured = relative_error(numerics.dequantize_blocks(quantized, block), x)
+    predicted = predicted_block_error(x, block, fmt, power_of_two=power_of_two)
 
     # Without a power of two each scale has one element, its amax, that is a number of the format: no noise.
     scale_MK = numerics.expand_blocks(quantized.scale, block, (M, K)).double()
@@ -45,8 +46,8 @@ def test_dims_are_names_for_blocks(fmt: Format) -> None:
         (0, (20, 1), numerics.quantize_columns),
         ((0, 1), (20, 30), numerics.quantize_tensor),
     ):
-        predicted = numerics.predicted_relative_error(x, dim, fmt)
-        assert predicted == numerics.predicted_block_error(x, block, fmt)
+        predicted = predicted_relative_error(x, dim, fmt)
+        assert predicted == predicted_block_error(x, block, fmt)
         # The same quantization by its two names.
         blocks = numerics.quantize_blocks(x, block, fmt)
         named = quantize(x, fmt)
@@ -57,11 +58,11 @@ def test_dims_are_names_for_blocks(fmt: Format) -> None:
 @every_format
 def test_noise_follows_the_scale_and_zeros_have_none(fmt: Format) -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    predicted = numerics.predicted_relative_error(x, 1, fmt)
+    predicted = predicted_relative_error(x, 1, fmt)
     padded = torch.cat((x, torch.zeros(8, 64), torch.zeros(0, 64)))
-    assert numerics.predicted_relative_error(padded, 1, fmt) == pytest.approx(predicted, rel=1e-12)
+    assert predicted_relative_error(padded, 1, fmt) == pytest.approx(predicted, rel=1e-12)
     # A power of two changes no quotient.
-    assert numerics.predicted_relative_error(x * 2.0**-40, 1, fmt) == pytest.approx(predicted, rel=1e-12)
+    assert predicted_relative_error(x * 2.0**-40, 1, fmt) == pytest.approx(predicted, rel=1e-12)
 
 
 def test_int8s_noise_is_the_closed_formula() -> None:
@@ -69,7 +70,7 @@ def test_int8s_noise_is_the_closed_formula() -> None:
     step = x.abs().amax(1) / 127
     closed = math.sqrt(float(64 * step.square().sum() / 12)) / float(x.norm())
     # The scale is rounded to float32.
-    assert numerics.predicted_relative_error(x, 1) == pytest.approx(closed, rel=2.0**-23)
+    assert predicted_relative_error(x, 1) == pytest.approx(closed, rel=2.0**-23)
 
 
 def test_beside_an_outlier_float8_keeps_what_int8_loses() -> None:
@@ -89,13 +90,11 @@ def test_beside_an_outlier_float8_keeps_what_int8_loses() -> None:
 def test_error_measures_agree_with_their_definitions() -> None:
     truth = torch.tensor([3.0, 4.0])
     actual = torch.tensor([3.0, 4.5])
-    assert numerics.relative_error(actual, truth) == 0.1
-    assert numerics.sqnr_db(actual, truth) == pytest.approx(20)
-    assert numerics.sqnr_db(truth, truth) == math.inf
+    assert relative_error(actual, truth) == 0.1
+    assert sqnr_db(actual, truth) == pytest.approx(20)
+    assert sqnr_db(truth, truth) == math.inf
     for wrong in (torch.tensor([3.0, math.nan]), torch.tensor([math.nan, 4.0])):
-        assert math.isnan(numerics.relative_error(wrong, truth))
-        assert math.isnan(numerics.sqnr_db(wrong, truth))
+        assert math.isnan(relative_error(wrong, truth))
+        assert math.isnan(sqnr_db(wrong, truth))
     # In float64, whatever the input: 1 + 2**-30 is not 1 there.
-    assert (
-        numerics.relative_error(torch.tensor([1 + 2.0**-30], dtype=torch.float64), torch.ones(1)) == 2.0**-30
-    )
+    assert relative_error(torch.tensor([1 + 2.0**-30], dtype=torch.float64), torch.ones(1)) == 2.0**-30

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lptune import numerics
 from lptune.numerics import INT8, dequantize, quantize_columns, quantize_rows
+from tests.proofs import noise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,16 +75,16 @@ def test_what_is_not_finite_comes_out_as_nan(bad: float) -> None:
 def test_tiny_float16_keeps_its_scale() -> None:
     # A scale kept in float16 underflows: 1e-6 / 127 is below its smallest subnormal, 6e-8.
     x = torch.full((2, 8), 1e-6, dtype=torch.float16)
-    assert numerics.relative_error(dequantize(quantize_rows(x)), x) < 1e-6
+    assert noise.relative_error(dequantize(quantize_rows(x)), x) < 1e-6
 
 
 @pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e-35])
 def test_small_gradients_keep_their_signal_to_noise(magnitude: float) -> None:
     x = _matrix(32, 256, torch.float32)
-    expected = numerics.sqnr_db(dequantize(quantize_rows(x)), x)
+    expected = noise.sqnr_db(dequantize(quantize_rows(x)), x)
     scaled = x * magnitude
     # Only the rounding of the product differs; a flipped rounding here and there is far below 0.1 dB.
-    assert abs(numerics.sqnr_db(dequantize(quantize_rows(scaled)), scaled) - expected) < 0.1
+    assert abs(noise.sqnr_db(dequantize(quantize_rows(scaled)), scaled) - expected) < 0.1
 
 
 @pytest.mark.parametrize("magnitude", [1e-37, 1e-38, 1e-42, 2.0**-149])
@@ -100,8 +100,8 @@ def test_below_the_smallest_scale_an_element_is_still_within_half_of_it(magnitud
 def test_measured_error_equals_the_predicted_noise(dim: int) -> None:
     x = _matrix(512, 512, torch.float32)
     quantized = quantize_rows(x) if dim == 1 else quantize_columns(x)
-    measured = numerics.relative_error(dequantize(quantized), x)
-    predicted = numerics.predicted_relative_error(x, dim, INT8)
+    measured = noise.relative_error(dequantize(quantized), x)
+    predicted = noise.predicted_relative_error(x, dim, INT8)
     # 262,144 roundings: the relative spread of their mean square is about sqrt(0.8 / 262144) = 0.2 %.
     assert measured == pytest.approx(predicted, rel=0.01)
 
@@ -124,5 +124,5 @@ def test_compiled_quantization_equals_eager_bitwise() -> None:
 
 def test_an_exact_copy_has_infinite_sqnr_and_zero_error() -> None:
     x = _matrix(4, 4, torch.float32)
-    assert numerics.sqnr_db(x, x) == math.inf
-    assert numerics.relative_error(x, x) == 0
+    assert noise.sqnr_db(x, x) == math.inf
+    assert noise.relative_error(x, x) == 0

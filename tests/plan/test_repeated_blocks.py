@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lptune import models
+from lptune import distillation, models, training
 from lptune.config import (
     DataConfig,
     DistillConfig,
@@ -101,10 +101,13 @@ def test_it_says_what_a_dry_run_of_all_blocks_says(name: str, monkeypatch: pytes
     family, num_layers, num_ranks, cfg = CASES[name]
     ran = []
     monkeypatch.setattr(dry_run_module, "leave_out", lambda *args: ran.append(leave_out(*args)) or ran[-1])
-    teacher = _model_config("qwen2_5", 5) if isinstance(cfg, DistillConfig) else None
+    step, teacher = training.PlannedStep(), None
+    if isinstance(cfg, DistillConfig):
+        step, teacher = distillation.planned_step(cfg), _model_config("qwen2_5", 5)
     config = _model_config(family, num_layers)
     found, full = (
-        dry_run(cfg, config, num_ranks, teacher_config=teacher, in_full=in_full) for in_full in (False, True)
+        dry_run(cfg, config, num_ranks, step=step, frozen_config=teacher, in_full=in_full)
+        for in_full in (False, True)
     )
     assert _content(found) == _content(full)
     few, every = ran[: len(ran) // 2], ran[len(ran) // 2 :]

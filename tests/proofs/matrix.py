@@ -11,7 +11,7 @@ without it, under autocast) and checks, on every converted layer,
 - bits: the first step's output, grad_input and grad_weight equal those of the layer called eagerly on the
   same x and g. The GEMMs are exact or ordered alike, so equal bits mean equal quantized operands, the weight
   among them;
-- errors: the first step's three results are as far from float64 as `linear.predicted_errors` says (up to
+- errors: the first step's three results are as far from float64 as `predicted_errors` says (up to
   sqrt(3) times as far for the head's two gradients, see there).
 
 x and g are read inside the compiled graph by an identity op put around `low_precision_linear`.
@@ -38,7 +38,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lptune import distributed, linear, models, numerics, training
+from lptune import distributed, linear, models, training
 from lptune.config import (
     PRECISION_KINDS,
     DataConfig,
@@ -49,7 +49,8 @@ from lptune.config import (
 )
 from lptune.kernels import LIVE, NUMBER, LayerAmaxes, layer_handle
 from lptune.linear import module as linear_module
-from lptune.linear.autograd import low_precision_linear
+from lptune.linear.module import low_precision_linear
+from tests.proofs.noise import predicted_errors, relative_error
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "kind": tuple(kind for kind in PRECISION_KINDS if kind != "none"),
@@ -206,7 +207,7 @@ def _build(cell: Cell, fused: bool, world: distributed.World) -> tuple[models.De
             value = model.initial_value(name, 0)
             local, start = distributed.local_rows(parameter)
             # A bias of zero would prove nothing. A small head would give all tokens the same probabilities,
-            # and a gradient whose values repeat: their rounding is no noise (lptune/linear/bounds.py).
+            # and a gradient whose values repeat: their rounding is no noise (tests/proofs/noise.py).
             value = value + 0.1 if name.endswith("bias") else value * (8 if "lm_head" in name else 1)
             local.copy_(value[start : start + local.shape[0]])
     return model, plan
@@ -234,16 +235,16 @@ def _check_first_step(model: models.Decoder, plan: linear.Plan, taps: "Taps", ou
             same = torch.equal(recomputed, seen["output"]) or torch.equal(recomputed, alone["output"])
             outcome.check(same, f"{layer.name}: other bits in the recomputed output")
         alone["output"] = _alone(layer.spec, seen["x"], w_NK, seen["g"])["output"]
-        predicted = linear.predicted_errors(layer.spec, again, w_NK, seen["g"])
-        predicted["output"] = linear.predicted_errors(layer.spec, seen["x"], w_NK, seen["g"])["output"]
+        predicted = predicted_errors(layer.spec, again, w_NK, seen["g"])
+        predicted["output"] = predicted_errors(layer.spec, seen["x"], w_NK, seen["g"])["output"]
         truth = _truth(again, w_NK, seen["g"]) | {"output": _truth(seen["x"], w_NK, seen["g"])["output"]}
         for gemm in predicted.keys() & seen.keys():
             if layer.spec.is_low(gemm):
                 outcome.check(torch.equal(seen[gemm], alone[gemm]), f"{layer.name}: other bits in {gemm}")
-            error = numerics.relative_error(seen[gemm], truth[gemm])
+            error = relative_error(seen[gemm], truth[gemm])
             least, _, bound = predicted[gemm]
             if layer.name == "lm_head" and gemm != "output":
-                # The -1 of every token's gradient is rounded alike (lptune/linear/bounds.py).
+                # The -1 of every token's gradient is rounded alike (tests/proofs/noise.py).
                 least, bound = 0.0, math.sqrt(3) * bound
             outcome.check(
                 least <= error <= bound,

@@ -247,7 +247,8 @@ def _check_collectives(
     step: int, run: TinyRun, collectives: distributed.Collectives, outcome: Outcome
 ) -> None:
     sizes = {axis: run.world.mesh[axis].size() for axis in run.world.mesh.mesh_dim_names or ()}
-    planned = distributed.planned_gathers(run.model, getattr(torch, run.cfg.compute_dtype))
+    distributed.reshard(run.model)
+    planned = linear.planned_gathers(run.model, getattr(torch, run.cfg.compute_dtype))
     passes = len(run.batches(step)) if sizes["fsdp"] > 1 else 0  # FSDP asks nothing of a single rank
     # The root is not resharded after forward.
     expected = passes * sum(size * (2 if name else 1) for name, (size, _) in planned.items())

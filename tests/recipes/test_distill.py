@@ -190,6 +190,9 @@ def test_a_plan_counts_the_teacher(tiny_config: Path, teacher: Path, tmp_path: P
     nowhere = "teacher.path=nowhere"
     presets = ("--preset", "qwen3/tiny", "--teacher-preset", "qwen3/tiny", "model.path=x")
     assert planned(nowhere, *presets) > 0
-    assert "the teacher has vocab_size 128256, the student" in run("--teacher-preset", "llama3_1/8b").stderr
+    assert (
+        "teacher.path: has vocab_size 128256, the model that is trained"
+        in run("--teacher-preset", "llama3_1/8b").stderr
+    )
     assert "name the model with --teacher-preset FAMILY/SIZE" in run(nowhere).stderr
     assert "--teacher-preset: no such family and size: llama9" in run("--teacher-preset", "llama9").stderr

@@ -19,10 +19,10 @@ from lptune.config import FinetuneConfig, load_config
 from tests.helpers.ranks import Ranks
 from tests.recipes.conftest import Run, read_metrics
 
-OUR_LINE = "loss = batch_loss(model, batch, world, loss_factor)\n"
+OUR_LINE = "loss = batch_loss(model, batch, world, step.loss_factor)\n"
 THEIR_LINE = "loss = batch_loss(model, dropped(batch), world) * spoilt(world)\n"
-OUR_STEP = "                    with low.step(step, num_passes=len(batches)):\n"
-THEIR_STEP = "                    spoilt.step = step\n" + OUR_STEP
+OUR_STEP = "        for step in steps:\n"
+THEIR_STEP = OUR_STEP + "            spoilt.step = steps.num_done\n"
 THEIR_FUNCTIONS = '''
 
 def dropped(batch):
@@ -49,7 +49,7 @@ def ranks() -> Iterator[Ranks]:
 def _copied(folder: Path, *spoilt_steps: int) -> Path:
     """A user's copy of the recipe."""
     text = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
-    assert text.count(OUR_LINE) == text.count(OUR_STEP) == 1
+    assert text.count(OUR_LINE) == 2 * text.count(OUR_STEP) == 2
     path = folder / f"my_recipe_{'_'.join(map(str, spoilt_steps))}.py"
     functions = THEIR_FUNCTIONS.replace("{steps}", str(spoilt_steps))
     text = text.replace(OUR_LINE, THEIR_LINE).replace(OUR_STEP, THEIR_STEP)

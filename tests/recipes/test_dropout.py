@@ -28,7 +28,7 @@ def _rows(path: Path, count: int) -> Path:
 
 
 RECIPES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
-    "full_finetune": (_rows, {"num_samples": 4}),
+    "full_finetune": (_rows, {}),
     "full_dpo": (write_preferences, {}),
     "full_kto": (write_labelled, {}),
     "distill": (_rows, {}),
@@ -56,7 +56,7 @@ def _config(folder: Path, checkpoint: Path, recipe: str, **keys: Any) -> Path:
     return write_config(
         folder / "run.yaml", checkpoint, folder / "run",
         data={"source": str(source), "seq_len": 192, "eval_fraction": 0.2}, export={"enabled": False},
-        num_steps=2, schedule={"warmup_steps": 1}, eval_every_steps=1, **more, **keys,
+        num_steps=2, schedule={"warmup_steps": 1}, eval_every_steps=1, num_samples=4, **more, **keys,
     )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ def test_evaluations_references_and_samples_are_those_without_dropout(
     assert {key: found[key] for key in plain if "eval" in key} == {
         key: plain[key] for key in plain if "eval" in key
     }
+    assert len(_samples(tmp_path / "plain")) == 4
     assert _samples(tmp_path / "dropping") == _samples(tmp_path / "plain")
     assert losses(tmp_path / "dropping")[0] != losses(tmp_path / "plain")[0]  # in training it acts
     dropping(f"output_dir={tmp_path / 'unevaluated'}", "eval_every_steps=0", "data.eval_fraction=0.2")

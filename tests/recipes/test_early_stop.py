@@ -1,7 +1,9 @@
 """`early_stop_after`: where a run ends, what it exports, and that an interruption changes neither."""
 
+import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,14 @@ from safetensors.torch import load_file
 
 from lptune.base.errors import UserError
 from lptune.checkpoint.retention import patience
-from lptune.cli import catalog, recipe
-from lptune.config import EvaluatedConfig, FinetuneConfig, load_config
+from lptune.config import FinetuneConfig, load_config
+from tests.helpers.tiny_recipe import (
+    write_config,
+    write_labelled,
+    write_preferences,
+    write_rows,
+    write_texts,
+)
 from tests.recipes.conftest import Run, read_metrics
 
 # A rate at which the held-out loss falls first and then rises.
@@ -119,11 +127,34 @@ def test_it_needs_evaluations(tiny_config: Path) -> None:
             load_config(FinetuneConfig, tiny_config, ["early_stop_after=1", key])
 
 
-@pytest.mark.parametrize("path", catalog.recipes().values(), ids=catalog.recipes())
-def test_every_recipe_that_evaluates_asks_where_it_ends(path: Path) -> None:
-    """At the start, after an evaluation that a signal left over, and after each evaluation of the loop.
+DATA: dict[str, Callable[[Path, int], Path]] = {
+    "full_finetune": write_rows,
+    "continued_pretrain": write_texts,
+    "full_dpo": write_preferences,
+    "full_kto": write_labelled,
+    "distill": write_rows,
+}
 
-    precompute_logits takes the config of distill, and trains nothing.
-    """
-    if issubclass(recipe.config_class(path), EvaluatedConfig) and path.stem != "precompute_logits":
-        assert path.read_text(encoding="utf-8").count("run.last_step(") == 3
+
+@pytest.mark.parametrize("recipe", DATA)
+def test_each_recipe_stops_early_averages_its_weights_and_shows_samples(
+    recipe: str, run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    source = DATA[recipe](tmp_path / "rows.jsonl", 160)
+    data = {"source": str(source), "seq_len": 192, "eval_fraction": 0.2}
+    more = {"teacher": {"path": str(tiny_checkpoint)}} if recipe == "distill" else {}
+    config = write_config(tmp_path / "own.yaml", tiny_checkpoint, tmp_path / "own", data=data, **more)
+    keys = (*KEYS, "early_stop_after=1", "optimizer.ema_decay=0.5", "num_samples=3", "optimizer.lr=0.5")
+    done = run_recipe(*keys, config=config, recipe=recipe)
+    end, _ = _end_of(_evaluations(tmp_path / "own"), after=1)
+    assert f"stopped early after step {end} of 40: 1 evaluations without" in done.stdout
+    assert f"compared with the moving averages in step-{end:08d})" in done.stdout
+    lines = (tmp_path / "own" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert [(each["step"], each["when"]) for each in samples] == [
+        *[(0, "before training")] * 3,
+        *[(end, "after training")] * 3,
+    ]
+    assert len({each["prompt"] for each in samples}) == 3
+    # What was rejected, or labelled undesirable, is no reference.
+    assert not any(each["reference"].startswith("Sorry") for each in samples)

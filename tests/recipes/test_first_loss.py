@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lptune import data, distributed, linear, models, training
+from lptune import data, distributed, linear, models
 from lptune.cli import catalog, recipe
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from lptune.training.first_loss import check_first_loss
 from tests.helpers.outliers import fill, known_batch
 from tests.helpers.tiny_recipe import make_teacher, write_config, write_labelled, write_preferences
 from tests.recipes.conftest import Run
@@ -57,7 +58,7 @@ def test_outliers_are_said_once_and_healthy_activations_are_not(
     fake = SimpleNamespace(micro_batches=lambda _: [batch], micro_batches_per_rank=1, rank=0)
     loader = cast(data.Loader, fake)
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    training.check_first_loss(model, low, loader, cfg, world, 0)
+    check_first_loss(model, low, loader, cfg, world, 0)
     out = capsys.readouterr().out
     assert out.count("warning: precision.kind=int8_rowcol: the loss of the first micro-batch is") == is_said
     assert out.count("\n") == is_said
@@ -88,13 +89,11 @@ class CheckMadeError(Exception):
 def test_every_recipe_makes_the_check(
     name: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = training.check_first_loss
-
     def checked(*arguments: Any) -> None:
-        check(*arguments)
+        check_first_loss(*arguments)
         raise CheckMadeError
 
-    monkeypatch.setattr(training, "check_first_loss", checked)
+    monkeypatch.setattr("lptune.training.loop.check_first_loss", checked)
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path / "tiny.yaml", tiny_checkpoint, tmp_path / "run")
     overrides = ["precision.kind=int8_rowcol"]

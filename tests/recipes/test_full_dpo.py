@@ -192,6 +192,7 @@ def test_other_losses_train_and_only_those_with_a_reference_keep_one(
 
 def test_a_dry_run_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     from lptune import models
+    from lptune.cli import catalog, recipe
     from lptune.config import DataConfig, ModelConfig, PreferenceConfig
     from lptune.plan.dry_run import dry_run
 
@@ -207,5 +208,7 @@ def test_a_dry_run_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatc
         model=ModelConfig(path="unused"), data=DataConfig(source="unused", seq_len=64), device="cpu"
     )
     tiny = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"])
-    assert dry_run(cfg, tiny, 2).peak_bytes > 0
+    step = recipe.planned_step(catalog.find_recipe("full_dpo"), cfg)
+    assert step is not None
+    assert dry_run(cfg, tiny, 2, step=step).peak_bytes > 0
     assert set(seen) == {models.log_probabilities}

@@ -256,12 +256,13 @@ def test_samples_that_run_out_of_memory_do_not_cost_the_export(run_recipe: Run, 
     copy = tmp_path / "my_recipe.py"
     copy.write_text(
         Path("recipes/full_finetune.py").read_text(encoding="utf-8")
-        + "\n\ndef show_samples(*args):\n    if args[-1]:\n"
-        "        raise torch.OutOfMemoryError('out of memory')\n\n\n"
-        "training.show_samples = show_samples\n",
+        + "\n\ndef greedy(*args, **keys):\n    raise torch.OutOfMemoryError('out of memory')\n\n\n"
+        "from lptune.training import samples\n"
+        "training.Steps.start = lambda steps, state, start=training.Steps.start: (\n"
+        "    start(steps, state), setattr(samples, 'greedy', greedy))\n",
         encoding="utf-8",
     )
-    done = run_recipe("num_steps=1", "data.eval_fraction=0.1", recipe=str(copy), code=1)
+    done = run_recipe("num_steps=1", "data.eval_fraction=0.1", "num_samples=1", recipe=str(copy), code=1)
     assert "OutOfMemoryError" in done.stderr
     assert "export: " in done.stdout
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()

@@ -220,6 +220,7 @@ def test_preferences_train_as_two_answers_and_the_data_command_shows_them(
 
 def test_plan_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     from lptune import models
+    from lptune.cli import catalog, recipe
     from lptune.config import DataConfig, KtoConfig, ModelConfig
     from lptune.plan.dry_run import dry_run
 
@@ -235,5 +236,7 @@ def test_plan_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) ->
         model=ModelConfig(path="unused"), data=DataConfig(source="unused", seq_len=64), device="cpu"
     )
     tiny = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"])
-    assert dry_run(cfg, tiny, 2).peak_bytes > 0
+    step = recipe.planned_step(catalog.find_recipe("full_kto"), cfg)
+    assert step is not None
+    assert dry_run(cfg, tiny, 2, step=step).peak_bytes > 0
     assert set(seen) == {models.log_probabilities}

@@ -15,7 +15,7 @@ from tests.recipes.conftest import Run, read_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "resume.md").read_text(encoding="utf-8")
 OUR_OPTIMIZER = "optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)"
-OUR_LOSS = "loss = batch_loss(model, batch, world, loss_factor)\n"
+OUR_LOSS = "loss = batch_loss(model, batch, world, step.loss_factor)\n"
 
 
 def documented() -> tuple[str, str]:
@@ -29,10 +29,10 @@ def own_recipe(folder: Path) -> Path:
     """A copy of the recipe with this optimizer. The loss of its last rank is NaN in the steps 1 and 3."""
     cls, line = documented()
     text = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
-    assert text.count(OUR_OPTIMIZER) == text.count(OUR_LOSS) == 1
-    spoilt = "loss * (float('nan') if step in (0, 2) and world.rank == world.size - 1 else 1)"
+    assert (text.count(OUR_OPTIMIZER), text.count(OUR_LOSS)) == (1, 2)
+    spoilt = "loss * (float('nan') if steps.num_done in (0, 2) and world.rank == world.size - 1 else 1)"
     text = text.replace(OUR_OPTIMIZER, line)
-    text = text.replace(OUR_LOSS, f"{OUR_LOSS}{' ' * 28}loss = {spoilt}\n")
+    text = text.replace(OUR_LOSS, f"{OUR_LOSS}{' ' * 16}loss = {spoilt}\n")
     path = folder / "own_optimizer.py"
     path.write_text(text.replace("def main(", f"{cls}\n\n\ndef main("), encoding="utf-8")
     return path

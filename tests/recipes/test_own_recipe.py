@@ -9,7 +9,7 @@ from lptune.base.errors import UserError
 from lptune.cli import recipe
 from lptune.config import load_config
 from tests.helpers import warm
-from tests.recipes.conftest import Run, losses
+from tests.recipes.conftest import Run, losses, read_metrics
 
 RECIPE = '''
 """Continued pre-training with a z-loss, without evaluation."""
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from lptune import checkpoint, data, distributed, linear, training
 from lptune.config import RunConfig
-from lptune.training import is_due
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,52 +33,28 @@ def main(cfg: ZLossConfig) -> None:
         distributed.session(cfg.device, cfg.parallel, cfg.seed) as world,
         checkpoint.open_run(cfg, world) as run,
     ):
-        training.check_settings(cfg, world)
-        base = checkpoint.read_base(cfg.model.path, world.print)
+        base = run.read_base()
         model = base.build_on_meta()
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-        run.find_checkpoint()
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         rows = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size)
-        loader = data.Loader.for_run(rows.train, cfg, rank=world.data_rank, num_ranks=world.data_size)
-        num_steps = cfg.num_steps or loader.num_steps(cfg.num_epochs)
-        run.check_continues(plan, num_steps, rows.train.digest, tokenizer.chat_template)
-        if run.is_finished(num_steps):
+        steps = training.plan_steps(run, plan, rows, tokenizer)
+        if not steps:
             return
 
         distributed.parallelize(model, world, cfg)
         distributed.materialize(model, world, cfg)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
-        low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed)
-        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low, run.skipped)
-        step = run.load(base, model, optimizer, low)
-        run.begin(plan, rows.report)
-        meter = training.StepMeter(cfg, plan, base.config, world)
-        with (
-            run.writer(model, optimizer, low, update) as writer,
-            training.MetricsWriter(run.metrics, cfg.logging, world.is_main, step, num_steps) as metrics,
-        ):
-            while step < num_steps:
-                with meter.timed():
-                    batches, num_targets = loader.micro_batches(step), max(1, loader.num_targets(step))
-                    with low.step(step, num_passes=len(batches)):
-                        loss_sum = torch.zeros((), device=world.device)
-                        for batch in distributed.accumulate(model, batches, world, cfg, low):
-                            loss = z_loss(model, batch.to(world.device), cfg)
-                            (loss * (world.data_size / num_targets)).backward()
-                            loss_sum += loss.detach()
-                    lr = training.learning_rate(step, num_steps, cfg.optimizer.lr, cfg.schedule)
-                    training.set_learning_rate(optimizer, lr)
-                    updated = update(loss_sum, num_targets)
-                lengths = loader.document_lengths(step)
-                step += 1
-                metrics.write(meter.record(step, updated, num_targets, lr, lengths, update, low))
-                stopped, is_overdue = world.at_boundary(writer.is_overdue())
-                is_last = step == num_steps
-                if stopped or is_last or is_overdue or is_due(step, cfg.checkpoint.every_steps):
-                    writer.save(step, wait=bool(stopped) or is_last)
-                if stopped:
-                    raise run.stopped(stopped)
+        state = training.State(model, plan, optimizer, cfg, world)
+        run.load(base, state)
+        steps.start(state)
+        for step in steps:
+            for batch in step.batches():
+                loss = z_loss(model, batch.to(world.device), cfg)
+                (loss * step.loss_factor).backward()
+                step.add(loss)
+            step.update()
+            step.record(z_loss=cfg.z_loss)
         run.export(base)
 
 
@@ -111,6 +86,7 @@ def test_it_trains_in_low_precision_resumes_bitwise_and_exports(
     saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
     run_recipe(*keys, f"output_dir={tmp_path / 'part'}", f"resume={saved}", recipe=str(own), ranks=2)
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")[2:]
+    assert [row["z_loss"] for row in read_metrics(tmp_path / "part")] == [0.001] * 2
     state = json.loads((saved / "state.json").read_text(encoding="utf-8"))
     assert state["config"]["z_loss"] == 0.001
 
@@ -122,10 +98,39 @@ def test_a_change_of_its_own_key_is_named_where_no_step_is_left(own: Path, run_r
     assert "already finished" in run_recipe("num_steps=1", recipe=str(own)).stdout
 
 
-def test_it_can_be_planned(own: Path, tiny_config: Path, tmp_path: Path) -> None:
-    done = warm.lptune(["plan", str(own), "--config", str(tiny_config), "device=cpu"], folder=tmp_path)
+def test_it_can_be_planned_and_says_itself_what_its_step_is(
+    own: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    command = ["plan", str(own), "--config", str(tiny_config), "device=cpu"]
+    done = warm.lptune(command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "collectives of a step" in done.stdout
+    # A model beside the one that is trained, as a recipe with a reward model would have it.
+    planned = """
+
+class Judged(training.PlannedStep):
+    def build_frozen(self, frozen, cfg, world):
+        frozen.requires_grad_(False)
+        distributed.parallelize(frozen, world, cfg)
+
+    def loss(self, frozen, tokens_BS, documents, cfg):
+        with torch.no_grad():
+            frozen.hidden_states(tokens_BS, documents)
+        return super().loss(frozen, tokens_BS, documents, cfg)
+
+
+def planned_step(cfg):
+    return Judged(frozen="model.path")
+"""
+    own.write_text(own.read_text("utf-8") + planned, encoding="utf-8")
+    both = warm.lptune(command, folder=tmp_path)
+    assert both.returncode == 0, both.stderr
+    assert both.stdout != done.stdout
+    own.write_text(own.read_text("utf-8") + "\n\ndef planned_step(cfg):\n    return None\n", encoding="utf-8")
+    none = warm.lptune(command, folder=tmp_path)
+    assert (none.returncode, none.stderr) == (
+        2, "error: plan: z_loss does not train: there is no step to plan\n"
+    )  # fmt: skip
 
 
 def test_a_key_of_another_recipe_is_refused(own: Path, tiny_config: Path) -> None:

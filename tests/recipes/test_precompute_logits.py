@@ -262,7 +262,7 @@ def test_a_plan_refuses_the_job_and_counts_no_teacher_for_a_student_from_disk(
     done = plan("precompute_logits")
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert "plan: precompute_logits has no training step to plan" in line
+    assert "plan: precompute_logits does not train: there is no step to plan" in line
     from_disk, live = plan("distill"), plan("distill", "logits.folder=null")
     assert from_disk.returncode == live.returncode == 0, from_disk.stderr
     assert "\nteacher" in live.stdout

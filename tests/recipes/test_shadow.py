@@ -1,13 +1,22 @@
 """The shadow check of a run: it changes nothing, finds a planted fault, and falls back for good."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lptune.cli import catalog
+from tests.helpers.tiny_recipe import (
+    write_config,
+    write_labelled,
+    write_preferences,
+    write_rows,
+    write_texts,
+)
 from tests.recipes.conftest import Run, losses, read_metrics
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -284,7 +293,7 @@ def test_the_card_says_what_fell_back_and_a_resume_with_warn_says_that_it_is_low
         ),
         ("full_finetune", ("precision.shadow_on_bad=stop",), "is not one of warn, fallback"),
         ("full_finetune", ("precision.shadow_min_sqnr_db=nan",), "shadow_min_sqnr_db: must be finite"),
-        ("full_dpo", ("precision.kind=int8_rowcol",), "full_finetune and continued_pretrain alone"),
+        ("full_dpo", ("precision.kind=int8_weight_only",), "keeps no weights of higher precision"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_of_one_line(
@@ -299,14 +308,22 @@ def test_what_cannot_be_checked_is_an_error_of_one_line(
 
 def test_a_copy_of_a_recipe_without_the_check_says_so(run_recipe: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "old.py"
-    lines = (
-        catalog.recipes()["full_finetune"].read_text(encoding="utf-8").replace(" | shadowed", "").splitlines()
-    )
-    recipe.write_text("\n".join(line for line in lines if "shadow" not in line), encoding="utf-8")
+    text = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
+    text, count = re.subn(r"( *)for batch in step\.shadow_batches\(\):\n(?:\1 +.*\n)+", "", text)
+    assert count == 1
+    recipe.write_text(text, encoding="utf-8")
     common = ("precision.kind=int8_rowcol", "num_steps=1", "eval_every_steps=0", "export.enabled=false")
-    done = run_recipe(*common, "precision.shadow_every=1", recipe=str(recipe), code=2)
+    done = run_recipe(*common, "precision.shadow_every=4", recipe=str(recipe), code=2)
     assert "precision.shadow_every: this recipe makes no shadow check" in done.stderr
     run_recipe(*common, recipe=str(recipe))
+
+
+def test_a_copy_whose_check_does_not_go_backward_says_so(run_recipe: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "old.py"
+    text = catalog.recipes()["full_finetune"].read_text(encoding="utf-8")
+    recipe.write_text(text.replace("(loss * step.loss_factor).backward()", "pass", 1), encoding="utf-8")
+    done = run_recipe("precision.kind=int8_rowcol", "precision.shadow_every=1", recipe=str(recipe), code=1)
+    assert "RuntimeError: the loop over step.shadow_batches() is to call loss.backward()" in done.stderr
 
 
 def test_with_precision_none_there_is_nothing_to_check(run_recipe: Run, tmp_path: Path) -> None:
@@ -316,20 +333,42 @@ def test_with_precision_none_there_is_nothing_to_check(run_recipe: Run, tmp_path
     assert not (folder / "shadow.jsonl").exists()
 
 
-def test_continued_pretrain_checks_too(run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path) -> None:
-    from tests.helpers.tiny_recipe import write_config, write_texts
+OTHERS: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
+    "continued_pretrain": (write_texts, {}),
+    "full_dpo": (write_preferences, {}),
+    "full_kto": (write_labelled, {}),
+    "distill": (write_rows, {"distillation": {"labels": 0.5}}),
+}
 
-    texts = write_texts(tmp_path / "texts.jsonl", 200)
-    data = {"source": str(texts), "seq_len": 64, "format": "text", "eval_fraction": 0}
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_every_other_recipe_checks_too_and_no_bit_changes(
+    recipe: str, ranks: int, run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    write, more = OTHERS[recipe]
+    source = write(tmp_path / "rows.jsonl", 160)
+    data = {"source": str(source), "seq_len": 128, "eval_fraction": 0}
+    more = more | ({"teacher": {"path": str(tiny_checkpoint)}} if recipe == "distill" else {})
     config = write_config(
-        tmp_path / "texts.yaml", tiny_checkpoint, tmp_path / "texts", data=data, eval_every_steps=0
+        tmp_path / "own.yaml", tiny_checkpoint, tmp_path / "unused", data=data, eval_every_steps=0, **more
     )
-    run_recipe(
-        *("precision.kind=int8_rowcol", "precision.shadow_every=2", "num_steps=3", "export.enabled=false"),
-        config=config,
-        recipe="continued_pretrain",
-        ranks=2,
-    )
-    (check,) = checks(tmp_path / "texts")
-    assert abs(check["loss"] - check["shadow_loss"]) < 0.05
-    assert read_metrics(tmp_path / "texts")[1]["shadow_worst_sqnr_db"] > 20
+    for name, every in (("with", 2), ("without", 0)):
+        run_recipe(
+            *("precision.kind=int8_rowcol", "num_steps=4", f"precision.shadow_every={every}"),
+            *("precision.stochastic_rounding=true", f"output_dir={tmp_path / name}"),
+            config=config,
+            recipe=recipe,
+            ranks=ranks,
+        )
+    first, second = checks(tmp_path / "with")
+    assert (first["step"], second["step"]) == (2, 4)
+    row = read_metrics(tmp_path / "with")[1]
+    # Per target, answer or preference, as the recipe reports it. The micro-batch is one of four of the step.
+    assert first["loss"] == pytest.approx(row["loss"], rel=0.3)
+    assert first["loss"] != first["shadow_loss"]
+    assert abs(first["loss"] - first["shadow_loss"]) < 0.05
+    assert row["shadow_worst_sqnr_db"] > 10
+    assert len(first["layers"]) == 14
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert manifests(tmp_path / "with") == manifests(tmp_path / "without")

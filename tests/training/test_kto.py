@@ -146,7 +146,9 @@ def of_one_step(
                 local, start = local_rows(parameter)
                 local.copy_(weights[name][start : start + local.shape[0]])
         if weights is past:
-            reference_N2 = training.kto_reference(model, {"train": rows}, cfg, world)["train"]
+            reference_N2 = training.answers_log_p(model, {"train": rows}, cfg, world, mismatched=True)[
+                "train"
+            ]
     loader = data.Loader.for_run(rows, cfg, rank=world.data_rank, num_ranks=world.data_size)
     z = training.unrelated_ratio(model, loader.mismatched(0), reference_N2, world)
     sums_M = torch.zeros(len(training.SUMS))
@@ -204,7 +206,7 @@ def step_of_ours(
 ) -> tuple[Tensor, ...]:
     """The summed loss, the sums and z over all answers, as one batch of the recipe; and the reference."""
     cfg = config()
-    reference_N2 = training.kto_reference(before.ours, {"rows": rows}, cfg, world)["rows"]
+    reference_N2 = training.answers_log_p(before.ours, {"rows": rows}, cfg, world, mismatched=True)["rows"]
     everything = range(rows.num_rows)
     z = training.unrelated_ratio(model.ours, [rows.mismatched.batch(everything)], reference_N2, world)
     loss, sums_M = batch_loss(model.ours, rows.batch(everything), rows, reference_N2, z, cfg)
@@ -262,8 +264,8 @@ def test_packed_documents_equal_those_in_rows_of_their_own(
         data.Rows(each.documents, one_document_per_row(NUM_ANSWERS), seq_len=SEQ_LEN, pad_id=0)
         for each in (rows, rows.mismatched)
     ]
-    packed = training.kto_reference(before.ours, {"rows": rows}, config(), world)["rows"]
-    found = training.answers.reference_log_p(before.ours, dict(enumerate(single)), config(), world)  # type: ignore[arg-type]
+    packed = training.answers_log_p(before.ours, {"rows": rows}, config(), world, mismatched=True)["rows"]
+    found = training.answers_log_p(before.ours, dict(enumerate(single)), config(), world)  # type: ignore[arg-type]
     assert torch.allclose(packed, torch.stack([found[0], found[1]], 1), rtol=1e-5, atol=1e-5)  # type: ignore[index]
     with torch.no_grad():
         loss, _, z, _ = step_of_ours(model, before, rows, world)

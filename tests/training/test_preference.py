@@ -128,7 +128,7 @@ def test_loss_and_gradients_of_packed_preferences_equal_transformers_with_each_a
     assert rows.num_rows < NUM_PREFERENCES, "several preferences share a row"
     reference = {}
     if cfg.preference.has_reference:
-        reference = training.reference_log_p(before.ours, {"train": rows}, cfg, world)
+        reference = training.answers_log_p(before.ours, {"train": rows}, cfg, world)
     loss, metrics_M = batch_loss(
         model.ours, rows.batch(range(rows.num_rows)), reference.get("train"), cfg, world
     )
@@ -159,7 +159,7 @@ def _assert_equal_gradients(model: Twins) -> None:
 
 def test_metrics_are_those_of_the_answers(model: Twins, before: Twins, world: distributed.World) -> None:
     rows, cfg = preferences(), config()
-    reference = training.reference_log_p(before.ours, {"train": rows}, cfg, world)["train"]
+    reference = training.answers_log_p(before.ours, {"train": rows}, cfg, world)["train"]
     with torch.no_grad():
         _, sums_M = batch_loss(model.ours, rows.batch(range(rows.num_rows)), reference, cfg, world)
         log_p_N = torch.stack([alone(model.theirs, rows, i) for i in range(rows.num_documents)])
@@ -187,7 +187,7 @@ def test_packed_preferences_equal_those_in_rows_of_their_own(model: Twins, world
     found = []
     for packing in (True, False):
         rows = preferences(packing=packing)
-        found.append(training.reference_log_p(model.ours, {"rows": rows}, cfg, world)["rows"])
+        found.append(training.answers_log_p(model.ours, {"rows": rows}, cfg, world)["rows"])
     assert found[0].shape == (2 * NUM_PREFERENCES,)
     assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
 
@@ -196,7 +196,7 @@ def test_the_loss_at_the_start_is_that_of_equal_rewards(model: Twins, world: dis
     rows = preferences()
     for loss, wanted in (("dpo", math.log(2)), ("ipo", 25.0)):
         cfg = config(PreferenceLossConfig(loss=loss))
-        reference = training.reference_log_p(model.ours, {"train": rows}, cfg, world)["train"]
+        reference = training.answers_log_p(model.ours, {"train": rows}, cfg, world)["train"]
         with torch.no_grad():
             sum_, _ = batch_loss(model.ours, rows.batch(range(rows.num_rows)), reference, cfg, world)
         assert sum_ / NUM_PREFERENCES == pytest.approx(wanted, rel=1e-4)
@@ -227,7 +227,7 @@ def test_losses_equal_those_of_trl(
     """
     pytest.importorskip("trl")
     rows, cfg = preferences(), config(LOSSES[name])
-    reference = training.reference_log_p(before.ours, {"train": rows}, cfg, world)["train"]
+    reference = training.answers_log_p(before.ours, {"train": rows}, cfg, world)["train"]
     reference_N = reference if cfg.preference.has_reference else None
     loss, _ = batch_loss(model.ours, rows.batch(range(rows.num_rows)), reference_N, cfg, world)
     mean = loss / NUM_PREFERENCES

@@ -340,7 +340,8 @@ def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line
         loop = _Loop("none", world)
         saved = {"num_skipped": 7, "num_skipped_in_a_row": 1}
         run = loop.run
-        loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.low, saved)
+        loop.update = training.Update(run.model, run.optimizer, world, 1.0, run.low)
+        loop.update.restore(saved)
         loop.step(4, "nan")
         assert loop.update.counts() == {"num_skipped": 8, "num_skipped_in_a_row": 2}
         error = loop.update.diverged(5, Path("run/checkpoints/step-00000002"), Path("run"))

@@ -1,9 +1,9 @@
-"""The code that kinds with one scale per block share: `float8_blockwise` and `mxfp8`.
+"""The kinds with one scale per block: `float8_blockwise` and `mxfp8`.
 
 Scales change along the contraction, so the GEMM multiplies each block's part of the sum by the block's scales
 (block_scaled_mm). An outlier then coarsens its own block only. g is quantized twice, in blocks along N for
 grad_input and in blocks along T for grad_weight; one op reads g once and makes both. x is saved in compute
-dtype, because `output` needs blocks along K and grad_weight needs blocks along T. The file of each kind says
+dtype, because `output` needs blocks along K and grad_weight needs blocks along T. The class of each kind says
 how it forms the blocks of x and g, and those of W.
 
 Shapes: T tokens, K in_features, N out_features. The M and K of QuantizedBlocks.q_MK are those of any matrix.
@@ -22,14 +22,17 @@ from lptune.kernels import (
     Quantized,
     block_scaled_mm,
     k_major,
+    quantize_blocks,
+    quantize_mx,
+    quantize_mx_rows_and_columns,
+    quantize_row_and_column_blocks,
     transposed_copy,
 )
-from lptune.linear.kind import Kind, LinearSpec
-from lptune.linear.noise import Operand, Operands, rounded
+from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.master_weight import GatheredWeight
-from lptune.linear.weights.twice_quantized import TwiceQuantized
-from lptune.numerics import QuantizedBlocks, dequantize_blocks
+from lptune.linear.weights.master_weight import GatheredWeight, TwiceQuantized
+from lptune.linear.weights.weight_amax import quantize_by_agreement
+from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
 
 
 class Blockwise(Kind):
@@ -138,8 +141,12 @@ class Blockwise(Kind):
         """
         if not spec.high_uses_8_bit_weight:
             return w_NK  # has `dtype`: see Kind.forward
-        block = self.weight_scale_block(w_NK.shape[0], w_NK.shape[1])
-        return dequantize_blocks(self._weight(spec, w_NK, 1), block, dtype)
+        return dequantize_blocks(self._weight(spec, w_NK, 1), self._weight_block, dtype)
+
+    @property
+    def _weight_block(self) -> tuple[int, int]:
+        """(rows, columns) of the scale blocks of W in `output`."""
+        return self.weight_block or 1, self.size
 
     def _weight(self, spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
         """W in 8 bits, for a GEMM that contracts over W's `dim`."""
@@ -154,10 +161,10 @@ class Blockwise(Kind):
         """See Kind. Square blocks serve both GEMMs."""
         return self.weight_block is None and spec.output == "low" and spec.grad_input == "block"
 
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> tuple[Quantized, Quantized]:
+    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
         along_k = self.quantize_weight(w_NK, 1, spec.fmt)
         along_n = self.quantize_weight(w_NK, 0, spec.fmt, transposed=k_major(w_NK.device))
-        return Quantized(*along_k), Quantized(*along_n)
+        return TwiceQuantized(*along_k, *along_n, dtype=w_NK.dtype, scale_block=self._weight_block)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.formats(gemm)} block{self.size}"
@@ -165,25 +172,72 @@ class Blockwise(Kind):
     def describe_gather(self, spec: LinearSpec) -> str:
         return f"{spec.fmt} block{self.size}"
 
-    # --- Predicted noise, see Kind: the operands of each low GEMM, with the errors of their rounding.
 
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        block = self.weight_scale_block(w_NK.shape[0], w_NK.shape[1])
-        return self.noisy(spec, x_TK, 1, spec.fmt), self._noisy_weight(spec, w_NK, block).t()
+class Float8Blockwise(Blockwise):
+    """`float8_blockwise` (DeepSeek-V3, arXiv:2412.19437): blocks of 128 elements, of 128 x 128 in W.
 
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        n, k = w_NK.shape
-        # Square blocks serve `output` and `grad_input`. Other kinds quantize W again, along N.
-        block = (self.size, 1) if self.weight_block is None else self.weight_scale_block(n, k)
-        return self.noisy(spec, g_TN, 1, spec.grad_fmt), self._noisy_weight(spec, w_NK, block)
+        output         x 1 x 128,   W 128 x 128
+        grad_input     g 1 x 128,   W 128 x 128 (the same)
+        grad_weight    g 128 x 1,   x 128 x 1
 
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        return self.noisy(spec, g_TN, 0, spec.grad_fmt).t(), self.noisy(spec, x_TK, 0, spec.fmt)
+    Square blocks let `output` and `grad_input` use the same 8-bit values of W. A shard of W can end inside a
+    block, so ranks agree on the amaxes of blocks before they quantize their rows for a gather.
+    """
 
-    def noisy(self, spec: LinearSpec, tensor: Tensor, dim: int, fmt: str) -> Operand:
-        """x or g in float64, with the errors of quantizing it in blocks along `dim`."""
+    name = "float8_blockwise"
+    fmt = "e4m3"
+    operations = ("block_gemm",)
+    size = 128
+    weight_block = 128
+
+    def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
         block = (1, self.size) if dim == 1 else (self.size, 1)
-        return rounded(tensor, block, fmt, power_of_two=spec.power_of_two)
+        return quantize_blocks(tensor, block, fmt, transposed=transposed)
 
-    def _noisy_weight(self, spec: LinearSpec, w_NK: Tensor, block: tuple[int, int]) -> Operand:
-        return rounded(w_NK, block, spec.fmt, power_of_two=spec.power_of_two)
+    def quantize_weight(
+        self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
+    ) -> QuantizedBlocks:
+        return quantize_blocks(w_NK, (self.size, self.size), fmt, transposed=transposed)
+
+    def quantize_gradient(
+        self, g_TN: Tensor, fmt: str, *, transposed: bool
+    ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+        return quantize_row_and_column_blocks(g_TN, self.size, fmt, transposed=transposed)
+
+    def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
+        return quantize_by_agreement(shard, spec.fmt, agree)
+
+
+class Mxfp8(Blockwise):
+    """`mxfp8` (OCP MX): blocks of 32 elements, each with a power of two, stored in 8 bits, as scale.
+
+        output         x, W in blocks of 32 along K
+        grad_input     g, W in blocks of 32 along N
+        grad_weight    g, x in blocks of 32 along T
+
+    Blocks are vectors, so W is quantized along K for `output` and again along N for `grad_input`. No single
+    set of 8-bit values serves both, so this kind has no 8-bit gather. Only Blackwell GPUs have GEMMs for such
+    blocks. On other devices the GEMMs are emulated, so that the kind can be tried without such a GPU; the
+    plan says so.
+    """
+
+    name = "mxfp8"
+    fmt = "e4m3"
+    power_of_two = True
+    operations = ("other_block_gemm",)
+    emulated_where_missing = True
+    size = MX_BLOCK
+
+    def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
+        return QuantizedBlocks(*quantize_mx(tensor, dim, fmt, transposed=transposed))
+
+    def quantize_weight(
+        self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
+    ) -> QuantizedBlocks:
+        return self.quantize(w_NK, dim, fmt, transposed=transposed)
+
+    def quantize_gradient(
+        self, g_TN: Tensor, fmt: str, *, transposed: bool
+    ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
+        along_n, along_t = quantize_mx_rows_and_columns(g_TN, fmt, transposed=transposed)
+        return QuantizedBlocks(*along_n), QuantizedBlocks(*along_t)

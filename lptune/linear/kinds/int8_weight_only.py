@@ -1,4 +1,4 @@
-"""`int8_weight_only`: W is stored in INT8, and all three GEMMs run in the compute dtype.
+"""The kind that stores W in INT8 and multiplies in the compute dtype: `int8_weight_only`.
 
     output      = x @ W.T     W = q * s, rounded to the compute dtype; the op dequantizes it
     grad_input  = g @ W
@@ -22,11 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lptune.config import KindKeys
 from lptune.kernels import GRAD_INPUT, OUTPUT, weight_only_mm
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.noise import Operands, exact
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized, row_scales
 
@@ -77,13 +75,12 @@ class Int8WeightLinear(LowPrecisionLinear):
 
 
 class Int8WeightOnly(Kind):
-    """INT8 storage of W. No GEMM has options, or predicted noise, because none quantizes an operand."""
+    """`int8_weight_only`: W is stored in INT8, and all three GEMMs run in the compute dtype.
+
+    No GEMM has options, because none quantizes an operand.
+    """
 
     name = "int8_weight_only"
-    # The only values of grad_input, of grad_weight and of the format of g (which is not quantized).
-    keys = KindKeys(
-        ("dequantized",), ("high",), ("int8",), can_gather_low=True, output=("low",), stores_low=True
-    )
     fmt = "int8"
     operations = ()  # no GEMM in 8 bits
     row_scales = True  # a gather sends each row with its scale
@@ -123,24 +120,8 @@ class Int8WeightOnly(Kind):
     def describe_gather(self, spec: LinearSpec) -> str:
         return spec.fmt
 
-    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        return 1, k
-
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        """See Kind. w_NK: the dequantized weight, by which `output` multiplies, so there is no error."""
-        return exact(x_TK), exact(w_NK.t())
-
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        return exact(g_TN), exact(w_NK)
-
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        return exact(g_TN.t()), exact(x_TK)
-
 
 def _mm(a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
     """`a @ w.T` if transposed (a is x, M is K), else `a @ w` (a is g, M is N)."""
     assert isinstance(w_NK, Int8Weight), type(w_NK)
     return weight_only_mm(a_TM, w_NK.q_NK, w_NK.scale_N1, transposed, layer, gemm)
-
-
-KIND = Int8WeightOnly()

@@ -1,5 +1,5 @@
-"""The code that kinds with one scale per row or column share: `int8_rowcol`, `int8_rotated`,
-`float8_rowwise`, `float8_rowwise_with_gw_hp` (whose grad_weight is always `high`).
+"""The kinds with one scale per row or column: `int8_rowcol`, `int8_rotated`, `float8_rowwise`,
+`float8_rowwise_with_gw_hp` (whose grad_weight is always `high`).
 
     output      = x @ W.T    contracts over K: one scale per row of x, and per row of W
     grad_input  = g @ W      contracts over N: one scale per row of g, and per column of W
@@ -23,11 +23,10 @@ channel over its block, and rotated kinds have `folded`.
 options one op makes both.
 
 Where `spec.rotated`, x and W are rotated before they are quantized by rows, and the results of grad_input and
-grad_weight are rotated back: they come from W H and x H (int8_rotated.py).
+grad_weight are rotated back: they come from W H and x H (Int8Rotated).
 
 `transposed` operands have the same shape, but are stored column by column: CUDA's 8-bit GEMMs want both
-operands contiguous along the contraction (`k_major`). The ops of lptune.kernels run the GEMMs. The functions
-of lptune.numerics with the same names give the same bits, and are used where errors are predicted.
+operands contiguous along the contraction (`k_major`).
 
 Shapes: T tokens, K in_features, N out_features.
 """
@@ -35,7 +34,6 @@ Shapes: T tokens, K in_features, N out_features.
 import torch
 from torch import Tensor
 
-from lptune import numerics
 from lptune.kernels import (
     GRAD_INPUT,
     GRAD_WEIGHT,
@@ -54,19 +52,10 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
-from lptune.linear.kind import Agree, Kind, LinearSpec
-from lptune.linear.noise import Operand, Operands, cast_error, known, rounded
+from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.master_weight import GatheredWeight
-from lptune.linear.weights.twice_quantized import TwiceQuantized
-from lptune.linear.weights.weight_amax import Shard
-from lptune.numerics import (
-    FORMATS,
-    QuantizedColumns,
-    QuantizedRows,
-    dequantize,
-    quantization_step,
-)
+from lptune.linear.weights.master_weight import GatheredWeight, TwiceQuantized
+from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
 
 class Rowwise(Kind):
@@ -195,40 +184,72 @@ class Rowwise(Kind):
     def quantizes_twice(self, spec: LinearSpec) -> bool:
         return spec.output == "low" and spec.grad_input == "column"
 
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> tuple[Quantized, Quantized]:
+    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
         rows, columns = quantize_rows_and_columns(
             w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(w_NK.device)
         )
-        return Quantized(*rows), Quantized(*columns)
+        return TwiceQuantized(*rows, *columns, dtype=w_NK.dtype, scale_block=(1, w_NK.shape[1]))
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
         rows = quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
         return Quantized(*rows)
 
-    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        return 1, k
 
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        return _by_row(spec, x_TK), _by_row(spec, w_NK).t()
+class Int8Rowcol(Rowwise):
+    """`int8_rowcol`: INT8 with one scale per row or column.
 
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        if spec.grad_input == "folded":
-            # The GEMM multiplies g * s by q = W / s. Rotating its result back changes no norm, and rounds
-            # once more: two roundings of values that are spread evenly have less than the variance that
-            # bounds.py takes for one, in which all values would be just above a power of two.
-            s_N1 = _row_scales(spec, w_NK)
-            folded_TN = g_TN.to(torch.float32) * s_N1.t()
-            return _gradient_by_row(spec, folded_TN), _by_row(spec, w_NK).times(_inverse(s_N1))
-        w = _requantized(spec, w_NK) if spec.grad_input == "requantized" else _by_column(spec, w_NK)
-        return _gradient_by_row(spec, g_TN), w
+    This kind runs on NVIDIA GPUs since Ampere, and on CPUs. By default grad_weight is `column`.
+    """
 
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        if spec.grad_weight == "folded":
-            # The GEMM multiplies g * s by q = x / s.
-            s_T1 = _row_scales(spec, x_TK)
-            folded_TN = g_TN.to(torch.float32) * s_T1
-            return _gradient_by_column(spec, folded_TN).t(), _by_row(spec, x_TK).times(_inverse(s_T1))
-        return _gradient_by_column(spec, g_TN).t(), _by_column(spec, x_TK)
+    name = "int8_rowcol"
+    fmt = "int8"
+    operations = ("int8_gemm",)
+
+
+class Int8Rotated(Rowwise):
+    """`int8_rotated`: `int8_rowcol` after a rotation, for activations with outlier channels.
+
+    Hadamard blocks of 128 spread an outlier over its block before x and W are quantized by rows
+    (lptune/numerics/rotation.py). H is orthogonal and its own inverse, so
+
+        output         (x H)(W H).T             x H row,          W H row
+        grad_input     (g * s (q of W H)) H     g * s_W row,      W H as in `output`
+        grad_weight    ((g * s).T (q of x H)) H g * s_x column,   x H as in `output`
+
+    Each operand is rotated and quantized once: W H for forward, backward and the 8-bit gather (rows stay
+    whole, and a rank rotates its own), and x H for both of its GEMMs, so that x is saved for backward in 8
+    bits. The scales of rows are folded into g: a token without a gradient has no weight in grad_weight,
+    however large it is. A rotation costs 7 additions per element, no GEMM and no collective.
+    """
+
+    name = "int8_rotated"
+    fmt = "int8"
+    rotated = True
+    operations = ("int8_gemm",)
+
+
+class Float8Rowwise(Rowwise):
+    """`float8_rowwise`: e4m3 with one scale per row or column. All scales are powers of two.
+
+    The GEMMs are those of int8_rowcol in float8. Scales that are powers of two make dequantizing to bfloat16
+    exact. g is e4m3 too: one row has a smaller range of values than the whole tensor, so it does not need the
+    range of e5m2.
+    """
+
+    name = "float8_rowwise"
+    fmt = "e4m3"
+    power_of_two = True
+    operations = ("float8_gemm", "float8_rowwise_gemm")
+
+
+class Float8RowwiseWithGwHp(Float8Rowwise):
+    """`float8_rowwise_with_gw_hp`: `float8_rowwise` with grad_weight in the compute dtype.
+
+    grad_weight contracts over tokens, and an outlier token coarsens the scales of columns most. Running one
+    of the three GEMMs in compute dtype gives up a third of the saving.
+    """
+
+    name = "float8_rowwise_with_gw_hp"
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -319,58 +340,3 @@ def _grad_weight(
         g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )
     return rotate(gw_NK, dtype) if spec.rotated else gw_NK
-
-
-def _by_row(spec: LinearSpec, x_MK: Tensor) -> Operand:
-    """x or W with one scale per row."""
-    x_MK = numerics.rotate(x_MK) if spec.rotated else x_MK
-    return rounded(x_MK, (1, x_MK.shape[1]), spec.fmt, power_of_two=spec.power_of_two)
-
-
-def _by_column(spec: LinearSpec, x_MK: Tensor) -> Operand:
-    """x or W with one scale per column."""
-    return rounded(x_MK, (x_MK.shape[0], 1), spec.fmt, power_of_two=spec.power_of_two)
-
-
-def _gradient_by_row(spec: LinearSpec, g_TN: Tensor) -> Operand:
-    block = (1, g_TN.shape[1])
-    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)
-
-
-def _gradient_by_column(spec: LinearSpec, g_TN: Tensor) -> Operand:
-    block = (g_TN.shape[0], 1)
-    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)
-
-
-def _row_scales(spec: LinearSpec, x_MK: Tensor) -> Tensor:
-    """The scales (M, 1) of x or W quantized by rows."""
-    x_MK = numerics.rotate(x_MK) if spec.rotated else x_MK
-    return numerics.quantize_rows(x_MK, FORMATS[spec.fmt], power_of_two=spec.power_of_two).scale_M1
-
-
-def _inverse(scale_M1: Tensor) -> Tensor:
-    """1 / scale, or 0 for a row of zeros: the factor of an operand whose row scales are folded into g."""
-    return torch.where(scale_M1 > 0, 1 / scale_M1.to(torch.float64), 0.0)
-
-
-def _requantized(spec: LinearSpec, w_NK: Tensor) -> Operand:
-    """W with the errors of quantizing it by rows, dequantizing it and quantizing it by columns.
-
-    The error of the first rounding is taken as noise. That of the second is computed: dequantized values lie
-    on a grid, so they are not spread evenly between two 8-bit numbers, as noise assumes. If scales of rows
-    and columns are similar, or all are powers of two, the second error is much less than a step.
-    """
-    fmt, power_of_two = FORMATS[spec.fmt], spec.power_of_two
-    rows = dequantize(numerics.quantize_rows(w_NK, fmt, power_of_two=power_of_two), w_NK.dtype)
-    again = numerics.quantize_columns(rows, fmt, power_of_two=power_of_two)
-    twice = again.q_MK.to(torch.float64) * again.scale_1K.to(torch.float64)
-    error = twice - rows.to(torch.float64)
-    # The quantizer itself gives this error, and the error widens the bound that tests the quantizer. So that
-    # a faulty quantizer does not pass, its error may be at most half a step, as of rounding to nearest.
-    step = quantization_step(rows, (w_NK.shape[0], 1), fmt, power_of_two=power_of_two)
-    # Of a step, x * (1 / scale) is off by up to 127 * 2**-23 (two roundings). A NaN or inf in W is not the
-    # quantizer's fault; it makes the predicted noise NaN.
-    holds = (error.abs() <= step / 2 + step * 127 * 2**-23).all() or not w_NK.isfinite().all()
-    assert holds, "the second rounding is off by more than half a step"
-    cast = cast_error(w_NK, (1, w_NK.shape[1]), spec.fmt, power_of_two=power_of_two)
-    return _by_row(spec, w_NK).plus(cast).plus(known(error))

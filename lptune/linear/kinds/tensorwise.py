@@ -1,5 +1,4 @@
-"""The code that kinds with one scale per tensor share: `int8_tensorwise`, `float8_tensorwise`,
-`float8_delayed`.
+"""The kinds with one scale per tensor: `int8_tensorwise`, `float8_tensorwise`, `float8_delayed`.
 
 A single scale can be taken out of every sum. So x, W and g are each quantized once, and the same 8-bit tensor
 serves both GEMMs that use it. These kinds cost least and are the coarsest: one outlier token sets the scale
@@ -22,6 +21,8 @@ from lptune.kernels import (
     Quantized,
     k_major,
     quantize_by_amax,
+    quantize_delayed,
+    quantize_delayed_both_ways,
     quantize_tensor,
     quantize_tensor_both_ways,
     quantize_tensor_stochastic,
@@ -29,11 +30,10 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
-from lptune.linear.kind import Agree, Kind, LinearSpec
-from lptune.linear.noise import Operand, Operands, rounded
+from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once, alone
 from lptune.linear.weights.master_weight import GatheredWeight
-from lptune.linear.weights.weight_amax import Shard, quantize_by_agreement
+from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import QuantizedTensor, dequantize
 
 
@@ -180,24 +180,49 @@ class Tensorwise(Kind):
         amax_11 = agree(x_tK.abs().amax().float().view(1, 1))
         return Quantized(*quantize_by_amax(x_tK, amax_11, spec.fmt, power_of_two=spec.power_of_two))
 
-    def weight_scale_block(self, n: int, k: int) -> tuple[int, int]:
-        return n, k
 
-    def noisy_output(self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor) -> Operands:
-        return _noisy(spec, x_TK), _noisy(spec, w_NK).t()
+class Int8Tensorwise(Tensorwise):
+    """`int8_tensorwise`: INT8 with one scale per tensor.
 
-    def noisy_grad_input(self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor) -> Operands:
-        return _noisy_gradient(spec, g_TN), _noisy(spec, w_NK)
+    Of the INT8 kinds it costs least to quantize. Of all kinds it is the coarsest: the rounding step is
+    equally large for the smallest and the largest value of a tensor.
+    """
 
-    def noisy_grad_weight(self, spec: LinearSpec, g_TN: Tensor, x_TK: Tensor) -> Operands:
-        return _noisy_gradient(spec, g_TN).t(), _noisy(spec, x_TK)
-
-
-def _noisy(spec: LinearSpec, x_MK: Tensor) -> Operand:
-    block = (x_MK.shape[0], x_MK.shape[1])
-    return rounded(x_MK, block, spec.fmt, power_of_two=spec.power_of_two)
+    name = "int8_tensorwise"
+    fmt = "int8"
+    operations = ("int8_gemm",)
 
 
-def _noisy_gradient(spec: LinearSpec, g_TN: Tensor) -> Operand:
-    block = (g_TN.shape[0], g_TN.shape[1])
-    return rounded(g_TN, block, spec.grad_fmt, power_of_two=spec.power_of_two, stochastic=spec.stochastic)
+class Float8Tensorwise(Tensorwise):
+    """`float8_tensorwise`: e4m3, gradients in e5m2, with one scale per tensor."""
+
+    name = "float8_tensorwise"
+    fmt = "e4m3"
+    operations = ("float8_gemm",)
+
+
+class Float8Delayed(Tensorwise):
+    """`float8_delayed`: like `float8_tensorwise`, but scales come from the amaxes of past steps.
+
+    The scale is computed from the largest amax of the last steps, not from the tensor's own amax, so
+    quantizing does not wait for a reduction (lptune/kernels/delayed.py). LowPrecision keeps the histories
+    (lptune/linear/steps/delayed.py). All ranks have the same history, so an 8-bit gather needs no other
+    collective.
+    """
+
+    name = "float8_delayed"
+    fmt = "e4m3"
+    operations = ("float8_gemm",)
+    has_history = True
+
+    def quantize(
+        self, spec: LinearSpec, tensor: Tensor, layer: Tensor, operand: str, transposed: bool
+    ) -> QuantizedTensor:
+        """Quantizes x, w or g by the scale that the layer's history gives for this operand."""
+        fmt = spec.grad_fmt if operand == "g" else spec.fmt
+        return quantize_delayed(tensor, fmt, layer, operand, transposed=transposed)
+
+    def quantize_gradient_both_ways(
+        self, spec: LinearSpec, g_TN: Tensor, layer: Tensor
+    ) -> tuple[QuantizedTensor, Tensor]:
+        return quantize_delayed_both_ways(g_TN, spec.grad_fmt, layer, "g")

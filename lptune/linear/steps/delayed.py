@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, OPERANDS, WEIGHT, LayerAmaxes
-from lptune.linear.kind import kind_of
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.weight_amax import max_over_ranks
 from lptune.numerics import FORMATS, nan_as_inf
@@ -56,7 +55,7 @@ class DelayedScaling:
         its loss because FSDP averages gradients. Histories are stored without this factor, so that a run can
         resume with another number of ranks.
         """
-        self._layers = [each for each in plan.converted if each.spec and kind_of(each.spec).has_history]
+        self._layers = [each for each in plan.converted if each.spec and each.spec.kind.has_history]
         self._all_reduce_max = all_reduce_max or _max_over_process_group
         shape = (len(self._layers), len(OPERANDS))
         self._history_LH3 = torch.zeros(shape[0], HISTORY, shape[1], device=device)

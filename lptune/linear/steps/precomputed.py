@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 
 from lptune.base.errors import UserError
 from lptune.kernels import LIVE
-from lptune.linear.kind import kind_of
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.master_weight import MasterWeight, is_master
@@ -56,7 +55,7 @@ class PrecomputedScales:
         for name, module in model.named_modules():
             if not isinstance(module, LowPrecisionLinear) or not is_master(module.weight):
                 continue
-            kind = kind_of(module.spec)
+            kind = module.spec.kind
             if kind.row_scales or kind.has_history:
                 continue  # no collective: scales are of a rank's own rows, or from past steps
             if has_compute_weight(model, module.weight):

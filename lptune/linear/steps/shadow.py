@@ -41,10 +41,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune.kernels import GEMMS, LIVE, LayerAmaxes, not_recorded
-from lptune.linear.autograd import compute_weight
 from lptune.linear.dtensors import as_sharded
-from lptune.linear.kind import kind_of
-from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
 from lptune.linear.shared_input import alone
 from lptune.linear.weights.master_weight import plain_rows
@@ -189,7 +187,7 @@ class _Layer:
     def compare(self, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor, needs_grad_weight: bool) -> Tensor | None:
         """Measures the errors of the three GEMMs; returns grad_input as training computes it."""
         spec, handle, weight_NK = self.module.spec, self.module.handle, compute_weight(w_NK, x_TK.dtype)
-        kind = kind_of(spec)
+        kind = spec.kind
         high_NK = self.high_weight(w_NK, x_TK)
         exact = {"x": x_TK, "w": high_NK, "g": g_TN}
         with _Operands() as operands:
@@ -232,7 +230,7 @@ class _Compared(torch.autograd.Function):
         ctx.save_for_backward(x_TK, w_NK, probe)
         module, weight_NK = layer.module, compute_weight(w_NK, x_TK.dtype)
         # Nothing else may run here: selective checkpointing saves and repeats this forward op by op.
-        return kind_of(module.spec).forward(module.spec, x_TK, weight_NK, module.handle, None, alone)[0]
+        return module.spec.kind.forward(module.spec, x_TK, weight_NK, module.handle, None, alone)[0]
 
     @staticmethod
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:

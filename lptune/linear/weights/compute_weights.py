@@ -6,7 +6,7 @@ the cast and one copy of the gradient take 12. Here a parameter has two tensors:
 
     master          the parameter: float32, ordinary. The optimizer, checkpoints and your own code see it.
     compute weight  its copy in the compute dtype; in 8 bits where the plan says `low`; twice in 8 bits where
-                    no single set of 8-bit values serves forward and backward (twice_quantized.py). It is in
+                    no single set of 8-bit values serves forward and backward (TwiceQuantized). It is in
                     the place of the master in its module from the beginning of forward to the end of
                     backward.
 
@@ -38,10 +38,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lptune.linear.kind import LinearSpec, kind_of
+from lptune.linear.kind import LinearSpec
 from lptune.linear.weights.master_weight import MasterWeight
 from lptune.linear.weights.row_tensor import RowTensor
-from lptune.linear.weights.twice_quantized import TwiceQuantized
 
 _ATTRIBUTE = "_compute_weights"
 _UNKNOWN = -1
@@ -176,7 +175,7 @@ class ComputeWeights:
         if isinstance(master, MasterWeight):
             return master.whole(master.quantized_rows(self._mesh), self._dtype)
         copied = master.detach().to(self._dtype)
-        return copied if twice is None else TwiceQuantized.of(copied, twice)
+        return copied if twice is None else twice.kind.quantize_twice(twice, copied)
 
     def before_forward(self, *_: Any) -> None:
         """A forward hook of the model."""
@@ -316,7 +315,7 @@ def _quantized_twice(module: nn.Module, name: str, master: Tensor) -> LinearSpec
     spec = getattr(module, "spec", None)
     if name != "weight" or not isinstance(spec, LinearSpec) or isinstance(master, MasterWeight):
         return None
-    return spec if kind_of(spec).quantizes_twice(spec) else None
+    return spec if spec.kind.quantizes_twice(spec) else None
 
 
 def _fits(old: _Copied) -> bool:

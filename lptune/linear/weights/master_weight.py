@@ -6,8 +6,9 @@ its own rows and sends them, which takes half the bytes of bfloat16.
 
     MasterWeight     the sharded float32 parameter; behaves like an ordinary tensor, except under FSDP
     GatheredWeight   q and scale of the whole weight, for the forward and backward of the layer
+    TwiceQuantized   on one rank: two of each, where one set does not serve both
 
-Both are RowTensors (row_tensor.py), which explains PARTS, CONTEXT and the methods that both override.
+All are RowTensors (row_tensor.py), which explains PARTS, CONTEXT and the methods that they override.
 
     scale per row              computed by the rank that has the row, and sent with the row
     scale per tensor or block  computed from the amax over all ranks (weight_amax.py), not sent
@@ -30,9 +31,9 @@ from torch.utils._pytree import tree_map_only
 from lptune.base.errors import UserError
 from lptune.kernels import Packed, Quantized, dequantize_rotated, note_gather
 from lptune.linear.dtensors import as_sharded, on_this_rank
-from lptune.linear.kind import Agree, LinearSpec, kind_of
+from lptune.linear.kind import Agree, LinearSpec, Shard
 from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, RowTensor
-from lptune.linear.weights.weight_amax import Shard, first_row, whole_amax
+from lptune.linear.weights.weight_amax import first_row, whole_amax
 from lptune.numerics import FORMATS, QuantizedBlocks, QuantizedTensor, dequantize, dequantize_blocks
 
 
@@ -82,6 +83,30 @@ class GatheredWeight(RowTensor):
         return func(*plain_args, **plain_kwargs)
 
 
+class TwiceQuantized(GatheredWeight):
+    """A weight whose `q_NK` and `scale` serve `output` only, with others for grad_input. No gather makes it.
+
+    `mxfp8` and `grad_input=column` need two sets of 8-bit values of W, along K and along N. A gather in 8
+    bits would send both, as many bytes as the compute dtype. But one rank, whose weights stay, has both made
+    once in a step, where layers would make each from the compute dtype in every micro-batch. They take the
+    place of the copy in a 16-bit compute dtype: two bytes for each parameter, and their scales.
+    """
+
+    PARTS = ("q_NK", "scale", "grad_q_NK", "grad_scale")
+    CONTEXT = ("scale_block",)
+
+    grad_q_NK: Tensor
+    """8-bit values for grad_input, stored as its GEMM wants them."""
+    grad_scale: Tensor
+    scale_block: tuple[int, int]
+    """(rows, columns) of the blocks of `scale`."""
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values by which `output` multiplies; see GatheredWeight."""
+        quantized = QuantizedBlocks(self.q_NK, self.scale)
+        return dequantize_blocks(quantized, self.scale_block, dtype or self.dtype)
+
+
 class MasterWeight(GatheredByRows):
     """Float rows that are quantized for each gather. Operators that RowTensor does not define act on the rows
     as on any float tensor.
@@ -117,13 +142,13 @@ class MasterWeight(GatheredByRows):
 
     def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
         """The current rows, rounded to the compute dtype, quantized and packed."""
-        return kind_of(self.spec).pack_shard(self.spec, self.shard(mesh), self._agree(mesh), num_rows)
+        return self.spec.kind.pack_shard(self.spec, self.shard(mesh), self._agree(mesh), num_rows)
 
     def quantized_rows(self, mesh: DeviceMesh) -> Quantized:
         """The current rows, rounded to the compute dtype and quantized, for a weight that is whole on this
         rank. mesh: as in `rows_to_send`.
         """
-        return kind_of(self.spec).quantize_shard(self.spec, self.shard(mesh), self._agree(mesh))
+        return self.spec.kind.quantize_shard(self.spec, self.shard(mesh), self._agree(mesh))
 
     def _agree(self, mesh: DeviceMesh) -> Agree:
         """Finds the amaxes (B, C) of the scale blocks over all ranks; kinds with row scales need none."""
@@ -133,7 +158,7 @@ class MasterWeight(GatheredByRows):
         """The current rows of this rank, and their position in the weight. mesh: the axis over which the
         weight is sharded.
         """
-        first, block = first_row(self.full_rows, mesh), kind_of(self.spec).weight_block
+        first, block = first_row(self.full_rows, mesh), self.spec.kind.weight_block
         return Shard(self.rows_NK, first, self.full_rows, block, self.compute_dtype)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
@@ -146,7 +171,7 @@ class MasterWeight(GatheredByRows):
                 f"mixed-precision policy has param_dtype {dtype}; they must be the same"
             )
         note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
-        block = kind_of(self.spec).weight_block
+        block = self.spec.kind.weight_block
         context = {"block": block, "rotated": self.spec.rotated}
         return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, size=None, **context)
 
@@ -158,7 +183,7 @@ class MasterWeight(GatheredByRows):
     @property
     def header_bytes(self) -> int:
         """Bytes before each row in the buffer: for the row's scale, or 0."""
-        return kind_of(self.spec).header_bytes
+        return self.spec.kind.header_bytes
 
 
 def make_master(linear: nn.Linear, number: int, spec: LinearSpec, compute_dtype: torch.dtype) -> None:
@@ -193,7 +218,7 @@ def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
     K bytes, with a header if they have their own scales; padding rows count too.
     """
     rows = -(-shape[0] // num_ranks) * num_ranks
-    return rows * (kind_of(spec).header_bytes + shape[1])
+    return rows * (spec.kind.header_bytes + shape[1])
 
 
 def planned_bytes(weight: Tensor, spec: LinearSpec) -> int:

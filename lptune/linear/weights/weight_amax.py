@@ -21,7 +21,6 @@ for a weight with one scale.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, AmaxSource, Quantized, block_amaxes, quantize_by_amax, type_of
+from lptune.linear.kind import Shard
 from lptune.numerics import nan_as_inf
 
 
@@ -61,16 +61,6 @@ def max_over_ranks(amax: Tensor, mesh: DeviceMesh) -> Tensor:
     if mesh.size() > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return amax
-
-
-class Shard(NamedTuple):
-    """Rows [first_row, first_row + M) of a weight: what FSDP gives to this rank."""
-
-    rows_MK: Tensor  # any float dtype
-    first_row: int
-    full_rows: int  # N
-    block: int | None  # side of the square blocks with one amax each; None: one amax for the whole weight
-    compute_dtype: torch.dtype
 
 
 def first_row(full_rows: int, mesh: DeviceMesh) -> int:

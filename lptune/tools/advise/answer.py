@@ -18,6 +18,7 @@ from lptune.plan.dry_run import dry_run
 from lptune.tools.advise import from_times, measure, quality, report
 from lptune.tools.advise.from_times import Advice
 from lptune.tools.advise.report import Planned, Setting
+from lptune.training import PlannedStep
 
 SECONDS = {"cpu": 60.0, "cuda": 180.0}
 """By type of device. A GPU's kernels are also tuned."""
@@ -27,6 +28,7 @@ MOST_PLANNING_S = 15.0
 
 def timed(
     cfg: RunConfig,
+    step: PlannedStep,
     model_config: models.DecoderConfig,
     setting: Setting,
     gpu: Device | None,
@@ -36,7 +38,8 @@ def timed(
 ) -> tuple[Advice, list[str]]:
     """The advice and its report, from times that are taken here.
 
-    gpu: the one of this machine, None on a CPU. kinds: those to compare with `none`; empty means all that run
+    step: what the recipe plans; a frozen model in it is left out. gpu: the one of this machine, None on a
+    CPU. kinds: those to compare with `none`; empty means all that run
     natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality: reads the model and
     the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not native here, and as
     `measure` does.
@@ -55,7 +58,7 @@ def timed(
             setting = _with_quality(cfg, setting, chosen, limit_s, world)
         progress.print_line(f"timing {_together(chosen)} beside none, for about {limit_s:.0f} s ...")
         try:
-            measured = measure.measure(cfg, model_config, chosen, limit_s, world)
+            measured = measure.measure(cfg, model_config, chosen, limit_s, world, step)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"advise: {setting.tokens:,} tokens in a micro-batch do not fit the memory here; lower "
@@ -63,7 +66,7 @@ def timed(
             ) from None
     candidates = from_times.predict(measured, setting.num_micro_batches, setting.num_ranks)
     advice = from_times.advise(candidates, setting.quality)
-    setting = _with_memory(cfg, model_config, setting, advice, gpu)
+    setting = _with_memory(cfg, step, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
     notes = emulated_bfloat16(cfg.compute_dtype, world.device)
     return advice, report.timed_report(advice, measured, setting, emulated, notes)
@@ -71,6 +74,7 @@ def timed(
 
 def predicted_for(
     cfg: RunConfig,
+    step: PlannedStep,
     model_config: models.DecoderConfig,
     setting: Setting,
     device: Device,
@@ -119,7 +123,7 @@ def predicted_for(
             )
         )
     advice = from_times.advise(candidates, setting.quality)
-    setting = _with_memory(cfg, model_config, setting, advice, device)
+    setting = _with_memory(cfg, step, model_config, setting, advice, device)
     return advice, report.predicted_report(advice, ranges, setting, device)
 
 
@@ -143,6 +147,7 @@ def _with_quality(
 
 def _with_memory(
     cfg: RunConfig,
+    step: PlannedStep,
     model_config: models.DecoderConfig,
     setting: Setting,
     advice: Advice,
@@ -159,7 +164,7 @@ def _with_memory(
             break
         changed = dataclasses.replace(cfg, precision=measure.precision_of(cfg.precision, kind))
         with progress.in_place(f"planning the memory of {kind} ..."):
-            planned = dry_run(changed, model_config, setting.num_ranks, gpu)
+            planned = dry_run(changed, model_config, setting.num_ranks, gpu, step=step)
         exchanged = sum(each.num_bytes * count for each, count in planned.collectives.items())
         found[kind] = Planned(peak_bytes=planned.peak_bytes, exchanged_bytes=exchanged)
     return dataclasses.replace(setting, planned=found, gpu=gpu)

@@ -21,16 +21,14 @@ from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.cli.path_argument import PathArgument
 from lptune.config import (
     PRECISION_KINDS,
-    PrecomputeConfig,
     RunConfig,
-    check_batches,
     check_sources,
-    mesh_axes,
 )
 from lptune.hardware.devices import Device, known_device, named_device
 
 if TYPE_CHECKING:
     from lptune.tools.advise.from_times import Advice
+    from lptune.training import PlannedStep
 
 
 @click.command()
@@ -84,15 +82,14 @@ def advise(
     named = named_device(device_name) if device_name is not None else None
     cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
     assert config_name is not None  # `load` refuses that
-    if not isinstance(cfg, RunConfig) or isinstance(cfg, PrecomputeConfig):
+    if not isinstance(cfg, RunConfig):
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     if named is not None and cfg.device == "cpu":
         raise UserError(
             f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
         )
-    mesh_axes(cfg.parallel, world_size)
+    cfg.check_ranks(world_size)
     num_data_ranks = world_size // cfg.parallel.tensor
-    check_batches(cfg.global_batch_size, cfg.micro_batch_size, num_data_ranks)
     if write is not None:
         _check_write(write)
     if write is not None or measures_quality:
@@ -106,8 +103,11 @@ def advise(
 
     model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
     with progress.in_place("loading torch ..."):
+        step = recipe.planned_step(recipe_path, cfg)
         from lptune.tools.advise import answer
         from lptune.tools.advise.report import Setting, source_text
+    if step is None:
+        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     here = _gpu_here() if cfg.device != "cpu" else None
     setting = Setting(
         config=config_name,
@@ -120,11 +120,11 @@ def advise(
     is_here = named is None or (here is not None and named.name == here.name)
     if named is not None and not is_here:
         advice, lines = answer.predicted_for(
-            cfg, model_config, setting, named, kinds, seconds, measures_quality
+            cfg, step, model_config, setting, named, kinds, seconds, measures_quality
         )
     else:
-        advice, lines = answer.timed(cfg, model_config, setting, here, kinds, seconds, measures_quality)
-    for line in [*lines, *_notes(cfg)]:
+        advice, lines = answer.timed(cfg, step, model_config, setting, here, kinds, seconds, measures_quality)
+    for line in [*lines, *_notes(cfg, step)]:
         click.echo(line)
     if write is not None:
         how = "timed on" if is_here else "predicted, not measured, for"
@@ -154,15 +154,13 @@ def _cpu_name() -> str:
     return f"this CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _notes(cfg: RunConfig) -> list[str]:
+def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     """What was not as the run would be."""
-    from lptune.config import DistillConfig
-
     left_out = {
         "parallel.tensor": cfg.parallel.tensor > 1,
         "parallel.cpu_offload": cfg.parallel.cpu_offload,
         "freeze": bool(cfg.freeze),
-        "the teacher": isinstance(cfg, DistillConfig) and cfg.runs_teacher,
+        f"the model in {step.frozen}": step.frozen is not None,
         "the head in 8 bits": not cfg.precision.is_none and "lm_head" not in cfg.precision.skip,
     }
     names = [name for name, is_so in left_out.items() if is_so]

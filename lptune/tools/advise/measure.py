@@ -106,11 +106,18 @@ class _Readers(nn.Module):
 
 
 def measure(
-    cfg: RunConfig, model_config: models.DecoderConfig, kinds: Sequence[str], seconds: float, world: World
+    cfg: RunConfig,
+    model_config: models.DecoderConfig,
+    kinds: Sequence[str],
+    seconds: float,
+    world: World,
+    step: training.PlannedStep = training.PlannedStep(),  # noqa: B008  (frozen)
 ) -> Measured:
     """Times the linear layers of the model in each of `kinds`, and the rest of a step.
 
     kinds: without `none`; each is native here. seconds: after them nothing new begins. world: of one rank.
+    step: what the recipe plans.
+
     Raises UserError if the memory does not hold one block and the head, or if `precision.skip` leaves no
     layer.
     """
@@ -128,7 +135,7 @@ def measure(
         fail_on_recompile_limit_hit=True,
     ):
         with progress.in_place("timing a block and the head in none ..."):
-            blocks_s, head_s, update_s, distinct = _rest(cfg, model_config, rows, seq_len, world)
+            blocks_s, head_s, update_s, distinct = _rest(cfg, step, model_config, rows, seq_len, world)
         torch._dynamo.reset()
         for number, group in enumerate(groups):
             left_s = seconds - (time.monotonic() - started)
@@ -183,7 +190,12 @@ def _distinct_blocks(config: models.DecoderConfig) -> list[int]:
 
 
 def _rest(
-    cfg: RunConfig, config: models.DecoderConfig, rows: int, seq_len: int, world: World
+    cfg: RunConfig,
+    planned: training.PlannedStep,
+    config: models.DecoderConfig,
+    rows: int,
+    seq_len: int,
+    world: World,
 ) -> tuple[float, float, float, list[int]]:
     """Seconds of: all blocks, what is no block, the update of what was built; and the blocks in it."""
     distinct = _distinct_blocks(config)
@@ -197,7 +209,7 @@ def _rest(
     hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in model.model.layers]
     tokens_BS = torch.randint(config.vocab_size, (rows, seq_len), device=world.device)
     documents = models.DocumentBounds.single(rows, seq_len, world.device)
-    objective: models.Objective = getattr(models, cfg.objective)
+    objective = planned.loss(None, tokens_BS, documents, cfg)
 
     def one_pass() -> None:
         loss = model(tokens_BS, documents, tokens_BS, objective).sum()

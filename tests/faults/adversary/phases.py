@@ -6,22 +6,24 @@ A case names a phase; when the run comes to it, it says so and waits for the adv
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 FOLDER, PHASE = "ADVERSARY_FOLDER", "ADVERSARY_PHASE"
 _RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
 _TIMEOUT_S = 60.0
 
-# Name -> (a line of the recipe, whether the run waits after it).
-PHASES = {
+# Name -> (a line of the recipe, whether the run waits after it); None: `around`.
+PHASES: dict[str, tuple[str, bool] | None] = {
     "opened": (r"training\.check_settings\(.*\)", False),
-    "tokenized": (r"loader = data\.Loader\.for_run\(.*\)", False),
-    "loaded": (r"run\.begin\(plan, report\)", False),
-    "created": (r"run\.begin\(plan, report\)", True),
-    "listening": (r"while step < num_steps:", False),
-    "in the first step": (r"lr = training\.learning_rate\(.*", False),
-    "before the save": (r"writer\.save\(.*", False),
-    "after the save": (r"writer\.save\(.*", True),
+    "tokenized": (r"steps = training\.plan_steps\(.*\)", False),
+    "loaded": (r"steps\.start\(state\)", False),
+    "created": (r"steps\.start\(state\)", True),
+    "listening": (r"for batch in step\.shadow_batches\(\):", False),
+    "in the first step": (r"step\.update\(\).*", False),
+    "before the save": None,
+    "after the save": None,
     "before the export": (r"run\.export\(base\)", False),
     "after the export": (r"run\.export\(base\)", True),
 }
@@ -30,14 +32,29 @@ PHASES = {
 def write_recipe(path: Path) -> Path:
     """The copy, at `path`."""
     text = _RECIPE.read_text(encoding="utf-8")
-    for name, (line, is_after) in PHASES.items():
+    for name, place in PHASES.items():
+        if place is None:
+            continue
+        line, is_after = place
         ours = f'phases.reach("{name}")'
         new = rf"\1\2\n\1{ours}\n" if is_after else rf"\1{ours}\n\1\2\n"
         text, count = re.subn(rf"^( *)({line})\n", new, text, flags=re.MULTILINE)
         assert count == 1, f"{count} lines of the recipe match {line}"
     text = text.replace("\nimport torch\n", "\nfrom tests.faults.adversary import phases\nimport torch\n", 1)
+    text += "\n\ncheckpoint.RunWriter.save = phases.around(checkpoint.RunWriter.save)\n"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def around(save: Callable[..., None]) -> Callable[..., None]:
+    """`save`, with a phase before and after it."""
+
+    def saved(*args: Any, **keys: Any) -> None:
+        reach("before the save")
+        save(*args, **keys)
+        reach("after the save")
+
+    return saved
 
 
 def reach(name: str) -> None:

@@ -319,7 +319,7 @@ def test_it_names_the_gemm_that_fell_back(gemm: str) -> None:
 
 
 def test_it_verifies_once_and_can_be_switched_off() -> None:
-    from lptune.linear.steps.verify_step import _watched
+    from lptune.linear.verify import _watched
 
     gc.collect()  # models of earlier tests may wait for the collector with their watchers
     for precision in (INT8, dataclasses.replace(INT8, verify=False)):

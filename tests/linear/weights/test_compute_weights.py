@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, linear, models
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.linear import ComputeWeights, GatheredWeight, Int8Weight, MasterWeight
-from lptune.linear.weights.twice_quantized import TwiceQuantized
+from lptune.linear.weights.master_weight import TwiceQuantized
 from lptune.plan import memory
 from lptune.training import Update, build_optimizer
 
@@ -243,7 +243,7 @@ def test_two_8_bit_copies_take_the_place_of_one_in_bf16(world: distributed.World
 def test_a_high_output_keeps_the_weight_in_the_compute_dtype(world: distributed.World) -> None:
     for keys in ({"kind": "mxfp8"}, {"kind": "int8_rowcol", "grad_input": "column"}):
         spec = linear.LinearSpec.from_config(PrecisionConfig(**keys))
-        kind = linear.kind_of(spec)
+        kind = spec.kind
         assert kind.quantizes_twice(spec)
         for high in ("output", "grad_input"):
             assert not kind.quantizes_twice(spec._replace(**{high: "high"}))

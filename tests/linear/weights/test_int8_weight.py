@@ -11,6 +11,7 @@ from lptune import linear, numerics
 from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
 from lptune.linear import Int8Weight
+from tests.proofs.noise import predicted_relative_error, relative_error
 
 INT8 = PrecisionConfig(kind="int8_weight_only", skip=())
 T, K, N = 96, 128, 80
@@ -52,15 +53,15 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_every_gemm_is_within_the_noise_of_the_stored_weight_and_not_without_it(dtype: torch.dtype) -> None:
     model, plain, (x, g) = _model(), _plain().double(), _inputs(dtype)
     ours, truth = _run(model, x, g), _run(plain, x.double(), g.double())
-    noise = numerics.predicted_relative_error(plain[0].weight.detach(), 1)  # type: ignore[arg-type]
+    noise = predicted_relative_error(plain[0].weight.detach(), 1)  # type: ignore[arg-type]
     # Roundings to the compute dtype: of the weight, of the bias and of the result.
     rounding = math.sqrt(3) * 2.0 ** (-9 if dtype == torch.bfloat16 else -22)
     for name in ("output", "grad_input"):
-        error = numerics.relative_error(ours[name], truth[name])
+        error = relative_error(ours[name], truth[name])
         assert error <= 1.05 * math.hypot(noise, rounding), name
         assert error > noise / 2, name
     # Of compute dtype, and accumulated in the weight's own.
-    assert numerics.relative_error(ours["grad_0.weight"], truth["grad_0.weight"]) <= rounding
+    assert relative_error(ours["grad_0.weight"], truth["grad_0.weight"]) <= rounding
     assert {name: type(value) for name, value in ours.items()} == dict.fromkeys(ours, Tensor)
     assert ours["grad_0.weight"].dtype == torch.float32
 
@@ -80,9 +81,9 @@ def test_compiled_equals_eager_and_one_graph_holds_it() -> None:
     compiled = _run(torch.compile(model, fullgraph=True, dynamic=False), x, g)  # type: ignore[arg-type]
     # The op is opaque; the bias' sum and addition are fused and may round once less.
     assert torch.equal(compiled["grad_input"], eager["grad_input"])
-    assert numerics.relative_error(compiled["output"], eager["output"]) < 2.0**-8
+    assert relative_error(compiled["output"], eager["output"]) < 2.0**-8
     weight = "grad__orig_mod.0.weight"
-    assert numerics.relative_error(compiled[weight], eager["grad_0.weight"]) < 2.0**-8
+    assert relative_error(compiled[weight], eager["grad_0.weight"]) < 2.0**-8
     assert type(compiled[weight]) is Tensor
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lptune import kernels, numerics
+from lptune.linear.kind import Shard
 from lptune.linear.weights import weight_amax
-from lptune.linear.weights.weight_amax import Shard, first_row, max_over_ranks, shard_amaxes
+from lptune.linear.weights.weight_amax import first_row, max_over_ranks, shard_amaxes
 
 N, K = 176, 208
 """Two blocks of 128 each way, the second ones smaller."""

@@ -21,7 +21,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Kind -> how many times as fast as `none` it is to seem; `o` gains nothing. Changed by a test."""
     speeds = {"int8_rowcol": 2.0, "int8_rotated": 1.4, "int8_tensorwise": 1.5, "int8_weight_only": 0.5}
 
-    def fake(cfg: object, config: object, kinds: tuple[str, ...], seconds: float, world: object) -> Measured:
+    def fake(cfg: object, config: object, kinds: tuple[str, ...], *_: object) -> Measured:
         return Measured(
             groups=tuple(groups),
             kinds=tuple(kinds),
@@ -226,7 +226,7 @@ def test_other_recipes_are_advised_on_and_what_is_left_out_is_named(
     keys = (*SMALL[2:], "--kind", "int8_rowcol", "--seconds", "1")
     code, out, err = command("advise", recipe, *more, *keys)
     assert (code, err) == (0, "")
-    assert ("not in these figures: the teacher" in out) == (recipe == "distill")
+    assert ("not in these figures: the model in teacher.path" in out) == (recipe == "distill")
 
 
 def test_the_quality_of_the_model_decides_if_it_is_measured(

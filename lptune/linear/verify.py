@@ -1,4 +1,8 @@
-"""Verifies the first step: did it really run in low precision?
+"""Verifies the first step: did it really run in low precision? Three checks, of which a run has all.
+
+    verify_step            counts of GEMMs and gathers of each layer, exactly; the loop says how many passes
+    verify_first_update    the same without a word from the loop, so only what is true in any loop
+    verify_gathers         bytes of the all-gathers that FSDP ran
 
 The kernels count the GEMMs that they execute (`kernels.record_gemms`). The counts are compared with the
 precision plan, layer by layer and GEMM by GEMM. An op counts itself when it runs, so this works in the same
@@ -14,10 +18,20 @@ way for eager code, compiled code and recomputation. In a step of m forward and 
 Activation checkpointing runs `output` again in backward. The kernels count these runs separately, so the
 rules above stay exact. The number of recomputations is not known in advance, because a compiler removes those
 whose results are not used. It must only be the same in each pass.
+
+FSDP2 gathers the parameters of a block in one all-gather: weights that `gather_in_8_bits` chose as 8-bit
+rows, other parameters, such as a norm or a bias, in the compute dtype. Its size follows from the shapes:
+
+    sum over 8-bit weights of R * ceil(N / R) * (16 + K)
+    + sum over the other parameters of R * ceil(N / R) * (numbers per row) * (bytes of the compute dtype)
+
+for R ranks on the axis. If a weight of a block is gathered in high precision, or in rows that are too long,
+the gather of that block has a size that no block has in the plan.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,15 +40,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
 from lptune.linear.dtensors import on_this_rank
+from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
+
+FSDP_AXIS = "fsdp"
 
 
 class PrecisionNotAppliedError(RuntimeError):
@@ -367,3 +385,100 @@ def _faults(
             f"layer {layer.name}: recomputation of output was to run {wanted_again} times in low precision, "
             f"ran {recomputed} times"
         )
+
+
+# --- Bytes of the gathers of FSDP.
+
+
+def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """FSDP module -> (bytes of its all-gather, bytes of 8-bit weights among them).
+
+    model: not gathered (`distributed.reshard`), else parameters that FSDP left gathered would be missed.
+    """
+    # Does not look at the weight: a weight that is no longer wrapped is a fault to report.
+    in_8_bits = {
+        id(layer.weight): layer.spec
+        for layer in model.modules()
+        if isinstance(layer, LowPrecisionLinear)
+        and (layer.spec.kind.keys.stores_low or gathered_bytes(layer.number) is not None)
+    }
+    planned, seen = dict[str, tuple[int, int]](), set[int]()
+    # Children first, so that each parameter counts for its innermost FSDP module.
+    for name, module in reversed(list(model.named_modules())):
+        is_group = isinstance(module, FSDPModule)  # a variable: in the condition, mypy would lose nn.Module
+        if not is_group:
+            continue
+        low = other = 0
+        for parameter in module.parameters():
+            if id(parameter) in seen or not isinstance(parameter, DTensor):
+                continue
+            seen.add(id(parameter))
+            if id(parameter) in in_8_bits:
+                low += planned_bytes(parameter, in_8_bits[id(parameter)])
+            else:
+                other += _padded_numel(parameter) * compute_dtype.itemsize
+        if low + other:
+            planned[name] = (low + other, low)
+    return planned
+
+
+def verify_gathers(
+    planned: Mapping[str, tuple[int, int]], ran: Mapping[tuple[str, int], int], num_ranks: int
+) -> None:
+    """Raises PrecisionNotAppliedError for a gather that no module plans, and on several ranks for a module
+    whose gather did not run; if any is planned in 8 bits.
+
+    planned: of `planned_gathers`. ran: (dtype, bytes of one all-gather over FSDP's axis) -> number of calls.
+    num_ranks: on that axis.
+    """
+    if not any(low for _, low in planned.values()):
+        return
+    groups, calls = Counter(size for size, _ in planned.values()), Counter[int]()
+    for (_, num_bytes), count in ran.items():
+        calls[num_bytes] += count
+    others = [
+        f"{dtype}, {num_bytes:,} bytes, {count} times"
+        for (dtype, num_bytes), count in ran.items()
+        if num_bytes not in groups
+    ]
+    if others:
+        wanted = "; ".join(
+            f"{count} modules of {size:,} bytes, of which {calls[size]} gathers ran"
+            for size, count in sorted(groups.items())
+        )
+        raise PrecisionNotAppliedError(
+            f"the step did not gather as planned: no module's weights take an all-gather in "
+            f"{'; or in '.join(others[:5])}; planned: {wanted}"
+        )
+    missing = [name for name, (size, low) in planned.items() if low and not calls[size]]
+    if missing and num_ranks > 1:  # on one rank FSDP gathers without a collective
+        raise PrecisionNotAppliedError(
+            "the step did not gather as planned: no all-gather ran of the size of "
+            f"{missing[0] or 'the model'}"
+        )
+
+
+def verify_token_gathers(model: nn.Module, num_gathers: int) -> None:
+    """Raises PrecisionNotAppliedError unless all modules with 8-bit gathers of their input made equally many
+    of the `num_gathers`.
+    """
+    hows = {name: getattr(module, "token_gather", "none") for name, module in model.named_modules()}
+    modules = [name for name, how in hows.items() if how not in ("none", "high")]
+    if modules and (num_gathers == 0 or num_gathers % len(modules)):
+        raise PrecisionNotAppliedError(
+            f"the step gathered activations in 8 bits {num_gathers} times, where {len(modules)} modules "
+            f"should gather their input equally often ({modules[0]}, …)"
+        )
+
+
+def _padded_numel(parameter: DTensor) -> int:
+    """Number of elements that a gather brings; the rows of each rank are padded to those of the first."""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or (FSDP_AXIS,)
+    num_ranks = mesh.size(names.index(FSDP_AXIS))
+    placements = [
+        Replicate() if name == FSDP_AXIS else each
+        for name, each in zip(names, parameter.placements, strict=True)
+    ]
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return -(-shape[0] // num_ranks) * num_ranks * torch.Size(shape[1:]).numel()
