@@ -66,7 +66,7 @@ def main(cfg: PretrainConfig) -> None:
 
 
 def batch_losses(
-    model: models.Decoder, batch: data.Batch, num_sources: int, world: distributed.World
+    model: models.Backbone, batch: data.Batch, num_sources: int, world: distributed.World
 ) -> Tensor:
     """The cross-entropy, summed over the targets of each source in the batch, float32 (num_sources,)."""
     batch = batch.to(world.device)
@@ -78,7 +78,7 @@ def batch_losses(
 
 @training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
-    model: models.Decoder, rows: data.Rows, cfg: PretrainConfig, world: distributed.World
+    model: models.Backbone, rows: data.Rows, cfg: PretrainConfig, world: distributed.World
 ) -> dict[str, float]:
     """`eval_loss`, the mean loss over all held-out targets, and `eval_loss/NAME` over those of each source.
 

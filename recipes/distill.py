@@ -72,7 +72,7 @@ def main(cfg: DistillConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder, teacher: distillation.Teacher, batch: data.Batch, world: distributed.World
+    model: models.Backbone, teacher: distillation.Teacher, batch: data.Batch, world: distributed.World
 ) -> Tensor:
     """The loss of the section `distillation`, summed over the targets of the batch, float32."""
     objective = teacher.objective(batch)
@@ -82,7 +82,7 @@ def batch_loss(
 
 
 @training.evaluating  # without gradients and without dropout; then the model trains on
-def evaluate(model: models.Decoder, rows: data.Rows, cfg: DistillConfig, world: distributed.World) -> float:
+def evaluate(model: models.Backbone, rows: data.Rows, cfg: DistillConfig, world: distributed.World) -> float:
     """The mean cross-entropy of held-out targets, over all ranks, without the teacher. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0
     for batch in data.evaluation_batches(

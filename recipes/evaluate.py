@@ -81,7 +81,7 @@ def main(cfg: EvaluateConfig) -> None:
         inference.write_result(parts, cfg, loaded, world)
 
 
-def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.World) -> Tensor:
+def batch_loss(model: models.Backbone, batch: data.Batch, world: distributed.World) -> Tensor:
     """The cross-entropy, summed over the targets of the batch, float32."""
     batch = batch.to(world.device)
     return model.summed_loss(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
@@ -89,7 +89,7 @@ def batch_loss(model: models.Decoder, batch: data.Batch, world: distributed.Worl
 
 @torch.no_grad()
 def evaluate(
-    model: models.Decoder,
+    model: models.Backbone,
     rows: data.Rows,
     cfg: EvaluateConfig,
     world: distributed.World,

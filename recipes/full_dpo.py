@@ -71,7 +71,7 @@ def main(cfg: PreferenceConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder,
+    model: models.Backbone,
     batch: data.Batch,
     reference_N: Tensor | None,
     cfg: PreferenceConfig,
@@ -87,7 +87,7 @@ def batch_loss(
 
 @training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
-    model: models.Decoder,
+    model: models.Backbone,
     rows: data.Rows,
     reference_N: Tensor | None,
     cfg: PreferenceConfig,

@@ -65,7 +65,7 @@ def main(cfg: FinetuneConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder, batch: data.Batch, world: distributed.World, loss_factor: float = 1.0
+    model: models.Backbone, batch: data.Batch, world: distributed.World, loss_factor: float = 1.0
 ) -> Tensor:
     """The cross-entropy, summed over the targets of the batch, float32. loss_factor: that of backward."""
     batch = batch.to(world.device)
@@ -75,7 +75,7 @@ def batch_loss(
 
 
 @training.evaluating  # without gradients and without dropout; then the model trains on
-def evaluate(model: models.Decoder, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
+def evaluate(model: models.Backbone, rows: data.Rows, cfg: FinetuneConfig, world: distributed.World) -> float:
     """The mean loss over held-out targets, over all ranks, in the precision of training. A collective."""
     loss_sum, num_targets = torch.zeros((), device=world.device), 0
     for batch in data.evaluation_batches(

@@ -71,7 +71,12 @@ def main(cfg: KtoConfig) -> None:
 
 
 def batch_loss(
-    model: models.Decoder, batch: data.Batch, rows: data.Rows, reference_N2: Tensor, z: Tensor, cfg: KtoConfig
+    model: models.Backbone,
+    batch: data.Batch,
+    rows: data.Rows,
+    reference_N2: Tensor,
+    z: Tensor,
+    cfg: KtoConfig,
 ) -> tuple[Tensor, Tensor]:
     """The loss and SUMS (M,), summed over the answers of the batch, float32. rows: the data of the batch."""
     batch = batch.to(z.device)
@@ -82,7 +87,7 @@ def batch_loss(
 
 @training.evaluating  # without gradients and without dropout; then the model trains on
 def evaluate(
-    model: models.Decoder, rows: data.Rows, reference_N2: Tensor, cfg: KtoConfig, world: distributed.World
+    model: models.Backbone, rows: data.Rows, reference_N2: Tensor, cfg: KtoConfig, world: distributed.World
 ) -> dict[str, float]:
     """The metrics of all held-out answers, with one z over all of them, in the precision of training."""
     share = {"rank": world.data_rank, "num_ranks": world.data_size}

@@ -1,10 +1,10 @@
 """Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
+from lptune.checkpoint.adapter import match_tensors
 from lptune.checkpoint.export import EMA, export_hf
 from lptune.checkpoint.hf import (
     Base,
     load_hf,
-    match_tensors,
     num_elements_here,
     read_base,
     read_config,

@@ -19,7 +19,7 @@ from lptune.checkpoint.files import why
 from lptune.checkpoint.load import StoredFiles
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.checkpoint.state import read_state
-from lptune.distributed import SideGroup, whole_piece
+from lptune.distributed import Piece, SideGroup
 
 
 def last_checkpoints(newest: Manifest, count: int, group: SideGroup) -> list[Manifest]:
@@ -55,13 +55,20 @@ def last_checkpoints(newest: Manifest, count: int, group: SideGroup) -> list[Man
     return found
 
 
-def mean(checkpoints: Sequence[StoredFiles], name: str, shape: Sequence[int]) -> Tensor:
-    """The mean of the tensor `name` over `checkpoints`, float64 of `shape`. Takes 12 bytes per element.
+def mean(
+    checkpoints: Sequence[StoredFiles],
+    name: str,
+    shape: Sequence[int],
+    start: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Tensor:
+    """The mean of a box of the tensor `name`, of `shape`, over `checkpoints`: float64, of `sizes`. Takes 12
+    bytes per element of the box.
 
     Raises UserError as `StoredFiles.read` does.
     """
-    total, values = torch.zeros(*shape, dtype=torch.float64), torch.empty(*shape, dtype=torch.float32)
+    total, values = torch.zeros(sizes, dtype=torch.float64), torch.empty(sizes, dtype=torch.float32)
     for files in checkpoints:
-        files.read(name, [whole_piece(values)], shape, None)
+        files.read(name, [Piece(values, start)], shape, None)
         total += values
     return total / len(checkpoints)

@@ -26,6 +26,7 @@ from lptune.base.errors import UserError
 from lptune.base.files import fsync_path, kind_of, open_regular, read_json, write_json, write_text
 from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
 from lptune.base.text import size_text
+from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
 from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
@@ -37,13 +38,13 @@ from lptune.checkpoint.files import (
     set_aside,
     why,
 )
-from lptune.checkpoint.hf import TIED, match_tensors, read_config
+from lptune.checkpoint.hf import read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig
-from lptune.distributed import SideGroup, World, side_group, whole_piece
+from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
@@ -65,8 +66,8 @@ _HEADERS_BYTES = 512  # upper estimate per tensor, in its file's header and in t
 class Target(NamedTuple):
     """A tensor of the export."""
 
-    parameter: str
-    """Name in the checkpoint."""
+    sources: tuple[Source, ...]
+    """The parameters in the checkpoint that it consists of; (): it is copied from the base."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -171,13 +172,18 @@ def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
     files of at most that size.
     """
     model = models.build_on_meta(read_config(base, say=lambda note: None))  # the run has printed the notes
+    writes = match_tensors(model, base).writes
+    holders: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, sources in writes.items():
+        for source in sources:
+            holders.setdefault((source.parameter, source.part.start), []).append(name)
     targets: dict[str, Target] = {}
-    for parameter, names in match_tensors(model, base).items():
-        stored = [base.tensors[name] for name in names]
+    for name, sources in writes.items():
         # A tied weight gets the widest dtype of its names. Rounded to two dtypes, it would not be tied.
-        widest = reduce(torch.promote_types, (getattr(torch, tensor.dtype) for tensor in stored))
-        dtype = widest if cfg.dtype == "original" else getattr(torch, cfg.dtype)
-        targets |= {name: Target(parameter, stored[0].shape, dtype) for name in names}
+        same = [name, *(each for source in sources for each in holders[source.parameter, source.part.start])]
+        widest = reduce(torch.promote_types, (getattr(torch, base.tensors[each].dtype) for each in same))
+        dtype = widest if cfg.dtype == "original" or not sources else getattr(torch, cfg.dtype)
+        targets[name] = Target(sources, base.tensors[name].shape, dtype)
     targets = {name: targets[name] for name in base.tensors if name in targets}
     files: Files = {}
     if not cfg.max_shard_gib:
@@ -199,11 +205,15 @@ def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
 
 def of_averages(files: Files, checkpoint: Manifest) -> Files:
     """The same files, of the moving averages of the weights that the checkpoint has."""
+
+    def averaged(source: Source) -> Source:
+        average = f"{EMA}/{source.parameter}"
+        return source._replace(parameter=average) if average in checkpoint.shards else source
+
     return {
         file: {
-            name: target._replace(parameter=average) if average in checkpoint.shards else target
+            name: target._replace(sources=tuple(map(averaged, target.sources)))
             for name, target in targets.items()
-            for average in [f"{EMA}/{target.parameter}"]
         }
         for file, targets in files.items()
     }
@@ -213,8 +223,8 @@ def _which(files: Files, averaged: Sequence[Manifest]) -> str | None:
     """Which weights are exported, for the model card, if not those of the last step."""
     if len(averaged) > 1:
         return f"mean of the checkpoints of steps {', '.join(map(str, sorted(e.step for e in averaged)))}"
-    parameters = [target.parameter for targets in files.values() for target in targets.values()]
-    has_averages = any(parameter.startswith(f"{EMA}/") for parameter in parameters)
+    sources = [each for targets in files.values() for target in targets.values() for each in target.sources]
+    has_averages = any(source.parameter.startswith(f"{EMA}/") for source in sources)
     return "moving averages of the weights (optimizer.ema_decay)" if has_averages else None
 
 
@@ -268,9 +278,7 @@ def _write_and_compare(
     base: HFIndex,
     frozen: frozenset[str],
 ) -> None:
-    # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
-    origin = {name: base if target.parameter in frozen else None for name, target in targets.items()}
-    tensors = {name: _assemble(name, target, stored, origin[name]) for name, target in targets.items()}
+    tensors = {name: _assemble(name, target, stored, base, frozen) for name, target in targets.items()}
     save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
@@ -280,19 +288,26 @@ def _write_and_compare(
                 )
 
 
-def _assemble(name: str, target: Target, stored: Sequence[StoredFiles], base: HFIndex | None) -> Tensor:
-    """The tensor `name` of the export: of `base` if that is given, else the mean of the checkpoints."""
-    if base is not None:
+def _assemble(
+    name: str, target: Target, stored: Sequence[StoredFiles], base: HFIndex, frozen: frozenset[str]
+) -> Tensor:
+    """The tensor `name` of the export, box by box: the mean of the checkpoints, or the values of `base`."""
+    tensor = torch.empty(target.shape, dtype=target.dtype)
+    # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
+    if not target.sources or any(source.parameter in frozen for source in target.sources):
         with safe_open(str(base.folder / base.tensors[name].file), framework="pt", device="cpu") as tensors:
-            tensor: Tensor = tensors.get_tensor(name).to(target.dtype)
-    elif len(stored) > 1:
-        tensor = mean(stored, target.parameter, target.shape).to(target.dtype)
-    else:
-        tensor = torch.empty(target.shape, dtype=target.dtype)
-        stored[0].read(target.parameter, [whole_piece(tensor)], target.shape, None)
+            tensor.copy_(tensors.get_tensor(name))
+    for parameter, shape, part in target.sources:
+        if parameter in frozen:
+            continue
+        box = arranged(part, tensor[region(part)])
+        if len(stored) > 1:
+            box.copy_(mean(stored, parameter, shape, part.start, part.sizes))
+        else:
+            stored[0].read(parameter, [Piece(box, part.start)], shape, None)
     if target.dtype == torch.float16 and not tensor.isfinite().all():
         raise UserError(
-            f"{stored[0].manifest.folder}: {target.parameter!r} has values beyond float16's 65504; export it "
+            f"{stored[0].manifest.folder}: {name!r} has values beyond float16's 65504; export it "
             "as bfloat16 or float32"
         )
     return tensor
@@ -323,8 +338,10 @@ def _write_rest(
         # transformers 5 writes `dtype`, older versions `torch_dtype`. The key that is there is corrected.
         key = "dtype" if "dtype" in read_json(scratch / "config.json") else "torch_dtype"
         corrections[key] = cfg.dtype
-    parameters = {targets[name].parameter for targets in files.values() for name in TIED if name in targets}
-    if len(parameters) > 1 and models.read_config(scratch).tied:  # other readers would drop the head
+    facts = models.read_config(base.folder)
+    words = [targets[name] for targets in files.values() for name in facts.word_names if name in targets]
+    parameters = {source.parameter for target in words for source in target.sources}
+    if len(parameters) > 1 and facts.tied:  # other readers would drop the head
         corrections["tie_word_embeddings"] = False
     if corrections:
         write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)

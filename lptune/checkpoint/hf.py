@@ -1,45 +1,42 @@
-"""The tensors of a Hugging Face folder: lists them, checks that they fit the model, and loads them.
+"""The base checkpoint of a run: its facts, and loading its weights.
 
 All faults of names, shapes and dtypes are found from the safetensors headers (a few kilobytes), before a
 weight is read and before a run folder is made. Then each rank reads only its own part of each tensor,
-directly into the parameter.
+directly into the parameter, by the map of adapter.py.
 """
 
+import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lptune import models
-from lptune.base.errors import UserError, closest
-from lptune.distributed import Piece, World, fused_rows, local_pieces, side_group
+from lptune.base.errors import UserError
+from lptune.checkpoint.adapter import equal_values, match_tensors, read_piece
+from lptune.distributed import World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
-from lptune.models.headers import DERIVED, INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index
-
-TIED = ("model.embed_tokens.weight", "lm_head.weight")
-"""The two names of the weight that embeddings and head share under `tie_word_embeddings`."""
-_COMPARED_AT_ONCE = 1 << 24  # elements
+from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index
 
 
 @dataclass(frozen=True)
 class Base:
-    """The base checkpoint of a run: the headers of its tensors, and its config.json as a DecoderConfig."""
+    """The base checkpoint of a run: the headers of its tensors, and what its config.json says."""
 
     index: HFIndex
-    config: models.DecoderConfig
+    config: models.Facts
 
     @property
     def folder(self) -> Path:
         """The folder of config.json, the weight files and the tokenizer."""
         return self.index.folder
 
-    def build_on_meta(self, *, freeze: Iterable[str] = ()) -> models.Decoder:
-        """The decoder without storage. freeze: patterns of parameters to freeze (models.freeze). Raises
+    def build_on_meta(self, *, freeze: Iterable[str] = ()) -> models.Backbone:
+        """The model without storage. freeze: patterns of parameters to freeze (models.freeze). Raises
         UserError if its parameters do not match the stored tensors, and as `models.freeze` does.
         """
         model = models.build_on_meta(self.config)
@@ -56,8 +53,8 @@ def read_base(path: str, say: Callable[[str], None], *, key: str = "model.path")
     return Base(index, read_config(index, say))
 
 
-def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderConfig:
-    """The DecoderConfig of a folder, from config.json and from the stored tensors.
+def read_config(index: HFIndex, say: Callable[[str], None]) -> models.Facts:
+    """The facts of a folder, from config.json and from the stored tensors.
 
     If config.json ties the head to the embeddings, but the folder stores both with different values, the head
     is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, and for
@@ -68,75 +65,14 @@ def read_config(index: HFIndex, say: Callable[[str], None]) -> models.DecoderCon
         say(f"note: {index.folder / 'config.json'}: {note}")
     if not index.has_index_file and (index.folder / INDEX_NAME).exists():
         say(f"note: {index.folder / INDEX_NAME}: not read, {SINGLE_NAME} is (as in transformers)")
-    if config.tied and not _equal_values(index, [name for name in TIED if name in index.tensors]):
+    embedding, head = config.word_names
+    if config.tied and not equal_values(index, [name for name in (embedding, head) if name in index.tensors]):
         say(
-            f"note: {index.folder}: lm_head.weight differs from model.embed_tokens.weight, so the head is "
-            "not tied, although config.json says so (tie_word_embeddings); an export sets it to false"
+            f"note: {index.folder}: {head} differs from {embedding}, so the head is not tied, although "
+            "config.json says so (tie_word_embeddings); an export sets it to false"
         )
         return replace(config, tied=False)
     return config
-
-
-def _equal_values(index: HFIndex, names: list[str]) -> bool:
-    """Whether the stored tensors have equal values in float32. True if shapes differ: `match_tensors` then
-    raises the error.
-    """
-    shapes = {tuple(index.tensors[name].shape) for name in names}
-    if len(shapes) != 1 or () in shapes or len(names) < 2:
-        return True
-    (shape,) = shapes
-    rows = max(1, _COMPARED_AT_ONCE // max(1, math.prod(shape[1:])))
-    slices = [open_tensors(index.folder / index.tensors[name].file).get_slice(name) for name in names]
-    for start in range(0, shape[0], rows):
-        first, *others = (part[start : start + rows].float() for part in slices)
-        if not all(torch.equal(first, other) for other in others):
-            return False
-    return True
-
-
-def match_tensors(model: nn.Module, index: HFIndex) -> dict[str, list[str]]:
-    """For each parameter of `model`, the stored names from which it is loaded, and to which it is exported.
-
-    A tied parameter has several names in the model. A folder may store one of them, or several with the same
-    values. Raises UserError if a tensor is missing, unexpected or of another shape, or if a tied parameter is
-    stored with different values (which cannot happen with a config of `read_config`).
-    """
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    known = {name for names in aliases.values() for name in names}
-    unexpected = [n for n in index.tensors if n not in known and not DERIVED.search(n)]
-    matched: dict[str, list[str]] = {}
-    missing = []
-    for name, parameter in model.named_parameters():
-        stored = [alias for alias in aliases[id(parameter)] if alias in index.tensors]
-        if not stored:
-            missing.append(name)
-        for alias in stored:
-            found = index.tensors[alias]
-            if found.shape != tuple(parameter.shape):
-                raise UserError(
-                    f"{index.folder / found.file}: tensor {alias!r} has shape {list(found.shape)}, "
-                    f"config.json asks for {list(parameter.shape)}; they do not belong together"
-                )
-        if not _equal_values(index, stored):
-            raise UserError(
-                f"{index.folder}: {' and '.join(stored)} are one weight of this model, but differ; make the "
-                "model with the config that checkpoint.read_config returns, which does not tie them"
-            )
-        matched[name] = stored
-    if missing:
-        hint = closest(missing[0], unexpected) or "; download the checkpoint again"
-        if missing[0] == "lm_head.weight":
-            hint = "; if the head is tied to the embeddings, set tie_word_embeddings in config.json"
-        raise UserError(f"{index.folder}: tensor {missing[0]!r} is missing{_and_more(missing)}{hint}")
-    if unexpected:
-        file = index.tensors[unexpected[0]].file
-        raise UserError(
-            f"{index.folder / file}: tensor {unexpected[0]!r} is not part of this "
-            f"model{_and_more(unexpected)}; config.json and weights do not belong together"
-        )
-    return matched
 
 
 def weights_digest(folder: Path) -> str:
@@ -180,20 +116,22 @@ def num_elements_here(model: nn.Module) -> int:
 
 
 def _load(model: nn.Module, index: HFIndex, advance: Callable[[float], object]) -> None:
-    matched = match_tensors(model, index)
+    reads = match_tensors(model, index).reads
     fused = fused_rows(model)
     pieces = {
         name: local_pieces(parameter, fused.get(name, ())) for name, parameter in model.named_parameters()
     }
-    by_file: dict[str, list[tuple[str, str]]] = {}
-    for name, stored in matched.items():
-        by_file.setdefault(index.tensors[stored[0]].file, []).append((stored[0], name))
+    by_file: dict[str, list[str]] = {}
+    for name, parts in reads.items():
+        by_file.setdefault(index.tensors[parts[0].stored].file, []).append(name)
     num_read = 0
-    for file, pairs in by_file.items():
-        with open_tensors(index.folder / file) as tensors:
-            for stored_name, name in pairs:
+    for names in by_file.values():
+        with ExitStack() as opened:
+            opening = functools.partial(_open, opened, index.folder)
+            open_file = functools.cache(opening)  # nearly always one file: few are mapped at a time
+            for name in names:
                 for piece in pieces[name]:
-                    num_elements = read_piece(tensors, stored_name, piece, index.folder / file)
+                    num_elements = read_piece(open_file, index, reads[name], piece)
                     num_read += num_elements
                     advance(num_elements)
     weights_changed(model)
@@ -201,25 +139,8 @@ def _load(model: nn.Module, index: HFIndex, advance: Callable[[float], object]) 
     assert num_read == expected, f"read {num_read} elements of {expected}"
 
 
-@torch.no_grad()
-def read_piece(tensors: Any, name: str, piece: Piece, file: Path) -> int:
-    """Copies the box of `piece` from the stored tensor `name`; returns the number of elements.
-
-    Raises UserError if a value is not finite, because the loss would be NaN from the first step on.
-    """
-    values = piece.values
-    # safetensors does not accept an empty index, for a tensor without dimensions.
-    part = tensors.get_slice(name)[piece.region] if piece.start else tensors.get_tensor(name)
-    assert part.shape == values.shape, (name, part.shape, values.shape)
-    # Both extremes are NaN if any value is. aminmax takes 0.5 ns per element, isfinite 20 ns.
-    smallest, largest = (part.float() if part.dtype == torch.float64 else part).aminmax()
-    if not (smallest.isfinite() and largest.isfinite()):
-        raise UserError(
-            f"{file}: tensor {name!r} holds NaN or infinite values, so training would fail; download the "
-            "checkpoint again (`lptune verify` counts these values)"
-        )
-    values.copy_(part)
-    return int(part.numel())
+def _open(opened: ExitStack, folder: Path, file: str) -> Any:
+    return opened.enter_context(open_tensors(folder / file))
 
 
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +150,3 @@ def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
             for name, stored in index.tensors.items():
                 if stored.file == file:
                     yield name, tensors.get_tensor(name)
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

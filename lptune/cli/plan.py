@@ -21,7 +21,7 @@ from lptune.config import RunConfig, check_batches
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
-    from lptune.models import DecoderConfig
+    from lptune.models import Facts
     from lptune.training import PlannedStep
 
 
@@ -127,7 +127,7 @@ def _device(name: str | None) -> Device:
     return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
-def _frozen(step: "PlannedStep", cfg: RunConfig, preset: str | None) -> "DecoderConfig | None":
+def _frozen(step: "PlannedStep", cfg: RunConfig, preset: str | None) -> "Facts | None":
     """The second model of `step`, from config.json in the folder that its key names or from `preset`; None if
     none runs.
     """

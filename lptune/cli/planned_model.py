@@ -14,7 +14,7 @@ from lptune.cli import catalog, recipe
 from lptune.config import RunConfig
 
 if TYPE_CHECKING:
-    from lptune.models import DecoderConfig
+    from lptune.models import Facts
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def load(
     return recipe.load(recipe_path, path, [*no_data, *overrides]), recipe_path, path, overrides
 
 
-def from_preset(name: str, key: str) -> "DecoderConfig":
+def from_preset(name: str, key: str) -> "Facts":
     """The preset `name`, as FAMILY/SIZE. Raises UserError, which begins with `key`, if there is none."""
     from lptune import models
 
@@ -65,7 +65,7 @@ def from_preset(name: str, key: str) -> "DecoderConfig":
     return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
 
 
-def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[DecoderConfig, str, Path | None]":
+def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, str, Path | None]":
     """The model of `cfg`, where it was read from, and its folder if it exists. path: of the config."""
     from lptune import models
 

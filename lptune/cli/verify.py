@@ -77,12 +77,12 @@ def _verify(path: Path) -> str:
 
 def _verify_hf(folder: Path) -> str:
     from lptune import models
-    from lptune.checkpoint import hf
+    from lptune.checkpoint import adapter, hf
     from lptune.checkpoint.sums import verify_sums
 
     index = models.read_index(folder)
     model = models.build_on_meta(hf.read_config(index, click.echo))
-    hf.match_tensors(model, index)
+    adapter.match_tensors(model, index)
     num_exported, num_hashed = verify_sums(folder), hub.verify_digests(folder)
     for name, tensor in hf.iter_tensors(index):
         num_bad = tensor.numel() - int(tensor.isfinite().sum())

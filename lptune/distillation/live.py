@@ -23,7 +23,7 @@ class LiveTeacher:
 
     started_on: date | None = None
     """The day that chat templates print, if the teacher decides it."""
-    model: models.Decoder | None = None
+    model: models.Backbone | None = None
     """The model, after `load`."""
     low: linear.LowPrecision | None = None
     """What verifies its first passes, after `load`."""

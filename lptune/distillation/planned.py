@@ -17,12 +17,12 @@ def planned_step(cfg: DistillConfig) -> training.PlannedStep:
 
 @dataclass(frozen=True)
 class _Distillation(training.PlannedStep):
-    def build_frozen(self, frozen: models.Decoder, cfg: DistillConfig, world: World) -> None:
+    def build_frozen(self, frozen: models.Backbone, cfg: DistillConfig, world: World) -> None:
         training.build_teacher(frozen, cfg, world)
 
     def loss(
         self,
-        frozen: models.Decoder | None,
+        frozen: models.Backbone | None,
         tokens_BS: Tensor,
         documents: models.DocumentBounds,
         cfg: DistillConfig,

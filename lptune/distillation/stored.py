@@ -23,7 +23,7 @@ def open_teacher(cfg: DistillConfig, world: World) -> "Teacher":
 class StoredTeacher:
     """Log-probabilities that precompute_logits wrote. The methods are those of `LiveTeacher`."""
 
-    model: models.Decoder | None = None
+    model: models.Backbone | None = None
     """No model runs."""
     low: linear.LowPrecision | None = None
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.models.chunks import max_logits_per_chunk
 from lptune.models.words import words_of
 
@@ -41,16 +41,16 @@ class TopK(NamedTuple):
 
 @torch.no_grad()
 def top_k(
-    teacher: Decoder, hidden_TH: Tensor, k: int, temperatures: tuple[float, ...], dtype: torch.dtype
+    teacher: Backbone, hidden_TH: Tensor, k: int, temperatures: tuple[float, ...], dtype: torch.dtype
 ) -> TopK:
     """The k most probable words of each token, on the device of `hidden_TH`.
 
-    hidden_TH: last hidden states of the teacher (`Decoder.hidden_states`). dtype: of the log-probabilities;
+    hidden_TH: last hidden states of the teacher (`Backbone.hidden_states`). dtype: of the log-probabilities;
     they are computed in float32. A probability of 0 becomes the smallest number of `dtype`. With a cut
     vocabulary a collective of the ranks that share it.
     """
-    words = words_of(teacher.lm_head, teacher.config.vocab_size)
-    num_rows = max(1, max_logits_per_chunk(hidden_TH.device) // (4 * teacher.config.vocab_size))
+    words = words_of(teacher.head, teacher.facts.vocab_size)
+    num_rows = max(1, max_logits_per_chunk(hidden_TH.device) // (4 * teacher.facts.vocab_size))
     parts = []
     for hidden_tH in hidden_TH.split(num_rows) if len(hidden_TH) else [hidden_TH]:
         x_tV = words.gather(teacher.logits_of(hidden_tH)).float()

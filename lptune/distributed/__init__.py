@@ -4,7 +4,7 @@ session.py                  the process group of a run, its device and its mesh
 side_group.py               a second process group, for work that waits for disks
 compilation.py              torch.compile: its time and its caches
 parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2 (not on one rank)
-tensor_parallel.py          how a Decoder is cut over the axis `tensor`
+tensor_parallel.py          how a model is cut over the axis `tensor`
 styles.py                   how one module is cut
 activation_collectives.py   the collectives on activations, each with its gradient
 shards.py                   which part of a tensor this rank holds

@@ -4,7 +4,7 @@
     2. activation checkpointing, so that the compiled code includes the recomputation and the compiler can
        plan it;
     3. compilation of each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
-       all blocks of a kind; compilation of a Decoder's head with the objective of a chunk;
+       all blocks of a kind; compilation of a Backbone's head with the objective of a chunk;
     4. wrapping the weights that the precision plan gathers in 8 bits;
     5. `fully_shard`, block by block and then the root (embeddings, final norm, head); on one rank, which has
        nothing to gather, compute weights (linear/weights/compute_weights.py).
@@ -38,9 +38,9 @@ from lptune.base.errors import UserError
 from lptune.config import ParallelConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
-from lptune.distributed.tensor_parallel import cut, cut_decoder
+from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_compute_weights
-from lptune.models import Decoder, activate_attention
+from lptune.models import Backbone, activate_attention
 
 BatchT = TypeVar("BatchT")
 
@@ -89,40 +89,41 @@ def parallelize(
     `tensor`, then sharded by rows over `fsdp`, and equal on all ranks of `replicate` (HSDP). On one rank they
     stay plain tensors (`uses_fsdp`).
 
-    For a Decoder that is all. For any other model, blocks: the modules to gather, compile and recompute one
+    For a Backbone that is all. For any other module, blocks: the modules to gather, compile and recompute one
     by one; plan: for tensor parallelism, module name or glob -> style (styles.py). Raises UserError if the
     mesh does not divide the model.
     """
+    backbone = model if isinstance(model, Backbone) else None
     if world.tensor_mesh is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        if isinstance(model, Decoder):
-            cut_decoder(model, world.tensor_mesh, cfg.parallel.sequence)
+        if backbone is not None:
+            cut_backbone(backbone, world.tensor_mesh, cfg.parallel.sequence)
         elif plan is None:
             raise UserError(
                 "parallelize: parallel.tensor needs a plan for this model, see docs/distributed.md"
             )
         else:
             cut(model, world.tensor_mesh, plan)
-    each: list[Any] = list(model.model.layers if isinstance(model, Decoder) else blocks or ())
+    each: list[Any] = list(backbone.blocks if backbone is not None else blocks or ())
     mode = cfg.activation_checkpointing
     if mode == "full" and cfg.compile != "none" and world.tensor_mesh is not None:
         # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
         # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
-    # A Decoder uses no random numbers; another model may.
-    checkpoint_activations(each, mode, keeps_random_state=not isinstance(model, Decoder))
+    # A Backbone uses no random numbers; another module may.
+    checkpoint_activations(each, mode, keeps_random_state=backbone is None)
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
     by_block = cfg.compile == "block"
     if cfg.compile != "none":
         use_caches(has_dtensors=world.tensor_mesh is not None)
         world.compile_watch.start(world.is_main)
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
-    if by_block and isinstance(model, Decoder):
-        compile_chunk_loss(model.chunk_loss)
+    if by_block and backbone is not None:
+        compile_chunk_loss(backbone.chunk_loss)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
-    forward_methods = ("hidden_states",) if isinstance(model, Decoder) else ()
+    forward_methods = ("hidden_states",) if backbone is not None else ()
     if not uses_fsdp(cfg.parallel, world.size):
         use_compute_weights(model, compute_dtype, world.mesh, forward_methods)
         return
@@ -163,7 +164,7 @@ def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
         block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_blocks) : i][::-1]))
 
 
-def materialize(model: Decoder, world: World, cfg: Settings) -> None:
+def materialize(model: Backbone, world: World, cfg: Settings) -> None:
     """Allocates the parameters of a model on meta, with unspecified values, and computes its buffers."""
     activate_attention(world.device)
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)

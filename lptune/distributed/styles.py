@@ -205,7 +205,7 @@ class VocabParallelEmbedding(_Style):
 
 class WordParallelHead(ColumnParallel):
     """A head cut by words: all tokens in, the logits of this rank's words out; its `words` say which they are
-    (lptune/models/words.py). For a Decoder, whose objectives take such logits.
+    (lptune/models/words.py). For a Backbone, whose objectives take such logits.
     """
 
     def apply(self, module: Any, mesh: DeviceMesh, group: Group) -> None:

@@ -1,7 +1,8 @@
 """Decoding: from prompts to answers, one token for each row of a batch at a time.
 
-The first forward runs the prompts and fills the key-value cache. Each later forward runs one new token per
-row. A row that has ended runs on, unread, until all rows have; its answer takes no more tokens.
+The first forward runs the prompts and fills the model's cache. Each later forward runs one new token per
+row; of a model without a cache, the whole row. A row that has ended runs on, unread, until all rows have; its
+answer takes no more tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from lptune.inference.answer import Answer
 from lptune.inference.sampling import Sampler
-from lptune.models import Decoder, KVCache, is_outgrown
+from lptune.models import Backbone
 
 
 @torch.no_grad()
 def decode(
-    model: Decoder, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], sample: Sampler
+    model: Backbone, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], sample: Sampler
 ) -> Iterator[None]:
     """Adds tokens to `answers` until all of them are done; yields after each token.
 
@@ -26,15 +27,15 @@ def decode(
     row by the largest value of all.
     """
     rows = [list(prompt) for prompt in prompts]
-    parameter = next(model.parameters())
+    device = next(model.parameters()).device
     longest = max(map(len, rows), default=0) + max((answer.max_tokens for answer in answers), default=0)
     cache = None
     while not all(answer.is_done for answer in answers):
-        if cache is None or is_outgrown(model.config, list(map(len, rows))):
-            cache = KVCache(model.config, len(rows), longest, parameter.device, parameter.dtype)
-            tokens_BS, lengths_B = padded(rows, parameter.device)
+        if cache is None or cache.is_outgrown(list(map(len, rows))):
+            cache = model.make_cache(len(rows), longest)
+            tokens_BS, lengths_B = padded(rows, device)
         else:
-            tokens_BS, lengths_B = padded([row[-1:] for row in rows], parameter.device)
+            tokens_BS, lengths_B = padded([row[-1:] for row in rows], device)
         next_B = sample(model.next_logits(tokens_BS, lengths_B, cache), rows)
         for row, answer, token in zip(rows, answers, next_B.tolist(), strict=True):
             row.append(token)

@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self._device = world.device
         self._loaded, self._cfg, self._world = loaded, cfg, world
         self._tokenizer = loaded.tokenizer
-        self.max_length = cfg.harness.max_length or loaded.model.config.max_position_embeddings
+        self.max_length = cfg.harness.max_length or loaded.model.facts.max_position_embeddings
         """Most tokens of a forward."""
         self.is_answering = False
         """Whether one of the methods for requests is running; an error is then lptune's, not the task's."""

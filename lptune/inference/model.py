@@ -21,14 +21,14 @@ from lptune.config import PrecisionConfig
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
 from lptune.kernels import emulated_bfloat16
-from lptune.models import Decoder, DecoderConfig, activate_attention
+from lptune.models import Backbone, Facts, activate_attention
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model with its weights, and what belongs to it."""
 
-    model: Decoder
+    model: Backbone
     """On the device, without gradients."""
     tokenizer: Tokenizer
     trained: Trained
@@ -47,7 +47,7 @@ class OpenedModel:
     tokenizer: Tokenizer
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> Facts:
         """The sizes of the model."""
         return self.trained.base.config
 

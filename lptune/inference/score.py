@@ -22,7 +22,7 @@ from tqdm import tqdm
 from lptune.distributed import World
 from lptune.inference.decode import padded
 from lptune.inference.rounds import in_batches, rounds
-from lptune.models import Decoder, KVCache
+from lptune.models import Backbone
 
 _MAX_LOGITS = 2**26
 """Float32 logits that are in memory at once: 256 MiB."""
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
 
 
 def score(
-    model: Decoder, pairs: Sequence[Pair], world: World, *, batch_size: int, max_length: int
+    model: Backbone, pairs: Sequence[Pair], world: World, *, batch_size: int, max_length: int
 ) -> list[Scored]:
     """The scores of `pairs`, in their order, on every rank. A collective: the ranks share the rows.
 
@@ -82,14 +82,12 @@ def _rows(pairs: Sequence[Pair], max_length: int) -> list[_Row]:
 
 
 @torch.no_grad()
-def _scored(model: Decoder, rows: Sequence[_Row]) -> Iterator[tuple[int, Scored]]:
+def _scored(model: Backbone, rows: Sequence[_Row]) -> Iterator[tuple[int, Scored]]:
     """(number, score) of each pair of a batch."""
     if not rows:
         return
-    parameter = next(model.parameters())
-    tokens_BS, lengths_B = padded([row.ids for row in rows], parameter.device)
-    cache = KVCache(model.config, len(rows), tokens_BS.shape[1], parameter.device, parameter.dtype)
-    hidden_BSH = model.model.extend(tokens_BS, lengths_B, cache)
+    tokens_BS, lengths_B = padded([row.ids for row in rows], next(model.parameters()).device)
+    hidden_BSH = model.extend(tokens_BS, lengths_B, model.make_cache(*tokens_BS.shape))
     # One entry for each token of each continuation: its row, the place before it, and the token itself.
     numbers, in_rows, places, targets = list[int](), list[int](), list[int](), list[int]()
     for row_number, row in enumerate(rows):
@@ -108,9 +106,9 @@ def _scored(model: Decoder, rows: Sequence[_Row]) -> Iterator[tuple[int, Scored]
     yield from sums.items()
 
 
-def _of_targets(model: Decoder, hidden_TH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+def _of_targets(model: Backbone, hidden_TH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of each target, float32, and whether it is the most probable token, (T,) each."""
-    size = max(1, _MAX_LOGITS // model.config.vocab_size)
+    size = max(1, _MAX_LOGITS // model.facts.vocab_size)
     parts = []
     for hidden_tH, targets_t in zip(hidden_TH.split(size), targets_T.split(size), strict=True):
         logits_tV = model.logits_of(hidden_tH).float()

@@ -1,7 +1,7 @@
-"""Decoders that are built from config.json: one implementation for all supported families.
+"""Causal language models that are built from config.json (backbone.py): our decoder, for all its families.
 
-    config = read_config(folder)          # DecoderConfig; UserError for a setting that is not supported
-    model = build_on_meta(config)         # Decoder, parameters named as in the checkpoint
+    facts = read_config(folder)           # Facts; UserError for a setting that is not supported
+    model = build_on_meta(facts)          # Backbone
     loss_sum = model(tokens_BS, DocumentBounds(...), labels_BS)
     log_p_BS = model(tokens_BS, DocumentBounds(...), labels_BS, loss=log_probabilities)
 
@@ -13,16 +13,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 from lptune.models.config import DecoderConfig, LayerConfig, RopeConfig
-from lptune.models.families import FAMILIES, config_from_dict, read_config
+from lptune.models.facts import Facts, Layer
+from lptune.models.families import FAMILIES, config_from_dict
 from lptune.models.headers import HFIndex, is_of_run, read_index
+from lptune.models.members import read_config
 from lptune.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
-    from lptune.models.cache import KVCache, is_outgrown
-    from lptune.models.decoder import Block, Decoder, RMSNorm, build_on_meta, num_parameters
+    from lptune.models.backbone import Backbone, Part, aliases, build_on_meta, num_parameters, tie
+    from lptune.models.cache import KVCache
+    from lptune.models.decoder import Block, Decoder, RMSNorm
     from lptune.models.documents import DocumentBounds
-    from lptune.models.flops import attention_flops
     from lptune.models.frozen import freeze
     from lptune.models.loss import (
         IGNORE_INDEX,
@@ -39,51 +41,57 @@ __all__ = [
     "FAMILIES",
     "IGNORE_INDEX",
     "PRESETS",
+    "Backbone",
     "Block",
     "Decoder",
     "DecoderConfig",
     "Divergence",
     "DocumentBounds",
+    "Facts",
     "HFIndex",
     "KVCache",
+    "Layer",
     "LayerConfig",
     "Objective",
+    "Part",
     "RMSNorm",
     "RopeConfig",
     "TopKDivergence",
     "WeightedSum",
     "Words",
     "activate_attention",
-    "attention_flops",
+    "aliases",
     "build_on_meta",
     "config_from_dict",
     "freeze",
     "is_of_run",
-    "is_outgrown",
     "log_probabilities",
     "num_parameters",
     "read_config",
     "read_index",
     "summed_cross_entropy",
+    "tie",
 ]
 
 _LAZY = {
     "Block": "lptune.models.decoder",
     "Decoder": "lptune.models.decoder",
     "RMSNorm": "lptune.models.decoder",
-    "build_on_meta": "lptune.models.decoder",
-    "num_parameters": "lptune.models.decoder",
+    "Backbone": "lptune.models.backbone",
+    "Part": "lptune.models.backbone",
+    "aliases": "lptune.models.backbone",
+    "build_on_meta": "lptune.models.backbone",
+    "num_parameters": "lptune.models.backbone",
+    "tie": "lptune.models.backbone",
     "DocumentBounds": "lptune.models.documents",
     "IGNORE_INDEX": "lptune.models.loss",
     "activate_attention": "lptune.models.attention",
-    "attention_flops": "lptune.models.flops",
     "freeze": "lptune.models.frozen",
     "Divergence": "lptune.models.loss",
     "KVCache": "lptune.models.cache",
     "Objective": "lptune.models.loss",
     "TopKDivergence": "lptune.models.loss",
     "WeightedSum": "lptune.models.loss",
-    "is_outgrown": "lptune.models.cache",
     "log_probabilities": "lptune.models.loss",
     "summed_cross_entropy": "lptune.models.loss",
     "Words": "lptune.models.words",

@@ -14,7 +14,7 @@ padded on the right. A padding token is written beyond the end of its row. No to
 and the row's next tokens overwrite it.
 
 `longrope` rotates all keys of a document by other frequencies once the document is longer than its original
-length. Stored keys keep the old rotation, so the row must then be computed again: see `is_outgrown`.
+length. Stored keys keep the old rotation, so the row must then be computed again: see `KVCache.is_outgrown`.
 
 Shapes: B batch, S new tokens, P places, N query heads, M key heads, D head size.
 """
@@ -60,7 +60,7 @@ class LayerCache(NamedTuple):
 class KVCache:
     """Keys and values of up to `num_places` tokens of each of `batch` rows, for all layers. It starts empty.
 
-    `Decoder.next_logits` fills it. dtype: the compute dtype of the model.
+    `Backbone.next_logits` fills it. dtype: the compute dtype of the model.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class KVCache:
             masks[window] = seen[:, None]
         return {layer: Visibility(mask_B1SS=masks[layer.window]) for layer in self.config.layer_kinds}
 
-
-def is_outgrown(config: DecoderConfig, lengths: Sequence[int]) -> bool:
-    """Whether stored keys of a row that now has one of these lengths, in tokens, became wrong with its last
-    token: a layer has longrope, and the row just passed its original length. Compute the row anew then.
-    """
-    limits = [r.original_max_position_embeddings for r in config.rope_kinds if r.kind == "longrope"]
-    return any(length == limit + 1 for length in lengths for limit in limits)
+    def is_outgrown(self, lengths: Sequence[int]) -> bool:
+        """Whether stored keys of a row that now has one of these lengths, in tokens, became wrong with its
+        last token: a layer has longrope, and the row just passed its original length. Compute the row anew.
+        """
+        ropes = self.config.rope_kinds
+        limits = [r.original_max_position_embeddings for r in ropes if r.kind == "longrope"]
+        return any(length == limit + 1 for length in lengths for limit in limits)

@@ -6,7 +6,14 @@ whether q and k are normed, which layers have a window, and several scale factor
 So modules ask "is there a norm here?", never "is this Gemma?". This file imports no torch.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lptune.models.facts import Facts, Layer
+
+if TYPE_CHECKING:
+    from lptune.models.decoder import Decoder
 
 NORM_PLACEMENTS = ("pre", "post", "both")
 QK_NORMS = ("none", "head", "full")
@@ -54,47 +61,29 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """The settings that may differ between blocks. Blocks with equal settings share one compiled graph."""
+class LayerConfig(Layer):
+    """The settings that may differ between blocks of a decoder."""
 
-    window: int | None = None
-    """Query i sees keys i - window + 1 ... i. None: it sees the whole document up to i."""
     rope: RopeConfig | None
     """None: no rotary positions (NoPE)."""
 
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """Its table of rotary positions and its mask."""
+        return self.rope, self.window
+
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(Facts):
     """The architecture of one decoder. Defaults are those of Llama; families.py sets the other values."""
 
-    family: str
-    """`model_type` of the checkpoint. For messages only: no module branches on it."""
-    vocab_size: int
-    """Rows of the embedding and of the head."""
-    hidden_size: int
-    """Width of the residual stream."""
-    intermediate_size: int
-    """Width inside the MLP."""
-    num_heads: int
-    """Number of query heads."""
-    num_kv_heads: int
-    """Number of key heads and of value heads; num_heads is a multiple of it (GQA)."""
-    head_dim: int
-    """Size of a head; num_heads * head_dim may differ from hidden_size."""
     layers: tuple[LayerConfig, ...]
-    """One entry for each block."""
     norm_eps: float
     """Added to the mean square in every RMSNorm."""
-    max_position_embeddings: int
-    """Length in tokens of the longest document that the checkpoint was trained for."""
     activation: str = "silu"
     """Nonlinearity of the gated MLP."""
-    tied: bool = False
-    """Whether head and embedding share one weight."""
     attention_scale: float
     """Factor of q @ k.T."""
-    attention_softcap: float | None = None
-    """c in c * tanh(scores / c), which is applied before the mask; None: no soft-cap."""
     logit_softcap: float | None = None
     """c in c * tanh(logits / c), which is applied to the logits; None: no soft-cap."""
     logit_divisor: float = 1.0
@@ -119,8 +108,6 @@ class DecoderConfig:
     """Whether the checkpoint stores qkv_proj and gate_up_proj instead of five separate weights."""
     initializer_range: float = 0.02
     """Standard deviation of new random weights."""
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    """One line for each setting of config.json that a run does not apply."""
     layer_kinds: tuple[LayerConfig, ...] = field(init=False, repr=False, compare=False)
     """The distinct entries of `layers`, in order of appearance."""
 
@@ -129,6 +116,12 @@ class DecoderConfig:
         assert self.norm_placement in NORM_PLACEMENTS, self.norm_placement
         assert self.qk_norm in QK_NORMS, self.qk_norm
         object.__setattr__(self, "layer_kinds", tuple(dict.fromkeys(self.layers)))
+
+    def build(self) -> "Decoder":
+        """The decoder. Tied weights are one parameter."""
+        from lptune.models.decoder import Decoder  # torch
+
+        return Decoder(self)
 
     @property
     def num_layers(self) -> int:
@@ -162,10 +155,3 @@ class DecoderConfig:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return 2 * (self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size)
-
-    def attention_flops_per_token(self, document_len: int) -> float:
-        """FLOPs of q @ k.T and scores @ v for one token of one forward pass, averaged over a document of
-        `document_len` tokens. A causal query sees half of the document on average, or its window.
-        """
-        seen = [min(document_len / 2, layer.window or document_len) for layer in self.layers]
-        return 4 * self.num_heads * self.head_dim * sum(seen)

@@ -2,8 +2,8 @@
 
 Attribute names are those of Hugging Face, so that parameters have the names of the checkpoint
 (`model.layers.0.self_attn.q_proj.weight`). Precision and sharding are applied from outside; no code here
-depends on them. An nn.Linear may become a subclass. A head that returns the logits of only some words has an
-attribute `words`, which the objective reads (words.py).
+depends on them. An nn.Linear may become a subclass. `Decoder` is a Backbone (backbone.py), which has its
+forward and its loss.
 
 Blocks with equal LayerConfigs share one compiled graph, for two reasons. A block gets all values that vary
 (hidden states, rotation, visibility) as arguments. Its constants (window, scales) depend only on the
@@ -16,26 +16,17 @@ vocabulary.
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
+from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, TensorPlan
 from lptune.models.cache import KVCache
-from lptune.models.chunks import Logits, in_chunks
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.documents import DocumentBounds, Visibility
-from lptune.models.loss import (
-    IGNORE_INDEX,
-    Objective,
-    check_serves_parts,
-    is_number,
-    summed_cross_entropy,
-)
 from lptune.models.rope import Rope, RopeTable, apply_rope
-from lptune.models.words import words_of
 
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -194,7 +185,7 @@ class Transformer(nn.Module):
 
     def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: KVCache) -> Tensor:
         """`forward` for tokens that follow those in `cache`, which also stores them. The arguments are those
-        of `Decoder.next_logits`.
+        of `Backbone.next_logits`.
         """
         batch, seq_len = tokens_BS.shape
         documents, visible = cache.append(batch, seq_len, lengths_B)
@@ -223,108 +214,37 @@ class Transformer(nn.Module):
         return normed_BSH
 
 
-class ChunkLoss(nn.Module):
-    """Computes the head and an objective for a chunk of tokens. Has no parameters: `head` is an argument."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.vocab_size = config.vocab_size
-        self.divisor = config.logit_divisor
-        self.softcap = config.logit_softcap
-
-    def finish(self, logits: Tensor) -> Tensor:
-        """Divides and soft-caps the output of the head, if the config says so."""
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def forward(
-        self, head: nn.Module, loss: Objective, hidden_tH: Tensor, labels_t: Tensor, *targets: Tensor
-    ) -> Tensor:
-        """The values of the objective (t,), 0 where the label is -100, or their sum. float32."""
-        logits = Logits(head(hidden_tH), self.finish, words_of(head, self.vocab_size))
-        values_t = loss.values(logits, labels_t, *targets)
-        return loss.result(torch.where(labels_t != IGNORE_INDEX, values_t, 0.0), labels_t)
-
-
-class Decoder(nn.Module):
+class Decoder(Backbone):
     """A causal language model with the modules and parameters of a Hugging Face ...ForCausalLM."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.facts = self.config = config
         self.model = Transformer(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.chunk_loss = ChunkLoss(config)
-        self._tie()
+        self.chunk_loss = ChunkLoss(config.vocab_size, config.logit_divisor, config.logit_softcap)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(
-        self,
-        tokens_BS: Tensor,
-        documents: DocumentBounds | None = None,
-        labels_BS: Tensor | None = None,
-        loss: Objective = summed_cross_entropy,
-        expected_gradient: float = 1.0,
-    ) -> Tensor:
-        """Without labels: logits (B, S, V) in the compute dtype. With labels: the objective `loss`, float32,
-        either a number, the sum over labels != -100, or (B, S) numbers, 0 where the label is -100.
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, one for each of `config.layers`."""
+        return self.model.layers
 
-        tokens_BS: int64. labels_BS: int64; labels_BS[b, s] is the token to predict at (b, s), already
-        shifted. documents: None if each row is one document. With labels, the logits of all tokens are never
-        in memory together (chunks.py).
+    @property
+    def embedding(self) -> nn.Module:
+        """The embedding of tokens, before the blocks."""
+        return self.model.embed_tokens
 
-        expected_gradient: the factor by which you multiply the sum before backward. Any other number than 0
-        is correct, but with several chunks it rounds the gradient once more (one_pass.py).
-        """
-        hidden_BSH = self.model(tokens_BS, documents)
-        if labels_BS is None:
-            words = words_of(self.lm_head, self.config.vocab_size)
-            return words.gather(self.chunk_loss.finish(self.lm_head(hidden_BSH)))
-        tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
-        found = self._in_chunks(tensors, loss, expected_gradient)
-        # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
-        return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer that makes raw logits."""
+        return self.lm_head
 
-    def summed_loss(self, tokens_BS: Tensor, documents: DocumentBounds | None, labels_BS: Tensor) -> Tensor:
-        """`forward` with labels, up to the order of the sum, but without the head where there is no target:
-        its work for prompts is saved. The shapes depend on the labels, so it is not for compiled models.
-        """
-        is_target_BS = labels_BS != IGNORE_INDEX
-        hidden_TH = self.model(tokens_BS, documents)[is_target_BS]
-        return self._in_chunks([hidden_TH, labels_BS[is_target_BS]], summed_cross_entropy, 1.0)
-
-    def _in_chunks(self, tensors: Sequence[Tensor], loss: Objective, expected_gradient: float) -> Tensor:
-        """The head and the objective for T rows of hidden states, labels and the objective's targets."""
-        words = words_of(self.lm_head, self.config.vocab_size)
-        if not words.is_all:
-            check_serves_parts(loss)
-        of_chunk = functools.partial(self.chunk_loss, self.lm_head, loss)
-        parameters = tuple(self.lm_head.parameters()) if is_number(loss) else None
-        return in_chunks(
-            of_chunk, tensors, words.width, parameters=parameters, expected_gradient=expected_gradient
-        )
-
-    def hidden_states(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        """Hidden states (B, S, H) after the last norm, in the compute dtype: what the head reads."""
+    def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
+        """The hidden states of `Transformer.forward`, (B, S, H)."""
         hidden_BSH: Tensor = self.model(tokens_BS, documents)
         return hidden_BSH
-
-    def logits_of(self, hidden_tH: Tensor) -> Tensor:
-        """Logits (t, v) of hidden states, of the words that this rank's head has, in the compute dtype."""
-        return self.chunk_loss.finish(self.lm_head(hidden_tH))
-
-    @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, lengths_B: Tensor, cache: KVCache) -> Tensor:
-        """The logits (B, V) of the token that follows each row, in the compute dtype.
-
-        tokens_BS: int64, the tokens that follow those in `cache`, padded on the right with any id. lengths_B:
-        int64, 1 ... S: how many they are in each row. `cache` stores them; each row must have room for S.
-        Equal to `forward` of the whole rows up to rounding. The model must not be sharded.
-        """
-        hidden_BSH = self.model.extend(tokens_BS, lengths_B, cache)
-        rows_B = torch.arange(len(lengths_B), device=lengths_B.device)
-        logits_BV = self.logits_of(hidden_BSH[rows_B, lengths_B - 1])
-        return words_of(self.lm_head, self.config.vocab_size).gather(logits_BV)
 
     def attention_backend(
         self,
@@ -334,12 +254,55 @@ class Decoder(nn.Module):
         one_document_per_row: bool = False,
         seq_len: int | None = None,
     ) -> str:
-        """The attention backend that forward uses for rows of `seq_len` tokens (None: long ones) on this
-        device in this compute dtype.
-        """
+        """The attention backend (attention.py) for these rows."""
         return choose_backend(
             self.config, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
         )
+
+    def make_cache(self, batch: int, num_places: int) -> KVCache:
+        """A key-value cache on the device and in the dtype of the weights."""
+        weight = next(self.parameters())
+        return KVCache(self.config, batch, num_places, weight.device, weight.dtype)
+
+    def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: Cache | None) -> Tensor:
+        """The hidden states of `Transformer.extend`. cache: of `make_cache`."""
+        assert isinstance(cache, KVCache)
+        return self.model.extend(tokens_BS, lengths_B, cache)
+
+    def keep_blocks(self, numbers: Sequence[int]) -> None:
+        """Removes all blocks but these."""
+        super().keep_blocks(numbers)
+        self.config = self.model.config = self.config.with_layers(numbers)
+
+    def tensor_plan(self) -> TensorPlan:
+        """Megatron's scheme: q, k, v, gate and up cut by output features, o and down by input features."""
+        config, block, cuts = self.config, "model.layers.*", dict[str, Cut]()
+        if config.fused_projections:
+            q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            cuts[f"{block}.self_attn.qkv_proj"] = Cut("columns", (q_size, kv_size, kv_size))
+            cuts[f"{block}.mlp.gate_up_proj"] = Cut("columns", (config.intermediate_size,) * 2)
+        else:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                cuts[f"{block}.self_attn.{name}"] = Cut("columns")
+            for name in ("gate_proj", "up_proj"):
+                cuts[f"{block}.mlp.{name}"] = Cut("columns")
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            cuts[f"{block}.{name}"] = Cut("rows")
+        # One gather serves q, k and v, and one serves gate and up. It comes after these layers.
+        for name in ("self_attn", "mlp"):
+            cuts[f"{block}.{name}"] = Cut("input")
+        if config.qk_norm != "none":
+            # `full` normalizes all heads together, `head` each head by itself.
+            style = "norm over features" if config.qk_norm == "full" else "norm in heads"
+            cuts |= {f"{block}.self_attn.{name}": Cut(style) for name in ("q_norm", "k_norm")}
+        cuts[f"{block}.*layernorm"] = cuts["model.norm"] = Cut("norm")
+        cuts |= {"model.embed_tokens": Cut("embedding"), "model": Cut("output"), "lm_head": Cut("head")}
+        divided = {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+        }
+        return TensorPlan(cuts, divided)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Recomputes the rope frequencies, which no checkpoint stores. device: None: where they are."""
@@ -362,33 +325,3 @@ class Decoder(nn.Module):
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             return torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fills all parameters with `initial_value`. They must have storage."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(self.initial_value(name, seed))
-
-    def _tie(self) -> None:
-        if self.config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # When a model leaves the meta device, nn.Module makes two parameters of a shared one.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
-        return self
-
-
-def build_on_meta(config: DecoderConfig) -> Decoder:
-    """The decoder with all tensors on the meta device, without storage. Tied weights are one parameter.
-
-    Then call `to_empty(device=...)`, and load weights or call `init_weights(seed)`.
-    """
-    with torch.device("meta"):
-        return Decoder(config)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """The number of elements of all parameters. A shared parameter counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -9,10 +9,8 @@ imports no torch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from lptune.base.errors import UserError
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
@@ -369,14 +367,3 @@ def config_from_dict(content: Mapping[str, Any], where: str = "config.json") -> 
     Raises UserError as `config_from_keys` does.
     """
     return config_from_keys(Keys(content, {}, where))
-
-
-def read_config(folder: Path) -> DecoderConfig:
-    """The DecoderConfig of the Hugging Face folder `folder`.
-
-    Raises UserError, one line, for a missing or broken config.json, an unknown family, a quantized or
-    multimodal checkpoint, and every setting that this library does not support exactly.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: not found; expected the folder of a Hugging Face checkpoint")
-    return config_from_keys(Keys.from_file(folder / "config.json"))

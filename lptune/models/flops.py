@@ -12,15 +12,15 @@ fewer in a layer with a window.
 import numpy as np
 import numpy.typing as npt
 
-from lptune.models.config import DecoderConfig
+from lptune.models.facts import Facts
 
 
-def attention_flops(config: DecoderConfig, lengths: npt.ArrayLike) -> float:
+def attention_flops(facts: Facts, lengths: npt.ArrayLike) -> float:
     """FLOPs of the attention of all layers, forward and backward. lengths: of the documents, in tokens."""
     lengths_N = np.asarray(lengths, dtype=np.int64)
-    pairs = {window: _num_pairs(lengths_N, window) for window in {layer.window for layer in config.layers}}
-    per_pair = 12.0 * config.num_heads * config.head_dim
-    return per_pair * sum(pairs[layer.window] for layer in config.layers)
+    pairs = {window: _num_pairs(lengths_N, window) for window in {layer.window for layer in facts.layers}}
+    per_pair = 12.0 * facts.num_heads * facts.head_dim
+    return per_pair * sum(pairs[layer.window] for layer in facts.layers)
 
 
 def _num_pairs(lengths_N: npt.NDArray[np.int64], window: int | None) -> int:

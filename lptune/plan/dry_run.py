@@ -94,12 +94,12 @@ class DryRun:
 
 def dry_run(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     world_size: int,
     device: Device | None = None,
     *,
     step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
-    frozen_config: models.DecoderConfig | None = None,
+    frozen_config: models.Facts | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     in_full: bool = False,
 ) -> DryRun:
@@ -173,7 +173,7 @@ def dry_run(
                 checkpoint_bytes=4 * num_parameters + state_bytes,
                 num_micro_batches=num_micro_batches,
                 tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
-                attention_flops=models.attention_flops(model_config, [cfg.data.seq_len]) / cfg.data.seq_len,
+                attention_flops=model_config.attention_flops([cfg.data.seq_len]) / cfg.data.seq_len,
                 compiles=cfg.compile != "none",
                 peaks=peaks,
                 resting=resting,
@@ -195,10 +195,10 @@ class _Steps(NamedTuple):
 
 
 def _run_steps(
-    model: models.Decoder,
+    model: models.Backbone,
     planned: PlannedStep,
-    frozen: models.Decoder | None,
-    blocks: Mapping[models.Decoder, Blocks],
+    frozen: models.Backbone | None,
+    blocks: Mapping[models.Backbone, Blocks],
     plan: linear.Plan,
     world: World,
     cfg: RunConfig,
@@ -301,7 +301,7 @@ def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> di
 
 
 def _without_offloaded(
-    peaks: dict[str, Counter[str]], parts: list[models.Decoder]
+    peaks: dict[str, Counter[str]], parts: list[models.Backbone]
 ) -> dict[str, Counter[str]]:
     """The peaks on the GPU under offloading. FSDP2 copies the shards of a module to the GPU for a gather,
     while those of the previous module are still there, and copies gradients to the host. The largest module

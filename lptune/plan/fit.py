@@ -47,12 +47,12 @@ def verdict(found: DryRun, device: Device) -> str:
 
 def remedies(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     world_size: int,
     device: Device,
     found: DryRun,
     step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
-    frozen_config: models.DecoderConfig | None = None,
+    frozen_config: models.Facts | None = None,
 ) -> Iterator[str]:
     """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
 
@@ -134,11 +134,11 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
 def _plan(
     cfg: RunConfig,
     change: Remedy,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     world_size: int,
     device: Device,
     step: PlannedStep,
-    frozen_config: models.DecoderConfig | None,
+    frozen_config: models.Facts | None,
 ) -> DryRun:
     in_parallel = {key.partition(".")[2]: change[key] for key in change if key.startswith("parallel.")}
     at_top = {key: value for key, value in change.items() if key != _RANKS and "." not in key}

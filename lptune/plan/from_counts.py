@@ -67,7 +67,7 @@ def predictable(device: Device) -> list[str]:
 
 def parts(
     kind: str,
-    config: models.DecoderConfig,
+    config: models.Facts,
     tokens: int,
     seq_len: int,
     device: Device = REFERENCE,

@@ -1,6 +1,6 @@
-"""Which blocks of a decoder a dry run executes, and for which others each of them stands.
+"""Which blocks of a model a dry run executes, and for which others each of them stands.
 
-Most blocks of a decoder are alike: same modules, same window, same precision, same frozen parameters. What a
+Most blocks of a model are alike: same modules, same window, same precision, same frozen parameters. What a
 block allocates, frees and exchanges depends on its kind and on its neighbours: FSDP2 gathers the weights of
 the next block and lets go of those of the one before. So a block stands for all others that are of its kind
 and have neighbours of the same kinds. The first and the last block have none on one side, and stand for
@@ -39,12 +39,12 @@ class Blocks:
         """Number of a block that runs -> the number of blocks that it stands for, with itself."""
         return Counter(self.run_by)
 
-    def parameters(self, model: models.Decoder) -> dict[nn.Parameter, int]:
+    def parameters(self, model: models.Backbone) -> dict[nn.Parameter, int]:
         """The parameters that stand for several, and for how many."""
         blocks = {number: block for number, block in _numbered(model) if self.times[number] > 1}
         return {each: self.times[number] for number, block in blocks.items() for each in block.parameters()}
 
-    def watch(self, model: models.Decoder, begin: Callable[[int], None]) -> None:
+    def watch(self, model: models.Backbone, begin: Callable[[int], None]) -> None:
         """Calls `begin` with the number of each block that begins its forward or its backward. Comes after
         `parallelize`, so that FSDP's hooks on a block run after this one.
         """
@@ -71,25 +71,21 @@ def _at_gradient(begin: Callable[[], None], _: nn.Module, __: Any, output: Tenso
         output.register_hook(lambda _: begin())
 
 
-def leave_out(model: models.Decoder, reach: int) -> Blocks:
+def leave_out(model: models.Backbone, reach: int) -> Blocks:
     """Removes the blocks of `model` for which others can run; the others keep their names. Comes after
     `convert` and before `parallelize`.
 
     reach: as many blocks before a block and after it may matter to it; len(layers): none is left out.
     """
-    layers, like = model.model.layers, dict[int, int]()
+    blocks, like = model.blocks, dict[int, int]()
     kinds, firsts = zip(*_kinds(model), strict=True)
     found = run_by(kinds, firsts, reach)
     for number, other in enumerate(found):
         if number != other:
-            for left, here in zip(layers[number].modules(), layers[other].modules(), strict=True):
+            for left, here in zip(blocks[number].modules(), blocks[other].modules(), strict=True):
                 if isinstance(left, linear.LowPrecisionLinear) and isinstance(here, type(left)):
                     like[left.number] = here.number
-    kept = sorted(set(found))
-    for number in set(range(len(found))).difference(kept):
-        delattr(layers, str(number))  # ModuleList would number the others anew
-    config = dataclasses.replace(model.config, layers=tuple(model.config.layers[number] for number in kept))
-    model.config = model.model.config = config
+    model.keep_blocks(sorted(set(found)))
     return Blocks(found, like)
 
 
@@ -114,23 +110,23 @@ def run_by(kinds: Sequence[Hashable], firsts: Sequence[Hashable], reach: int) ->
     return tuple(number if number in kept else first[each] for number, each in enumerate(around))
 
 
-def _numbered(model: models.Decoder) -> Iterator[tuple[int, nn.Module]]:
-    for name, block in model.model.layers.named_children():
+def _numbered(model: models.Backbone) -> Iterator[tuple[int, nn.Module]]:
+    for name, block in model.blocks.named_children():
         yield int(name), block
 
 
-def _kinds(model: models.Decoder) -> Iterator[tuple[Hashable, Hashable]]:
+def _kinds(model: models.Backbone) -> Iterator[tuple[Hashable, Hashable]]:
     """Of each block its kind, and of what it is the first reader: the tables of rotary positions and the
     masks, which blocks share, are freed in its backward.
     """
     read = set[Hashable]()
     # Frozen blocks have a backward only if something before them is trained.
-    has_gradient = any(each.requires_grad for each in model.model.embed_tokens.parameters())
-    for layer, block in zip(model.config.layers, model.model.layers, strict=True):
+    has_gradient = any(each.requires_grad for each in model.embedding.parameters())
+    for layer, block in zip(model.facts.layers, model.blocks, strict=True):
         modules = tuple((type(each), getattr(each, "spec", None)) for each in block.modules())
         trained = tuple(each.requires_grad for each in block.parameters())
         kind = layer, modules, trained, has_gradient
         has_gradient |= any(trained)
-        reads = {(has_gradient, layer.rope), (has_gradient, layer.window)}
+        reads = {(has_gradient, each) for each in layer.reads}
         yield kind, frozenset(reads - read)
         read |= reads

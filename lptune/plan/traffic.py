@@ -12,7 +12,6 @@ tests/benchmarks/test_traffic.py holds the counts to what is necessary. from_cou
 and benchmarks/traffic.py prints them.
 """
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +29,6 @@ from lptune.config import ParallelConfig, PrecisionConfig
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import HOPPER, planned_for
 from lptune.kernels import choose_backend
-from lptune.models.attention import make_visibilities
 from lptune.plan.dry_run import fake_world
 
 KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
@@ -158,7 +156,7 @@ def one_gpu(device: Device | None = None) -> Iterator[Any]:
 
 
 def layer_traffic(
-    kind: str, config: models.DecoderConfig, tokens: int, seq_len: int, device: Device | None = None
+    kind: str, config: models.Facts, tokens: int, seq_len: int, device: Device | None = None
 ) -> list[Entry]:
     """The operations of one layer of `config` in a step with one micro-batch of `tokens` tokens, on one GPU.
     device: None is any Hopper.
@@ -166,9 +164,8 @@ def layer_traffic(
     Phases: `weights` makes the compute weights of the whole model; then `forward` and `backward` of a layer
     in the middle, whose input needs a gradient.
     """
-    config = dataclasses.replace(config, layers=config.layers[:1])
     with one_gpu(device) as world:
-        model = models.build_on_meta(config)
+        model = models.build_on_meta(config.with_layers([0]))
         if kind != "none":
             precision = PrecisionConfig(kind=kind)
             linear.convert(model, precision, device=torch.device("cuda"), num_tokens=tokens)
@@ -178,19 +175,21 @@ def layer_traffic(
             linear.use_compute_weights(model, torch.bfloat16, world.mesh)
             weights = linear.ComputeWeights.of(model)
             assert weights is not None
-            batch = tokens // seq_len
-            transformer, layer = model.model, config.layers[0]
-            kinds = zip(config.rope_kinds, transformer.ropes, strict=True)
-            ropes = {each: table(None, seq_len) for each, table in kinds}
-            rope = ropes[layer.rope] if layer.rope else None
-            seen = make_visibilities(config, None, batch, seq_len, torch.device("cpu"), torch.bfloat16)
-            hidden = torch.empty(batch, seq_len, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            (block,) = model.blocks
             mode = TrafficMode()
             with mode:
                 mode.enter_phase("weights")
                 weights.put_in_place()
+            inputs: dict[nn.Module, tuple[Any, ...]] = {}
+            hook = block.register_forward_pre_hook(inputs.__setitem__)
+            with torch.no_grad():
+                model.hidden_states(torch.empty(tokens // seq_len, seq_len, dtype=torch.int64))
+            hook.remove()
+            hidden, *shared = inputs[block]
+            hidden = torch.empty_like(hidden, requires_grad=True)
+            with mode:
                 mode.enter_phase("forward")
-                out = transformer.layers[0](hidden, rope, seen[layer])
+                out = block(hidden, *shared)
                 mode.enter_phase("backward")
                 out.backward(torch.empty_like(out))
                 mode.enter_phase("end")
@@ -208,7 +207,7 @@ def totals(entries: list[Entry], *, compiled: bool = True) -> dict[tuple[str, st
     return {key: (launches[key], moved[key]) for key in launches}
 
 
-def config_of(preset: str) -> models.DecoderConfig:
+def config_of(preset: str) -> models.Facts:
     """The config of a preset such as `llama3_2/3b`."""
     family, _, size = preset.partition("/")
     return models.config_from_dict(models.PRESETS[family][size], f"preset {preset}")

@@ -17,7 +17,7 @@ from lptune.checkpoint import Base, Run
 from lptune.config import RunConfig
 from lptune.data import Batch, Prepared, Rows, evaluation_batches
 from lptune.distributed import World
-from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.models import Backbone, DocumentBounds, log_probabilities
 from lptune.training.evaluating import evaluating
 
 
@@ -42,7 +42,7 @@ def answers_in(log_p_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def reference_log_p(
-    run: Run, base: Base, model: Decoder, rows: Prepared, *, mismatched: bool = False
+    run: Run, base: Base, model: Backbone, rows: Prepared, *, mismatched: bool = False
 ) -> dict[str, Tensor]:
     """`answers_log_p` of the rows `train` and `held_out`, by the weights of `base`: read from the run's
     folder if an earlier launch has kept them, else computed, with the weights of `base` in `model`, and kept.
@@ -60,7 +60,7 @@ def reference_log_p(
 
 
 def answers_log_p(
-    model: Decoder,
+    model: Backbone,
     rows: Mapping[str, Rows | None],
     cfg: RunConfig,
     world: World,
@@ -83,7 +83,7 @@ def answers_log_p(
 
 
 @evaluating
-def _answer_log_p(model: Decoder, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
+def _answer_log_p(model: Backbone, rows: Rows, cfg: RunConfig, world: World) -> Tensor:
     log_p_N = torch.zeros(rows.num_documents, device=world.device)
     for batch in evaluation_batches(
         rows, cfg.micro_batch_size, rank=world.data_rank, num_ranks=world.data_size

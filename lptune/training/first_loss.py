@@ -20,7 +20,7 @@ from lptune.data import Batch, Loader
 from lptune.distributed import World
 from lptune.linear import LowPrecision
 from lptune.linear.steps.shadow import ShadowPass
-from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.models import Backbone, DocumentBounds, log_probabilities
 from lptune.training.shadow import leaving_no_trace
 
 LIMIT = 0.01
@@ -29,7 +29,7 @@ LIMIT = 0.01
 
 @torch.no_grad()
 def check_first_loss(
-    model: Decoder, low: LowPrecision, loader: Loader, cfg: RunConfig, world: World, step: int
+    model: Backbone, low: LowPrecision, loader: Loader, cfg: RunConfig, world: World, step: int
 ) -> None:
     """Prints a line if low precision makes the first micro-batches' loss more than LIMIT worse. A collective.
     step: number of steps done; a run that continues has had its line.
@@ -39,7 +39,7 @@ def check_first_loss(
     weights. low: of `model`.
     """
     kind = cfg.precision.kind
-    if model.config.attention_softcap is not None and world.device.type == "cuda":
+    if model.facts.attention_softcap is not None and world.device.type == "cuda":
         return  # its attention is a compiled kernel, and these passes are eager: it would store all scores
     if step or cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
         return
@@ -68,7 +68,7 @@ def check_first_loss(
         )
 
 
-def _losses(model: Decoder, batch: Batch) -> Tensor:
+def _losses(model: Backbone, batch: Batch) -> Tensor:
     """The cross-entropy of each target (B, S), float32; 0 where there is none."""
     documents = DocumentBounds.of(batch)
     log_p_BS: Tensor = model(batch.tokens_BS, documents, batch.labels_BS, loss=log_probabilities)

@@ -32,7 +32,7 @@ from torch import Tensor
 from lptune.config import KtoLossConfig
 from lptune.data import Batch, Rows
 from lptune.distributed import World
-from lptune.models import Decoder, DocumentBounds, log_probabilities
+from lptune.models import Backbone, DocumentBounds, log_probabilities
 from lptune.training.answers import answers_in
 
 SUMS = (
@@ -43,7 +43,7 @@ SUMS = (
 
 
 @torch.no_grad()
-def unrelated_ratio(model: Decoder, batches: Iterable[Batch], reference_N2: Tensor, world: World) -> Tensor:
+def unrelated_ratio(model: Backbone, batches: Iterable[Batch], reference_N2: Tensor, world: World) -> Tensor:
     """z: the mean log-ratio of mismatched documents, at least 0. Float32, 0-dimensional, on the device; the
     same on all ranks. A collective; the host does not wait for the device.
 

@@ -27,12 +27,12 @@ class PlannedStep:
     """Key of the config that names a second model, which runs in the step without being trained,
     "teacher.path"; None: there is none. A step that has one is a subclass, with the two methods below."""
 
-    def build_frozen(self, frozen: models.Decoder, cfg: Any, world: World) -> None:
+    def build_frozen(self, frozen: models.Backbone, cfg: Any, world: World) -> None:
         """Freezes, cuts and shards the second model, which is on meta, as the recipe does."""
         raise NotImplementedError
 
     def loss(
-        self, frozen: models.Decoder | None, tokens_BS: Tensor, documents: models.DocumentBounds, cfg: Any
+        self, frozen: models.Backbone | None, tokens_BS: Tensor, documents: models.DocumentBounds, cfg: Any
     ) -> models.Objective:
         """The objective of a micro-batch, whose passes of the second model run here. frozen: the second
         model; None where it is left out.

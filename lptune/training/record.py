@@ -14,7 +14,7 @@ from torch import Tensor
 from lptune.config import RunConfig
 from lptune.distributed import World
 from lptune.linear import LowPrecision, Plan
-from lptune.models import DecoderConfig
+from lptune.models import Facts
 from lptune.training.update import Update, Updated
 from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
@@ -26,7 +26,7 @@ class StepMeter:
         self,
         cfg: RunConfig,
         plan: Plan,
-        model_config: DecoderConfig,
+        model_config: Facts,
         world: World,
         steps_per_epoch: float | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from lptune.base.errors import UserError
 from lptune.data import Rows, Tokenizer
 from lptune.data.errors import RowError
 from lptune.distributed import World
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.training.generate import greedy
 
 _MOST_TOKENS = 128
@@ -31,7 +31,7 @@ class Sample(TypedDict):
 
 
 def show_samples(
-    model: Decoder,
+    model: Backbone,
     tokenizer: Tokenizer,
     rows: Rows | None,
     num_samples: int,

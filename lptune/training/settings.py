@@ -9,7 +9,7 @@ from lptune.config import PRECISION_KINDS, RunConfig, check_batches
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -25,7 +25,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
 
 
 def describe_run(
-    model: Decoder,
+    model: Backbone,
     plan: Plan,
     cfg: RunConfig,
     world: World,
@@ -56,7 +56,7 @@ def describe_run(
     ]
 
 
-def lasting_bytes(model: Decoder, cfg: RunConfig) -> int | None:
+def lasting_bytes(model: Backbone, cfg: RunConfig) -> int | None:
     """The bytes that weights, their gradients and the state of AdamW take on this rank, once the first step
     is done. None for weights that are stored in 8 bits. `lptune plan` adds what a step takes for a while.
     """
@@ -78,9 +78,9 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     return f"{taken}{each} for weights, gradients and AdamW; activations on top"
 
 
-def _notes(model: Decoder, cfg: RunConfig, num_steps: int) -> list[str]:
+def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:
     """Notes on what is legal and rarely meant. A day of training may depend on each."""
-    notes, most = [], model.config.max_position_embeddings
+    notes, most = [], model.facts.max_position_embeddings
     if cfg.data.seq_len > most:
         notes.append(
             f"data.seq_len={cfg.data.seq_len} is longer than what the model was made for "

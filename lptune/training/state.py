@@ -17,7 +17,7 @@ from lptune.config import RunConfig
 from lptune.data import Batch
 from lptune.distributed import World, accumulate, verify_collectives
 from lptune.linear import LowPrecision, Plan
-from lptune.models import Decoder
+from lptune.models import Backbone
 from lptune.training.schedule import learning_rate, set_learning_rate
 from lptune.training.update import Update, Updated
 
@@ -27,7 +27,7 @@ class State:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Backbone,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         cfg: RunConfig,

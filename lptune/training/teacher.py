@@ -23,7 +23,7 @@ from lptune.config import DistillationConfig, DistillConfig, PrecisionConfig
 from lptune.distributed import World
 
 
-def build_teacher(teacher: models.Decoder, cfg: DistillConfig, world: World) -> linear.Plan:
+def build_teacher(teacher: models.Backbone, cfg: DistillConfig, world: World) -> linear.Plan:
     """Freezes, cuts and shards `teacher`, which is on meta, like the student. Returns its precision plan.
 
     With teacher.precision=int8_weight_only, weights of linear layers are stored and gathered in INT8, the
@@ -36,7 +36,7 @@ def build_teacher(teacher: models.Decoder, cfg: DistillConfig, world: World) -> 
     return plan
 
 
-def distillation(hidden_BSH: Tensor, teacher: models.Decoder, cfg: DistillationConfig) -> models.Objective:
+def distillation(hidden_BSH: Tensor, teacher: models.Backbone, cfg: DistillationConfig) -> models.Objective:
     """The loss of `DistillationConfig` for each token. hidden_BSH: the teacher's hidden states."""
     divergence = models.Divergence(
         hidden_BSH, teacher.logits_of, reverse=cfg.reverse, temperature=cfg.temperature

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lptune import models
 from lptune.distributed import World
 from lptune.hardware.devices import Device, known_device
 from lptune.linear import Plan
-from lptune.models import DecoderConfig
+from lptune.models import Facts
 
 
 class Utilization(NamedTuple):
@@ -35,7 +34,7 @@ class UtilizationMeter:
     def __init__(
         self,
         plan: Plan,
-        config: DecoderConfig,
+        facts: Facts,
         world: World,
         compute_dtype: torch.dtype,
         *,
@@ -44,7 +43,7 @@ class UtilizationMeter:
         """say: called with one line if the peak of the GPU, or of a dtype on it, is unknown. A CPU has no
         peak.
         """
-        self._plan, self._config, self._num_devices = plan, config, world.size
+        self._plan, self._facts, self._num_devices = plan, facts, world.size
         self._known: Device | None = None
         self._high: float | None = None
         self._low: float | None = None
@@ -74,7 +73,7 @@ class UtilizationMeter:
         if self._known is None:
             return Utilization(None, None)
         linear_flops = self._plan.flops_per_token * int(lengths.sum())
-        attention_flops = models.attention_flops(self._config, lengths)
+        attention_flops = self._facts.attention_flops(lengths)
         device_time_s = step_time_s * self._num_devices
         bf16_mfu = (linear_flops + attention_flops) / self._known.bf16 / device_time_s
         if low_precision_fraction is None or self._high is None or self._low is None:

@@ -27,7 +27,7 @@ from lptune.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from lptune.distributed.tensor_parallel import cut, cut_decoder
+from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
@@ -308,7 +308,7 @@ def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], messag
         model = models.build_on_meta(_decoder_config("llama3_2", **content))
         linear.convert(model, _config("int8_rowcol").precision, device=torch.device("cpu"))
         with pytest.raises(UserError, match=message):
-            cut_decoder(model, mesh, True)
+            cut_backbone(model, mesh, True)
 
 
 @contextlib.contextmanager
@@ -332,7 +332,7 @@ def test_an_8_bit_gather_that_was_asked_for_and_cannot_be_is_one_line() -> None:
             model = models.build_on_meta(_decoder_config("llama3_2"))
             linear.convert(model, dataclasses.replace(precision, **keys), device=torch.device("cpu"))
             with pytest.raises(UserError, match=f"tp_all_gather: low is not possible, .*{why}"):
-                cut_decoder(model, mesh, sequence)
+                cut_backbone(model, mesh, sequence)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune.models import Decoder, KVCache, config_from_dict, is_outgrown
+from lptune.models import Decoder, KVCache, config_from_dict
 from tests.helpers.models_oracle import CHECKPOINTS, random_tokens, twins
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_cached_logits_equal_a_forward_of_the_whole_row(model: Decoder) -> None:
     for row, length in enumerate(prompts):
         for step, logits_BV in enumerate(found):
             whole = model(tokens_BS[row : row + 1, : length + step])[0, -1]
-            if any(is_outgrown(model.config, [n]) for n in range(length, length + step + 1)):
+            if any(cache.is_outgrown([n]) for n in range(length, length + step + 1)):
                 break  # longrope: the caller computes the row anew, see test_decode
             torch.testing.assert_close(logits_BV[row], whole, rtol=0, atol=ATOL)
 
@@ -66,6 +66,9 @@ def test_a_short_row_does_not_get_the_rotation_of_a_long_one_beside_it(model: De
 
 
 def test_only_a_row_that_just_passed_the_original_length_of_longrope_is_outgrown() -> None:
-    config = config_from_dict(CHECKPOINTS["llama-longrope"])  # original length 32
-    assert [n for n in range(64) if is_outgrown(config, [5, n])] == [33]
-    assert not is_outgrown(config_from_dict(CHECKPOINTS["llama3_2-tiny"]), range(64))
+    longrope, other = (
+        KVCache(config_from_dict(CHECKPOINTS[name]), 2, 1, CPU, torch.float32)
+        for name in ("llama-longrope", "llama3_2-tiny")  # original length 32; none
+    )
+    assert [n for n in range(64) if longrope.is_outgrown([5, n])] == [33]
+    assert not other.is_outgrown(range(64))

@@ -13,7 +13,6 @@ Softmax, and with it a gradient, is off by such a factor. A divergence sums p * 
 most 2 R with two such factors, and is off by 2 R times as much and the two logarithms.
 """
 
-import copy
 import functools
 import math
 import re
@@ -36,8 +35,8 @@ from lptune.models import (
     log_probabilities,
     summed_cross_entropy,
 )
+from lptune.models.backbone import ChunkLoss
 from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
-from lptune.models.decoder import ChunkLoss
 from lptune.models.loss import is_number
 from lptune.models.words import Words
 from lptune.plan.memory import MemoryLog
@@ -55,10 +54,7 @@ def divergence_tolerance(vocab_size: int, spread: float) -> float:
 
 
 def chunk_loss(vocab_size: int, softcap: float | None = None) -> ChunkLoss:
-    content = copy.deepcopy(models.PRESETS["llama3_2"]["tiny"]) | {"vocab_size": vocab_size}
-    module = ChunkLoss(models.config_from_dict(content, "test"))
-    module.softcap = softcap
-    return module
+    return ChunkLoss(vocab_size, softcap=softcap)
 
 
 def compute(

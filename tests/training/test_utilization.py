@@ -40,7 +40,7 @@ def test_attention_flops_are_those_of_the_pairs_that_the_mask_lets_see_each_othe
         int(visibility_mask(documents, sum(row), layer.window, torch.device("cpu")).sum())
         for layer in config.layers
     )
-    assert models.attention_flops(config, row) == 12 * config.num_heads * config.head_dim * num_pairs
+    assert config.attention_flops(row) == 12 * config.num_heads * config.head_dim * num_pairs
 
 
 def test_with_linear_layers_they_are_what_torch_counts_of_a_step() -> None:
@@ -54,7 +54,7 @@ def test_with_linear_layers_they_are_what_torch_counts_of_a_step() -> None:
     with FlopCounterMode(display=False) as counter:
         model(tokens_BS, documents, tokens_BS).backward()
     pairs = seq_len * (seq_len + 1) // 2
-    attention = models.attention_flops(config, [seq_len] * batch) * seq_len**2 / pairs
+    attention = config.attention_flops([seq_len] * batch) * seq_len**2 / pairs
     assert counter.get_total_flops() == plan.flops_per_token * batch * seq_len + attention
 
 
@@ -86,7 +86,7 @@ def test_mfu_is_the_time_at_the_peaks_of_that_very_device(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str, bf16: float, low: float
 ) -> None:
     meter, plan, said = _meter(monkeypatch, name, kind, num_devices=4)
-    attention = models.attention_flops(LLAMA, LENGTHS)
+    attention = LLAMA.attention_flops(LENGTHS)
     linear_flops = plan.flops_per_token * 80
     used = meter(0.5, LENGTHS, 0.75)
     best_s = (0.75 * linear_flops / low + (0.25 * linear_flops + attention) / bf16) / 4

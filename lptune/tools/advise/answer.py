@@ -29,7 +29,7 @@ MOST_PLANNING_S = 15.0
 def timed(
     cfg: RunConfig,
     step: PlannedStep,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     gpu: Device | None,
     kinds: tuple[str, ...],
@@ -75,7 +75,7 @@ def timed(
 def predicted_for(
     cfg: RunConfig,
     step: PlannedStep,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     device: Device,
     kinds: tuple[str, ...],
@@ -148,7 +148,7 @@ def _with_quality(
 def _with_memory(
     cfg: RunConfig,
     step: PlannedStep,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     setting: Setting,
     advice: Advice,
     gpu: Device | None,

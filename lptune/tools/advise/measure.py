@@ -107,7 +107,7 @@ class _Readers(nn.Module):
 
 def measure(
     cfg: RunConfig,
-    model_config: models.DecoderConfig,
+    model_config: models.Facts,
     kinds: Sequence[str],
     seconds: float,
     world: World,
@@ -184,7 +184,7 @@ def _groups_in(groups: Sequence[Group], blocks: Sequence[int]) -> tuple[Group, .
     )
 
 
-def _distinct_blocks(config: models.DecoderConfig) -> list[int]:
+def _distinct_blocks(config: models.Facts) -> list[int]:
     """The number of the first block of each kind of block."""
     return [config.layers.index(layer) for layer in dict.fromkeys(config.layers)]
 
@@ -192,21 +192,20 @@ def _distinct_blocks(config: models.DecoderConfig) -> list[int]:
 def _rest(
     cfg: RunConfig,
     planned: training.PlannedStep,
-    config: models.DecoderConfig,
+    config: models.Facts,
     rows: int,
     seq_len: int,
     world: World,
 ) -> tuple[float, float, float, list[int]]:
     """Seconds of: all blocks, what is no block, the update of what was built; and the blocks in it."""
     distinct = _distinct_blocks(config)
-    small = dataclasses.replace(config, layers=tuple(config.layers[number] for number in distinct))
-    model = models.build_on_meta(small)
+    model = models.build_on_meta(config.with_layers(distinct))
     plan = linear.convert(model, PrecisionConfig(kind="none"), device=world.device)
     distributed.parallelize(model, world, cfg)
     distributed.materialize(model, world, cfg)
     model.init_weights(cfg.seed)
     inputs: dict[nn.Module, tuple[object, ...]] = {}
-    hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in model.model.layers]
+    hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in model.blocks]
     tokens_BS = torch.randint(config.vocab_size, (rows, seq_len), device=world.device)
     documents = models.DocumentBounds.single(rows, seq_len, world.device)
     objective = planned.loss(None, tokens_BS, documents, cfg)
@@ -222,7 +221,7 @@ def _rest(
     whole = _fastest([step(), *(step() for _ in range(LEAST_ROUNDS - 1))])
     weights = linear.ComputeWeights.of(model)
     blocks = []
-    for number, block in zip(distinct, model.model.layers, strict=True):
+    for number, block in zip(distinct, model.blocks, strict=True):
         if weights is not None:
             weights.put_in_place()
         count = sum(layer == config.layers[number] for layer in config.layers)
@@ -353,7 +352,7 @@ def _now(device: torch.device) -> float:
 
 
 def _timed_rows(
-    cfg: RunConfig, config: models.DecoderConfig, num_kinds: int, seconds: float, device: torch.device
+    cfg: RunConfig, config: models.Facts, num_kinds: int, seconds: float, device: torch.device
 ) -> tuple[int, int]:
     """(rows, tokens of a row) of the micro-batch that is timed: fewer than in the config, if GEMMs would
     otherwise take more than their share of the time.
@@ -370,12 +369,11 @@ def _timed_rows(
     return rows, max(1, seq_len)
 
 
-def _weights(config: models.DecoderConfig) -> tuple[int, int]:
+def _weights(config: models.Facts) -> tuple[int, int]:
     """Weights of one block of each kind, and of the head."""
-    distinct = [config.layers[number] for number in _distinct_blocks(config)]
-    small = models.build_on_meta(dataclasses.replace(config, layers=tuple(distinct)))
+    small = models.build_on_meta(config.with_layers(_distinct_blocks(config)))
     head = config.vocab_size * config.hidden_size
-    return sum(parameter.numel() for parameter in small.model.layers.parameters()), head
+    return sum(parameter.numel() for parameter in small.blocks.parameters()), head
 
 
 def _flops(hidden: int, cfg: RunConfig, device: torch.device) -> float:
@@ -390,7 +388,7 @@ def _flops(hidden: int, cfg: RunConfig, device: torch.device) -> float:
     return 2 * _PROBED_ROWS * hidden * hidden / min(times)
 
 
-def _check_memory(model: models.Decoder, config: models.DecoderConfig, device: torch.device) -> None:
+def _check_memory(model: models.Backbone, config: models.Facts, device: torch.device) -> None:
     block, head = _weights(config)
     needed = _BYTES_PER_WEIGHT * (block + (1 if config.tied else 2) * head)
     free = _free_bytes(device)

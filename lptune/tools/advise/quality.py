@@ -124,7 +124,7 @@ def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) 
 
 @torch.no_grad()
 def differences(
-    model: models.Decoder,
+    model: models.Backbone,
     kinds: Mapping[str, PrecisionConfig],
     batches: Iterable[Batch],
     *,
@@ -159,7 +159,7 @@ def differences(
 
 
 def errors_by_layer(
-    model: models.Decoder, precision: PrecisionConfig, batch: Batch
+    model: models.Backbone, precision: PrecisionConfig, batch: Batch
 ) -> dict[str, LayerErrors]:
     """The errors of each layer's three GEMMs in one micro-batch, by its name. model: see `differences`."""
     model.requires_grad_(True)
@@ -176,7 +176,7 @@ def errors_by_layer(
 
 @contextmanager
 def _converted(
-    model: models.Decoder, precision: PrecisionConfig, batch: Batch
+    model: models.Backbone, precision: PrecisionConfig, batch: Batch
 ) -> Iterator[linear.LowPrecision]:
     """Within it, the layers of `model` run in `precision`. int8_weight_only leaves rounded weights behind."""
     precision = dataclasses.replace(precision, verify=False)
@@ -188,11 +188,11 @@ def _converted(
         linear.unconvert(model)
 
 
-def _loss(model: models.Decoder, batch: Batch) -> float:
+def _loss(model: models.Backbone, batch: Batch) -> float:
     return _forward(model, batch).item()
 
 
-def _forward(model: models.Decoder, batch: Batch) -> torch.Tensor:
+def _forward(model: models.Backbone, batch: Batch) -> torch.Tensor:
     batch = batch.to(next(model.parameters()).device)
     return model.summed_loss(batch.tokens_BS, models.DocumentBounds.of(batch), batch.labels_BS)
 

@@ -1,0 +1,75 @@
+"""Facts: what is known of a model before it is built. `lptune plan`, advice, metrics and notes read them.
+
+Each member of Backbone (backbone.py) has a subclass, with what its modules need in addition: of our decoder,
+DecoderConfig. The function that reads config.json (families.py) returns it. This file imports no torch.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from lptune.models.backbone import Backbone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The settings that may differ between blocks. Equal ones mean equal modules and equal work; our decoder
+    compiles one graph for all of them.
+    """
+
+    window: int | None = None
+    """Query i sees keys i - window + 1 ... i. None: it sees the whole document up to i."""
+
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """The tensors that this block shares with other blocks, such as a mask: equal where they are one."""
+        return (self.window,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The sizes of one causal language model, as its config.json gives them."""
+
+    family: str
+    """`model_type` of the checkpoint. For messages only: no module branches on it."""
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width inside the MLP."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Number of key heads and of value heads; num_heads is a multiple of it (GQA)."""
+    head_dim: int
+    """Size of a head; num_heads * head_dim may differ from hidden_size."""
+    layers: tuple[Layer, ...]
+    """One entry for each block."""
+    max_position_embeddings: int
+    """Length in tokens of the longest document that the checkpoint was trained for."""
+    attention_softcap: float | None = None
+    """c in c * tanh(scores / c), which is applied before the mask; None: no soft-cap."""
+    tied: bool = False
+    """Whether head and embedding share one weight."""
+    word_names: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
+    """The names of the embedding and of the head's weight in the checkpoint."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """One line for each setting of config.json that a run does not apply."""
+
+    def build(self) -> "Backbone":
+        """The model, with weights of unspecified values on torch's default device. See `build_on_meta`."""
+        raise NotImplementedError
+
+    def attention_flops(self, lengths: "npt.ArrayLike") -> float:
+        """FLOPs of the attention of all layers, forward and backward. lengths: of documents, in tokens."""
+        from lptune.models.flops import attention_flops  # numpy
+
+        return attention_flops(self, lengths)
+
+    def with_layers(self, numbers: Sequence[int]) -> Self:
+        """The facts of the model that has only the blocks with these numbers, in this order."""
+        return replace(self, layers=tuple(self.layers[number] for number in numbers))

@@ -1,0 +1,38 @@
+"""The members of Backbone: which of them a config.json asks for. Nothing else knows it; it imports no torch.
+
+A member is a function that reads config.json as facts, whose `build` makes its model. To add one, write both
+(backbone.py says what the model needs) and put the function into MEMBERS. It imports what is slow to import
+when it is called.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lptune.base.errors import UserError
+from lptune.models.facts import Facts
+from lptune.models.families import FAMILIES, config_from_keys
+from lptune.models.keys import Keys
+
+
+def _decoder(keys: Keys, folder: Path) -> Facts | None:
+    family = keys.get("model_type")
+    return config_from_keys(keys) if isinstance(family, str) and family in FAMILIES else None
+
+
+MEMBERS: dict[str, Callable[[Keys, Path], Facts | None]] = {"decoder": _decoder}
+"""By name, in the order in which they are asked: reads the config.json of a folder; None: not its own."""
+
+
+def read_config(folder: Path) -> Facts:
+    """The facts of the Hugging Face folder `folder`.
+
+    Raises UserError, one line, for a missing or broken config.json, an unknown family, a quantized or
+    multimodal checkpoint, and every setting that this library does not support exactly.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: not found; expected the folder of a Hugging Face checkpoint")
+    keys = Keys.from_file(folder / "config.json")
+    for read in MEMBERS.values():
+        if (facts := read(keys, folder)) is not None:
+            return facts
+    return config_from_keys(keys)  # raises: says which families there are
