@@ -108,7 +108,10 @@ def attach(group: click.Group) -> None:
         "--teacher-preset": _presets,
         "--device": _devices,
     }
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         by_argument: dict[str, _Candidates] = {
             "arguments": _recipe_and_settings,
             "name": _both,

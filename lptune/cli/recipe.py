@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lptune.config
 from lptune.base.errors import UnknownKeyError, UserError
 from lptune.base.files import MEBI, read_text
-from lptune.cli import catalog
+from lptune.cli import catalog, tools
 
 if TYPE_CHECKING:
     from lptune.training import PlannedStep
@@ -58,9 +58,8 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
-        from lptune import migrate  # slow to import
-
-        if error.where == str(config) and (tool := migrate.tool_of(config)):
+        migrate = tools.module("migrate.reading") if error.where == str(config) else None
+        if migrate is not None and (tool := migrate.tool_of(config)):
             raise UserError(
                 f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
                 "lptune"

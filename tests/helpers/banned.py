@@ -63,6 +63,10 @@ ALLOWED = {
         "importlib.import_module",
     ): "its own modules by name, from a constant table",
     (
+        "lptune/cli/tools.py",
+        "importlib.import_module",
+    ): "modules of lptune/tools, found by listing the folder",
+    (
         "lptune/cli/recipe.py",
         "importlib.util.spec_from_file_location",
     ): "the recipe that the user asked to run",
