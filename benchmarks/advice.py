@@ -18,8 +18,8 @@ from harness import Results, device_name, parser, strict_compilation
 from step_variants import Packed, Setting, make, write_inputs
 
 from lptune import distributed, linear, models
-from lptune.advice import from_times, measure
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig
+from lptune.tools.advise import from_times, measure
 
 
 def ranks(values: list[float]) -> list[int]:

@@ -91,7 +91,7 @@ def plan(setting: Setting, label: str, work: Path) -> float:
     from lptune.cli import catalog
     from lptune.config import FinetuneConfig, load_config
     from lptune.hardware.devices import named_device
-    from lptune.training.dry_run import dry_run
+    from lptune.plan.dry_run import dry_run
 
     folder, text = prepare(work, setting.preset)
     more, os.environ["LPTUNE_TRY"] = overrides_of(label, emulated=False)

@@ -2,12 +2,12 @@
 
     python benchmarks/traffic.py [--preset llama3_2/3b] [--tokens 16384] [--kind KIND ...] [--json FILE]
 
-The counting is lptune/advice/traffic.py, which says what is counted.
+The counting is lptune/plan/traffic.py, which says what is counted.
 """
 
 import harness
 
-from lptune.advice.traffic import KINDS, config_of, layer_traffic, totals
+from lptune.plan.traffic import KINDS, config_of, layer_traffic, totals
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ LONGEST = (
     "recipes/test_full_finetune.py",
     "faults/test_faults.py",
     "distributed/test_gather.py",
-    "training/test_dry_run.py",
+    "plan/test_dry_run.py",
     "recipes/test_shadow.py",
     "cli/test_run.py",
     "kernels/test_triton_interpreted.py",

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -66,24 +65,6 @@ def kind_of(path: Path, *, follow: bool = False) -> str:
         return "a link"
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe"}
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
-
-
-def is_mount_point(path: Path) -> bool:
-    """Whether something is mounted at `path`: a file system, or a folder of the same one (a bind mount).
-
-    Such a folder can be neither renamed nor replaced by a rename.
-    """
-    if not path.is_dir():
-        return False
-    real = os.path.realpath(path)
-    with (
-        suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
-    ):
-        places = (line.split(" ")[4] for line in mounts)  # the kernel writes blanks and line ends as \ooo
-        if real in (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places):
-            return True
-    return os.path.ismount(real)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
@@ -244,11 +225,8 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON by `replacing`. Half a surrogate pair, which JSON may hold as an escape
-    and UTF-8 cannot, is an escape again.
-    """
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    write_text(path, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n")
+    """Writes `value` as indented JSON by `replacing`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager

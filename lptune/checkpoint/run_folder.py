@@ -26,7 +26,6 @@ from lptune.base.files import (
     HeldFolder,
     Lock,
     LongLineError,
-    is_mount_point,
     is_within,
     kind_of,
     lines_of,
@@ -286,11 +285,6 @@ class RunFolder:
                     f"output_dir: {path} is {found}, where a run has {wanted}; move it away or choose "
                     f"another folder{other}"
                 )
-        if is_mount_point(self.export):
-            raise UserError(
-                f"output_dir: {self.export} is a mount point, which a run cannot replace by its export; "
-                "unmount it or choose another folder"
-            )
         # Other files are replaced by a rename, which needs no permission for the old file.
         written = [self.path / name for name in (".lock", *RUN_FOLDERS)]
         written += [*list_checkpoints(self.checkpoints), *_leftovers(self.checkpoints)]

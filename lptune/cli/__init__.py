@@ -5,11 +5,11 @@ A run imports this package first, and listens to signals from then on (lptune/la
 
 import sys
 
-from lptune.cli import import_path
-
-if import_path.is_program():
-    import_path.leave_out_current_folder()  # before any other import
-    from lptune.cli import interrupts  # then this: Python's own reaction to Ctrl-C is a traceback
+# Whether this is the command, not a program that imports lptune. sys.argv cannot tell: it lacks the name
+# while Python looks for the module of `-m`, and a worker of multiprocessing has its parent's argv.
+_program = "".join(sys.orig_argv[-len(sys.argv) :][:1]).removeprefix("-m").rpartition("/")[2]
+if _program in ("lptune", "lptune.cli.main"):
+    from lptune.cli import interrupts  # before any other import: Python reacts to Ctrl-C by a traceback
 
     interrupts.listen()
     from lptune.cli import streams  # not above: it and `launch` import more standard modules

@@ -5,8 +5,8 @@ and reads a candidate from each line. `attach` gives the parameters of all comma
 name of the parameter, so a new command with `--config` has them, too. It is called for a completion only:
 other commands do not wait for it.
 
-The scripts for bash and zsh are ours: click's put a space behind `precision.kind=`, and bash splits words at
-`=`.
+The scripts are click's. Only bash, which splits words at `=`, needs two changes: the parts are joined again,
+and no space follows `precision.kind=`.
 """
 
 import os
@@ -15,11 +15,10 @@ from typing import Any
 
 import click
 from click.shell_completion import (
+    BashComplete,
     CompletionItem,
-    FishComplete,
-    ShellComplete,
-    ZshComplete,
     add_completion_class,
+    get_completion_class,
     split_arg_string,
 )
 
@@ -28,50 +27,6 @@ from lptune.cli import catalog, recipe
 
 VARIABLE = "_LPTUNE_COMPLETE"
 _Candidates = Callable[[click.Context, str], Iterator[str]]
-
-_BASH = r"""
-%(complete_func)s() {
-    local IFS=$'\n' type value item
-    COMPREPLY=()
-    local words="${COMP_WORDS[*]}"
-    for item in $(COMP_WORDS=$words COMP_CWORD=$COMP_CWORD %(complete_var)s=bash_complete "$1"); do
-        type=${item%%%%,*} value=${item#*,}
-        case $type in
-            dir) compopt -o dirnames ;;
-            file) compopt -o default ;;
-            plain) COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace ;;
-        esac
-    done
-    return 0
-}
-complete -o nosort -F %(complete_func)s %(prog_name)s
-"""
-_ZSH = r"""#compdef %(prog_name)s
-
-%(complete_func)s() {
-    local -a words_ settings lines
-    local type value help
-    (( ! $+commands[%(prog_name)s] )) && return 1
-    local all="${words[*]}" number=$((CURRENT-1))
-    lines=("${(@f)$(COMP_WORDS=$all COMP_CWORD=$number %(complete_var)s=zsh_complete %(prog_name)s)}")
-    for type value help in ${lines}; do
-        case $type in
-            dir) compset -P '*='; _path_files -/ ;;
-            file) compset -P '*='; _path_files -f ;;
-            plain) if [[ $value == *= ]]; then settings+=("$value"); else words_+=("$value"); fi ;;
-        esac
-    done
-    (( $#settings )) && compadd -U -S '' -V settings -a settings
-    (( $#words_ )) && compadd -U -V words -a words_
-    return 0
-}
-
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    %(complete_func)s "$@"
-else
-    compdef %(complete_func)s %(prog_name)s
-fi
-"""
 
 
 @click.command()
@@ -84,20 +39,22 @@ def completion(context: click.Context, shell: str) -> None:
     after compinit; fish: lptune completion fish > ~/.config/fish/completions/lptune.fish
     """
     group = context.find_root().command
-    click.echo(_SHELLS[shell](group, {}, "lptune", VARIABLE).source().strip())
+    cls = _Bash if shell == "bash" else get_completion_class(shell)
+    assert cls is not None
+    click.echo(cls(group, {}, "lptune", VARIABLE).source().strip())
 
 
 def prepare(group: click.Group) -> None:
     """Makes the commands of `group` answer a shell that completes, if one asks."""
     if VARIABLE in os.environ:
-        for shell in (_Bash, _Zsh):
-            add_completion_class(shell)
+        add_completion_class(_Bash)
         attach(group)
 
 
-class _Bash(ShellComplete):
-    name = "bash"
-    source_template = _BASH
+class _Bash(BashComplete):
+    source_template = BashComplete.source_template.replace(
+        "COMPREPLY+=($value)", "COMPREPLY+=($value); [[ $value == *= ]] && compopt -o nospace"
+    )
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """The words, of which bash makes three at `key=value`."""
@@ -119,13 +76,6 @@ class _Bash(ShellComplete):
         items = self.get_completions(arguments, incomplete)
         start = 0 if incomplete.startswith("-") else incomplete.rfind("=") + 1
         return "\n".join(f"{item.type},{item.value[start:]}" for item in items)
-
-
-class _Zsh(ZshComplete):
-    source_template = _ZSH
-
-
-_SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": FishComplete}
 
 
 class _Word(click.types.StringParamType):
@@ -158,7 +108,10 @@ def attach(group: click.Group) -> None:
         "--teacher-preset": _presets,
         "--device": _devices,
     }
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         by_argument: dict[str, _Candidates] = {
             "arguments": _recipe_and_settings,
             "name": _both,

@@ -7,16 +7,18 @@ would show it.
 """
 
 import glob
+import hashlib
 import re
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.base.model_folder import check_model_files
-from lptune.cli import hub
 from lptune.cli.path_argument import PathArgument
 from lptune.cli.places import check_outside_checkpoints
 
@@ -51,34 +53,45 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     Gated repositories need HF_TOKEN in the environment. If the folder exists, it must be empty or hold an
     earlier download of REPO, which is then completed; a config.json that you have edited stays.
     """
-    hub_requests.check_environment()
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
-    try:
-        check_outside_checkpoints(folder, "--output-dir")
-        hub.check_place(folder)
-        check_model_files(folder)
-        commit, digests = _list(repo, revision)
-        before = {name for name in digests if (folder / name).exists()}
-        changed = hub.changed_files(folder, repo, commit, digests)
-        with hub_requests.asked():
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=commit,
-                local_dir=folder,
-                allow_patterns=list(ALLOWED),
-                ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
+    check_outside_checkpoints(folder, "--output-dir")
+    _check_place(folder)
+    check_model_files(folder)
+    with hub_requests.asked(f"{repo}@{revision}" if revision != "main" else repo):
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi()
+        info = api.model_info(repo, revision=revision, timeout=hub_requests.WAIT_S)
+        commit, names = str(info.sha), [str(each.rfilename) for each in info.siblings or []]
+    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
+        reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
+        raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
+    for other in {note.commit for note in _notes(folder).values()} - {commit}:
+        with hub_requests.asked(
+            f"{folder}: holds a download of commit {other[:12]}, which {repo} may not have",
+            "choose another --output-dir",
+        ):
+            api.model_info(repo, revision=other, timeout=hub_requests.WAIT_S)
+    wanted = [name for name in names if _is_wanted(name)]
+    changed = _changed(folder, wanted)
+    with hub_requests.asked(repo):
+        if not sys.stderr.isatty():  # a log
+            huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+        huggingface_hub.snapshot_download(
+            repo,
+            revision=commit,
+            local_dir=folder,
+            allow_patterns=list(ALLOWED),
+            ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
+        )
+    notes = _notes(folder)
+    for name in wanted:  # without a connection huggingface_hub takes a folder that is there for the download
+        if name not in changed and (name not in notes or notes[name].commit != commit):
+            raise UserError(
+                f"{folder / name}: did not come from the hub as of {commit[:12]}; download it again"
             )
-        fetched = {name: digest for name, digest in digests.items() if name not in changed}
-        hub.check_download(folder, fetched, commit, before)
-    except UserError:
-        raise
-    except HFValidationError:
-        raise UserError(f"{repo}: is not a repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B") from None
-    except Exception as error:
-        raise UserError(f"{repo}: {_reason(error, revision)}") from None
+    verify_digests(folder)
     for name in changed:
         click.echo(
             f"kept: {folder / name}, which was changed since it was downloaded; remove it to get the hub's"
@@ -87,46 +100,76 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     click.echo(f"pinned: lptune download {repo} --revision {commit} --output-dir {folder}")
 
 
-def _list(repo: str, revision: str) -> tuple[str, dict[str, str]]:
-    """The commit of `revision`, and the files to fetch: name -> digest, which is empty where the hub lists
-    none.
-    """
-    import huggingface_hub
-
-    with hub_requests.asked():
-        info = huggingface_hub.HfApi().model_info(
-            repo, revision=revision, timeout=hub_requests.WAIT_S, files_metadata=True
-        )
-    names = [str(sibling.rfilename) for sibling in info.siblings or []]
-    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
-        pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
-        reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
-        raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
-    if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):  # it becomes part of a path
-        raise hub_requests.OddAnswerError(f"{info.sha!r:.60} is not a commit")
-    digests = {}
-    for name, sibling in zip(names, info.siblings or [], strict=True):
-        if _is_wanted(name):
-            if not name.isprintable():  # half a surrogate pair or a NUL: not possible in a path
-                raise hub_requests.OddAnswerError(f"{name!a:.60} is not a file name")
-            digests[name] = str((sibling.lfs.sha256 if sibling.lfs else sibling.blob_id) or "")
-    return str(info.sha), digests
-
-
 def _is_wanted(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in ALLOWED) and not any(
         fnmatch(name, pattern) for pattern in IGNORED
     )
 
 
-def _reason(error: Exception, revision: str) -> str:
-    """What went wrong and what to do."""
-    from huggingface_hub import errors
+def _check_place(folder: Path) -> None:
+    """Raises UserError if `folder` holds anything but a download, which may be unfinished."""
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(f"{folder}: is a link to nowhere; choose another --output-dir")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is not a folder; choose another --output-dir")
+    cache = folder / ".cache"
+    if folder.is_dir() and not (folder / _NOTES).is_dir() and any(path != cache for path in folder.iterdir()):
+        raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
 
-    if isinstance(error, errors.GatedRepoError):
-        return "is gated; accept its terms on the hub, then set HF_TOKEN"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"has no revision {revision!r}"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "is not on the hub, or private (set HF_TOKEN)"
-    return hub_requests.reason(error, "cannot be downloaded")
+
+def _changed(folder: Path, names: list[str]) -> list[str]:
+    """Of `names`, the files in `folder` that were not downloaded, or were edited after that; they stay.
+    Raises UserError for weights among them: with the other weights of the hub they would be no model.
+    """
+    notes, changed = _notes(folder), []
+    for name in names:
+        file, note = folder / name, notes.get(name)
+        if file.exists() and (note is None or file.stat().st_mtime - 1 > note.time_s):
+            if name.endswith(".safetensors"):
+                raise UserError(
+                    f"{file}: is not as it was downloaded, and would be overwritten; move it away, or choose "
+                    "another --output-dir"
+                )
+            changed.append(name)
+    return changed
+
+
+def verify_digests(folder: Path) -> int:
+    """Compares files with the sha256 that the hub sent (the etag of large files); returns how many. Raises
+    UserError for a file that differs, which huggingface_hub would take for downloaded.
+    """
+    large = {
+        name: note.etag for name, note in _notes(folder).items() if re.fullmatch("[0-9a-f]{64}", note.etag)
+    }
+    for name, digest in large.items():
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise UserError(
+                    f"{folder / name}: differs from the file on the hub (another digest); remove it and "
+                    "download it again"
+                )
+    return len(large)
+
+
+_NOTES = ".cache/huggingface/download"
+
+
+class _Note(NamedTuple):
+    """The note that huggingface_hub writes about a file that it has downloaded."""
+
+    commit: str
+    etag: str
+    """On the hub: sha256 of a large file, git's SHA-1 of a small one."""
+    time_s: float
+    """When it was written, in seconds since 1970."""
+
+
+def _notes(folder: Path) -> dict[str, _Note]:
+    """Name -> note of the files directly in `folder`; anything that is not a note is left out."""
+    notes = {}
+    for path in sorted((folder / _NOTES).glob("*.metadata")):
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+        name = path.name.removesuffix(".metadata")
+        if len(lines) == 3 and re.fullmatch(r"\d+\.?\d*", lines[2]) and (folder / name).is_file():
+            notes[name] = _Note(lines[0], lines[1], float(lines[2]))
+    return notes

@@ -111,49 +111,20 @@ def _verified(path: Path) -> "Manifest":
 
 def _check_hub(repo: str) -> None:
     """Raises UserError, before anything is written, for an illegal repository name or without a token."""
-    hub_requests.check_environment()
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    with hub_requests.asked(f"--push-to-hub {repo}", "nothing was written"):
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    try:
         validate_repo_id(repo)
-        with hub_requests.asked():
-            HfApi().whoami()
-    except HFValidationError:
-        raise UserError(f"--push-to-hub {repo}: is not a repository id; give OWNER/NAME") from None
-    except Exception as error:
-        raise UserError(f"--push-to-hub {repo}: {_reason(error)}; nothing was written") from None
+        HfApi().whoami()
 
 
 def _push(folder: Path, repo: str, private: bool, step: int) -> str:
-    from huggingface_hub import HfApi
+    todo = f"the export is in {folder}, `hf upload {repo} {folder}` sends it"
+    with hub_requests.asked(f"--push-to-hub {repo}", todo):
+        from huggingface_hub import HfApi
 
-    try:
         api = HfApi()
-        with hub_requests.asked():  # keeps the visibility of an existing repository
-            api.create_repo(repo, private=private or None, exist_ok=True)
-        with hub_requests.asked(hub_requests.UPLOAD_WAIT_S):
-            return api.upload_folder(
-                repo_id=repo, folder_path=folder, commit_message=f"Weights of step {step}"
-            ).commit_url
-    except Exception as error:
-        raise UserError(
-            f"--push-to-hub {repo}: {_reason(error)}; the export is in {folder}, `hf upload {repo} {folder}` "
-            "sends it"
-        ) from None
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.LocalTokenNotFoundError):
-        return "there is no token; set HF_TOKEN or run `hf auth login`"
-    if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
-        status = error.response.status_code
-        if status == 401:
-            return "the hub does not accept the token; set another HF_TOKEN"
-        if status == 403:
-            return "the token may not write there; set one that may, or choose another repository"
-    return hub_requests.reason(error, "the hub does not take it")
+        api.create_repo(repo, private=private or None, exist_ok=True)  # an existing one keeps its visibility
+        message = f"Weights of step {step}"
+        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url

@@ -24,7 +24,7 @@ _COPY_BYTES = 2
 _GPUS_GB = (24, 48, 80)
 """Sizes of memory that many GPUs have. Of larger runs the number of GPUs with the last one is told."""
 _USABLE = 0.9
-"""Share of a GPU's memory that a plan may take, as in lptune/training/fit.py."""
+"""Share of a GPU's memory that a plan may take, as in lptune/plan/fit.py."""
 _HUB_ID = re.compile(r"^# {1,9}lptune download ([\w.-]{1,96}/[\w.-]{1,96})", re.MULTILINE)
 _NOTE = (
     "Number of weights; memory of the float32 weights, gradients and AdamW state over all GPUs; the GPUs of "

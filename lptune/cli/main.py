@@ -11,13 +11,10 @@ The exit code of a recipe (143: stopped by a signal) arrives as SystemExit and i
 Commands import torch inside their function, so that `--help` and `validate` answer at once.
 """
 
-import errno
-import functools
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import click
@@ -25,29 +22,46 @@ import click
 from lptune import __version__
 from lptune.base.errors import DivergedError, UserError, closest
 from lptune.base.text import with_addresses
-from lptune.cli.advise import advise
+from lptune.cli import tools
 from lptune.cli.cat import cat
 from lptune.cli.completion import completion, prepare
 from lptune.cli.cp import cp
 from lptune.cli.data import data
-from lptune.cli.diff import diff
-from lptune.cli.doctor import doctor
 from lptune.cli.download import download
 from lptune.cli.export import export
 from lptune.cli.keys import keys_command
 from lptune.cli.ls import ls
-from lptune.cli.migrate import migrate
 from lptune.cli.new_checkpoint import new_checkpoint
 from lptune.cli.plan import plan
-from lptune.cli.report import report
 from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
-from lptune.cli.sweep import sweep
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
 
 
+class _Commands(click.Group):
+    """The commands of the core, and those of the tools, which are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*self.commands, *tools.commands()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            lines = tools.commands()
+            # For a misspelt name all of them: click suggests the nearest of `commands`.
+            for name in lines.keys() & {cmd_name} or lines.keys() - self.commands.keys():
+                _add(tools.command(name), lines[name])
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Without importing a tool."""
+        here = {name: command.short_help or "" for name, command in self.commands.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted((tools.commands() | here).items()))
+
+
 @click.group(
+    cls=_Commands,
     invoke_without_command=True,
     epilog=with_addresses("Documentation: docs/README.md"),
     context_settings={"max_content_width": 110, "help_option_names": ["-h", "--help"]},
@@ -60,55 +74,36 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _in_a_folder(body: Callable[..., object]) -> Callable[..., object]:
-    """`body` behind a check that the current directory exists.
-
-    Without one no relative path can be made absolute, and MKL ends the process at the first matrix product.
-    """
-
-    @functools.wraps(body)
-    def checked(*arguments: object, **options: object) -> object:
-        try:
-            os.getcwd()
-        except OSError:
-            raise UserError("the current directory was removed; go to one that is there") from None
-        return body(*arguments, **options)
-
-    return checked
-
-
 _COMMANDS = {
-    advise: "Which precision.kind is fastest on this device",
     cat: "Print a recipe or a config",
     completion: "Print the script that completes words by Tab",
     cp: "Copy a recipe or a config, to change it",
     data: "Show packed rows as the model will see them",
-    diff: "Compare two runs or two configs",
-    doctor: "Look at this machine, and recommend a kind",
     download: "Download a checkpoint from the Hugging Face hub",
     export: "Make a Hugging Face folder of a checkpoint",
     keys_command: "List keys, their defaults and their meaning",
     ls: "List recipes and configs, with sizes",
-    migrate: "Turn a config of another trainer into one of lptune",
     new_checkpoint: "Write a checkpoint with random weights, for trials",
     plan: "Memory, collectives and disk of a run, without a GPU",
-    report: "Draw runs in one HTML file",
     run: "Run a recipe with a config",
-    sweep: "Run a recipe for each combination of values",
     validate: "Check a config without running it",
     verify: "Check a checkpoint, a Hugging Face folder or a run",
 }
-"""The commands, each with its line in the list of all."""
-for command, short_help in _COMMANDS.items():
-    command.short_help = short_help
+"""The commands of the core, each with its line in the list of all."""
+
+
+def _add(command: click.Command, line: str) -> None:
+    """Makes `command` one of `lptune`, described by `line` in the list of all."""
+    command.short_help = line
     command.help = with_addresses(command.help or "")
     cli.add_command(command)
-    if command not in (ls, cat, completion, cp, keys_command):  # these need no current directory
-        assert command.callback is not None
-        command.callback = _in_a_folder(command.callback)
     for option in command.params:
         if isinstance(option, click.Option) and option.help:
             option.help = with_addresses(option.help)
+
+
+for _command, _line in _COMMANDS.items():
+    _add(_command, _line)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -127,11 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         fail(error.format_message())
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            traceback.print_exc()
-            sys.exit(1)
-        fail(f"{error.filename or ''!s:.60}…: is longer than a name can be; give a shorter one")
     except Exception:
         traceback.print_exc()
         sys.exit(1)

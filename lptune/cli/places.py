@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from lptune.base.errors import UserError
-from lptune.base.files import is_mount_point, kind_of
+from lptune.base.files import kind_of
 
 
 def check_new_folder(dest: Path) -> None:
@@ -21,11 +21,6 @@ def check_new_folder(dest: Path) -> None:
             if above.name == ".." and not above.parent.is_dir():
                 raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
         check_above(dest)
-        if is_mount_point(dest):
-            raise UserError(
-                f"{dest}: is a mount point, which no folder can replace; name a folder in it, "
-                f"as in {dest / 'my-model'}"
-            )
     except OSError as error:
         raise UserError(f"{dest}: cannot be read ({error.strerror}); choose another DEST") from None
     check_outside_checkpoints(dest)

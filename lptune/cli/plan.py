@@ -68,8 +68,8 @@ def plan(
     with progress.in_place("loading torch ..."):
         step = recipe.planned_step(recipe_path, cfg)
         from lptune.checkpoint.disk import disk_report
-        from lptune.training.dry_run import dry_run
-        from lptune.training.fit import fits, remedies, verdict
+        from lptune.plan.dry_run import dry_run
+        from lptune.plan.fit import fits, remedies, verdict
 
     if step is None:
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import lptune.config
 from lptune.base.errors import UnknownKeyError, UserError
 from lptune.base.files import MEBI, read_text
-from lptune.cli import catalog, import_path
+from lptune.cli import catalog, tools
 
 if TYPE_CHECKING:
     from lptune.training import PlannedStep
@@ -58,9 +58,8 @@ def load(path: Path, config: Path, overrides: Sequence[str]) -> Any:
     try:
         return lptune.config.load_config(config_class(path), config, overrides)
     except UnknownKeyError as error:
-        from lptune import migrate  # slow to import
-
-        if error.where == str(config) and (tool := migrate.tool_of(config)):
+        migrate = tools.module("migrate.reading") if error.where == str(config) else None
+        if migrate is not None and (tool := migrate.tool_of(config)):
             raise UserError(
                 f"{config}: is a config of {tool}; `lptune migrate {config} --output my.yaml` makes one of "
                 "lptune"
@@ -114,7 +113,8 @@ def _load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: is not a Python file; a recipe ends in .py")
-    import_path.add(str(path.resolve().parent))
+    if (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(beside)  # last: its modules hide none of Python's
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and typing look a class's module up there
     # The modules that a recipe imports, torch above all, live to the end. Collecting garbage among them again

@@ -4,16 +4,10 @@ If a terminal is closed, `| head` ends, or the disk of `> log` is full, each pri
 middle of a step or a save. In a run such a print is dropped, and the first dropped print of a stream is
 reported on the other stream. A command that only prints fails with OutputLostError instead, and so does a
 chat, whose answers exist nowhere else (`must_be_written`).
-
-A closed descriptor below 3 (`>&-`) is opened on /dev/null. Otherwise the next file, perhaps a checkpoint,
-would get its number, and text that a C++ library prints would be written into that file. What a run prints
-there is dropped without a note; a command that only prints fails as with any other stream that is lost.
 """
 
 import contextlib
-import errno
 import io
-import os
 import select
 import sys
 from collections.abc import Callable
@@ -35,15 +29,7 @@ def guard(ends_command: bool, escape: Callable[[str], str] = str) -> None:
     ends_command: the first failing write to stdout raises OutputLostError. escape: applied to each text for
     stdout.
     """
-    closed = set[int]()
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            closed.add(descriptor)
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
-    stdout = _Output(1, "stdout", ends_command, is_closed=ends_command and 1 in closed)
-    sys.stdout = _stream(sys.stdout, stdout, escape)
+    sys.stdout = _stream(sys.stdout, _Output(1, "stdout", ends_command), escape)
     sys.stderr = _stream(sys.stderr, _Output(2, "stderr", ends_command), str)
 
 
@@ -76,24 +62,18 @@ class _Text(io.TextIOWrapper):
 
 
 class _Output(io.FileIO):
-    """A descriptor whose writes do not fail in a run: it passes on what it can and drops the rest.
+    """A descriptor whose writes do not fail in a run: it passes on what it can and drops the rest."""
 
-    is_closed: the command got the descriptor closed, so each write fails.
-    """
-
-    def __init__(self, descriptor: int, name: str, ends_command: bool, is_closed: bool = False) -> None:
+    def __init__(self, descriptor: int, name: str, ends_command: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.name = f"<{name}>"
         self._label, self.ends_command, self.is_lost = name, ends_command, False
-        self._is_closed = is_closed
 
     def write(self, data: Any, /) -> int:
         """Writes all of `data`, even if the descriptor takes a part at a time, or nothing for a while."""
         view = memoryview(data).cast("B")
         written = 0
         try:
-            if self._is_closed:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while written < len(view):
                 count = super().write(view[written:])
                 if count is None:  # another program has made the terminal non-blocking

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from lptune.base.errors import UserError
-from lptune.cli import hub
+from lptune.cli.download import verify_digests
 from lptune.cli.path_argument import PathArgument
 
 
@@ -83,7 +83,7 @@ def _verify_hf(folder: Path) -> str:
     index = models.read_index(folder)
     model = models.build_on_meta(hf.read_config(index, click.echo))
     adapter.match_tensors(model, index)
-    num_exported, num_hashed = verify_sums(folder), hub.verify_digests(folder)
+    num_exported, num_hashed = verify_sums(folder), verify_digests(folder)
     for name, tensor in hf.iter_tensors(index):
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
         if num_bad:

@@ -1,19 +1,17 @@
 """What a config may read from the environment. The environment also holds tokens and passwords.
 
-Three forms are allowed: `${key}`, another key; `${oc.env:NAME}`, with or without a default; and
-`${oc.decode:${oc.env:NAME}}`. The name of a resolver must be written out, since `${oc.${key}:NAME}` would
-read the environment without a trace in the text.
+Two forms are allowed: `${key}`, another key; and `${oc.env:NAME}`, with or without a default. The name of
+a resolver must be written out: `${oc.${key}:NAME}` would read the environment without a trace in the text.
 
 A list names the keys whose value a variable may decide, directly or through another key, so that a new key is
 not among them: places, numbers and choices. Any other text ends up in what is trained, exported or logged:
-the pattern of a layer is a note in the precision plan and in the model card. A variable decides one value,
-never a list or a section, since a section would bring keys of its own. The value of a variable is never
-written to a file or into an error: there, `${…}` stays as the config has it (load.py).
+the pattern of a layer is a note in the precision plan and in the model card. The value of a variable is never
+written to a file or, as it is, into an error: there, `${…}` stays as the config has it (load.py).
 """
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from lptune.base.errors import UserError
@@ -22,13 +20,10 @@ _KEY, _READ = "\0", "\1"  # stand for allowed parts; no \w, so that no name can 
 _ALLOWED = (
     (re.compile(r"\$\{\s*[\w.\[\]\-]+\s*\}"), _KEY),
     (re.compile(r"\$\{\s*oc\.env\s*:\s*\w+\s*(?:,[^${}]*)?\}"), _READ),
-    # oc.decode resolves the `${…}` in a value, so it may be given a variable and nothing else.
-    (re.compile(rf"\$\{{\s*oc\.decode\s*:\s*{_READ}\s*\}}"), _READ),
 )
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _LEAST = 4  # characters: a shorter value is no secret, and its letters are in every message
 _VARIABLE = re.compile(r"oc\.env\s*:\s*(\w+)")
-_DECODED = re.compile(r"oc\.decode\s*:\s*\$\{\s*oc\.env\s*:\s*(\w+)")  # and resolved, where it holds a ${…}
 
 _PLACES = {
     "model.path",
@@ -55,7 +50,7 @@ value is refused."""
 
 
 def check_interpolations(raw: Mapping[str, Any], sections: Collection[str]) -> None:
-    """Raises UserError, which begins with the key, for a `${…}` that is not one of the three forms.
+    """Raises UserError, which begins with the key, for a `${…}` that is not one of the two forms.
 
     raw: the config, unresolved. sections: names of its sections.
     """
@@ -66,12 +61,9 @@ def check_interpolations(raw: Mapping[str, Any], sections: Collection[str]) -> N
             raise UserError(f"{key}: is ${{…}} in a config that reads the environment; write its keys out")
         if "${" in text:
             raise UserError(
-                f"{key}: {value!r:.100}: a ${{…}} may be another key, oc.env:NAME or "
-                "oc.decode:${oc.env:NAME}, with these names written out"
+                f"{key}: {value!r:.100}: a ${{…}} may be another key or oc.env:NAME, with these names "
+                "written out"
             )
-        for name in _DECODED.findall(_ESCAPED.sub("", value)):
-            if "${" in os.environ.get(name, ""):
-                raise UserError(f"{key}: the variable {name} holds a ${{…}} itself; set it to a value")
 
 
 def marked(raw: Any) -> Any:
@@ -88,38 +80,18 @@ def marked(raw: Any) -> Any:
     return _READ + "".join(_ALLOWED[0][0].findall(_ESCAPED.sub("", raw)))
 
 
-def check_reads(marks: Any, values: Any, may_read: Callable[[str], bool]) -> list[str]:
-    """The texts and numbers that the environment decides, wholly or in part, as they are printed.
+def check_reads(marks: Any, may_read: Callable[[str], bool]) -> None:
+    """Raises UserError, which begins with the key, where a key may not read the environment.
 
-    Raises UserError, which begins with the key and shows no value, where a key may not read the environment,
-    or reads a list or a section from it. marks: the result of `marked`, resolved; values: the config,
-    resolved. may_read: called with a dotted key.
+    marks: the result of `marked`, resolved. may_read: called with a dotted key; an item of a list has that of
+    the list.
     """
-    read = []
-    for key, value in _read(marks, values, ""):
-        if not may_read(key):
+    for name, text in _texts(marks, ""):
+        if _READ in text and not may_read(name):
             raise UserError(
-                f"{key}: reads the environment, itself or through another key, which only places, numbers "
+                f"{name}: reads the environment, itself or through another key, which only places, numbers "
                 "and choices may; write the value out"
             )
-        if isinstance(value, (list, Mapping)):
-            raise UserError(
-                f"{key}: the environment gives a list or a section, and may give one value; write it out"
-            )
-        read += [] if isinstance(value, bool) else [str(value)]
-    return read
-
-
-def _read(marks: Any, values: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(key, value) of each value that has a mark; an item of a list has the key of the list."""
-    if isinstance(marks, Mapping):
-        for name, item in marks.items():
-            yield from _read(item, values[name], f"{key}.{name}" if key else str(name))
-    elif isinstance(marks, list):
-        for item, value in zip(marks, values, strict=True):
-            yield from _read(item, value, key)
-    elif isinstance(marks, str) and _READ in marks:
-        yield key, values
 
 
 def reads_environment(raw: Any) -> bool:
@@ -127,12 +99,10 @@ def reads_environment(raw: Any) -> bool:
     return "oc.env" in str(raw)
 
 
-def masked(message: str, raw: Any, read: Sequence[str] = ()) -> str:
-    """`message` without values of the environment: `${oc.env:NAME}` replaces the value of each variable that
-    `raw` names, and `${oc.env}` replaces each of `read`, the texts and numbers that oc.decode made.
-    """
-    hidden = [(os.environ.get(name, ""), f"${{oc.env:{name}}}") for name in _VARIABLE.findall(str(raw))]
-    for value, mask in [*hidden, *((text, "${oc.env}") for text in read)]:
+def masked(message: str, raw: Any) -> str:
+    """`message` with `${oc.env:NAME}` in place of the value of each variable that `raw` names."""
+    for name in _VARIABLE.findall(str(raw)):
+        value, mask = os.environ.get(name, ""), f"${{oc.env:{name}}}"
         if len(value) < _LEAST:
             continue
         for written in {value, repr(value)[1:-1]}:

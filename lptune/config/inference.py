@@ -180,10 +180,9 @@ class HarnessConfig:
     tasks: tuple[str, ...] = ()
     """Names of tasks, groups or tags (`hellaswag`, `mmlu`). Not given: no task is run."""
     task_folder: str | None = None
-    """Folder of further tasks: YAML files, also in its folders. They may not name code, see run_task_code."""
+    """Folder of further tasks: YAML files, also in its folders. They can run code, see run_task_code."""
     run_task_code: bool = False
-    """Lets tasks run code that is not part of lm_eval: metrics of the hub, and what the files of task_folder
-    name (functions, classes, unrestricted templates). Trust such a folder like a program."""
+    """Must be true with a task_folder: its files can name functions and classes. Trust it like a program."""
     num_fewshot: int | None = None
     """Number of examples before each question. Not given: that of the task, else 0. A task that sets 0 keeps
     it."""

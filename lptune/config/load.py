@@ -58,22 +58,18 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         check_interpolations(raw, {key.rpartition(".")[0] for key in key_paths(cls)})
     except UserError as error:
         raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
-    marks, read = None, []
     try:
         marks = _resolved(marked(raw)) if reads_environment(raw) else None
         resolved = _resolved(raw)
     except OmegaConfBaseException as error:
-        line = _first_line(error)
-        if marks is not None and not line.startswith("Environment variable"):
-            line = "oc.decode cannot read the value of the variable"  # and would quote it
-        message = f"{error.full_key}: {line}"
+        message = f"{error.full_key}: {_first_line(error)}"
         raise UserError(f"{_blame(message, path, overrides)}: {masked(message, raw)}") from None
     try:
-        read = check_reads(marks, resolved, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
+        check_reads(marks, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
         cfg = _build(cls, resolved, "")
     except UserError as error:
         blamed = _blame(str(error), path, overrides)
-        raise UserError(f"{blamed}: {masked(str(error), raw, read)}") from None
+        raise UserError(f"{blamed}: {masked(str(error), raw)}") from None
     object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
     return cfg
 

@@ -1,7 +1,6 @@
 """Whether a run would write over its own input, its config or its recipe."""
 
 import dataclasses
-import fnmatch
 import glob
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lptune.base.errors import UserError
-from lptune.base.files import TEMPORARY, is_within
+from lptune.base.files import TEMPORARY
 
 RUN_FILES = (
     ".lock",
@@ -26,18 +25,6 @@ RUN_FILES = (
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
 """Names that a run writes in OUTPUT_DIR."""
 
-_WRITTEN_AS_DATA = (
-    "metrics.jsonl",
-    "precision_plan.json",
-    "shadow.jsonl",
-    "run.json",
-    "samples.jsonl",
-    "export.json",
-    "checkpoints/step-00000001/state.json",
-    "checkpoints/step-00000001/manifest.json",
-    "export/config.json",
-)
-"""Files of a run with suffixes that `data.source` reads."""
 _PATHS = ("model.path", "teacher.path", "logits.folder", "data.source", "data.eval_source")
 
 
@@ -51,7 +38,7 @@ def check_inputs_stay(cfg: Any) -> None:
     sections = [name for name in ("model", "teacher", "logits", "data") if hasattr(cfg, name)]
     for section in sections:
         for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
-            for path in [*_paths(key, value), *_paths_to_come(key, value, output_dir)]:
+            for path in _paths(key, value):
                 if _is_written(path, output_dir):
                     if key == "data.cache":
                         raise UserError(
@@ -86,9 +73,7 @@ def _is_written(path: Path, output_dir: Path) -> bool:
         below = _below(path, output_dir)
         if below is not None and (not below or below[0] in names or below[0].startswith(TEMPORARY)):
             return True
-    # The same file may also lie elsewhere: through a hard link, or another mount.
-    places = [*(output_dir / name for name in names), *output_dir.glob(f"{TEMPORARY}*")]
-    return any(is_within(path, place) for place in places)
+    return False
 
 
 def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
@@ -127,29 +112,3 @@ def _paths(key: str, text: str) -> list[Path]:
         if key in _PATHS or not set("\n{") & set(text):
             return [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []
-
-
-def _paths_to_come(key: str, text: str, output_dir: Path) -> list[Path]:
-    """Files that the run will write and that the pattern `text` would match afterwards."""
-    if key not in ("data.source", "data.eval_source") or not glob.has_magic(text):
-        return []
-    with suppress(OSError, ValueError, RuntimeError):
-        parts = Path(text).expanduser().absolute().parts
-        num_plain = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-        above, folder = Path(*parts[:num_plain]).resolve(), output_dir.resolve()
-        if folder == above or above in folder.parents:
-            written = [folder / name for name in _WRITTEN_AS_DATA]
-            return [path for path in written if _fits(parts[num_plain:], path.relative_to(above).parts)]
-    return []
-
-
-def _fits(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    """Whether glob.glob finds the path `names` by `pattern`, where `**` stands for any number of folders."""
-    if not pattern or not names:
-        return not names and all(part == "**" for part in pattern)
-    first = pattern[0]
-    if names[0].startswith(".") and not first.startswith("."):
-        return False
-    if first == "**":
-        return _fits(pattern[1:], names) or _fits(pattern, names[1:])
-    return fnmatch.fnmatchcase(names[0], first) and _fits(pattern[1:], names[1:])

@@ -18,16 +18,16 @@ import mmap
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lptune.base.errors import UserError, remedy
-from lptune.base.files import Lock, fsync_path, parse_json, write_bytes
+from lptune.base.files import Lock, fsync_path, kind_of, open_regular, parse_json, write_bytes
 from lptune.data.documents import Documents, concatenated
 
 FORMAT = 1
@@ -185,7 +185,8 @@ class _Writer:
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self._files = {}
         for name in _DTYPES:
-            self._files[name] = _create(folder / f"{name}.bin")
+            descriptor = os.open(folder / f"{name}.bin", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._files[name] = os.fdopen(descriptor, "wb")
             files.callback(_close, self._files[name])
         self._sums = {name: hashlib.sha256() for name in _DTYPES}
         self._lengths = dict.fromkeys(_DTYPES, 0)
@@ -221,27 +222,23 @@ class _Writer:
 @_own_files()
 def _open(folder: Path, key: str) -> Stored | None:
     """The entry, mapped, after a comparison with its manifest; None if it does not exist."""
-    try:
-        entry = os.open(folder / key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    entry = folder / key
+    if not (found := kind_of(entry)):
         return None
-    except OSError as error:
-        raise _damage(error) from None
-    try:
-        manifest = _read_manifest(entry, key)
-        arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
-        with suppress(OSError):
-            os.utime(entry)  # the time of its last use, for cleaning up
-    finally:
-        os.close(entry)
+    if found != "a folder":
+        raise _DamagedError(f"it is {found}")
+    manifest = _read_manifest(entry, key)
+    arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
+    with suppress(OSError):
+        os.utime(entry)  # the time of its last use, for cleaning up
     arrays["answers_N2"] = arrays["answers_N2"].reshape(-1, 2)
     size = sum(array.nbytes for array in arrays.values())
-    note = f"documents cached in {folder / key} ({size / 1e6:,.0f} MB); see data.cache"
+    note = f"documents cached in {entry} ({size / 1e6:,.0f} MB); see data.cache"
     return Stored(Documents(**arrays), manifest["facts"], [note])
 
 
-def _read_manifest(entry: int, key: str) -> dict[str, Any]:
-    with _open_file(entry, _MANIFEST) as file:
+def _read_manifest(entry: Path, key: str) -> dict[str, Any]:
+    with _open_file(entry / _MANIFEST) as file:
         content = file.read(_MAX_MANIFEST_BYTES + 1)
     try:
         manifest = parse_json(content[:_MAX_MANIFEST_BYTES])
@@ -254,9 +251,9 @@ def _read_manifest(entry: int, key: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _mapped(entry: Path, name: str, expected: dict[str, Any]) -> np.ndarray[Any, Any]:
     """The array in the file `name`, mapped: read-only, and read from disk when it is accessed."""
-    with _open_file(entry, f"{name}.bin") as file:
+    with _open_file(entry / f"{name}.bin") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != expected.get("num_bytes"):
             raise _DamagedError(f"{name}.bin has {num_bytes:,} bytes")
@@ -267,23 +264,13 @@ def _mapped(entry: int, name: str, expected: dict[str, Any]) -> np.ndarray[Any, 
     return np.frombuffer(mapped, dtype=_DTYPES[name])
 
 
-def _open_file(entry: int, name: str) -> Any:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # open() would wait for a pipe
+def _open_file(path: Path) -> BufferedReader:
     try:
-        file = os.fdopen(os.open(name, flags, dir_fd=entry), "rb")
-    except OSError as error:
-        raise _damage(error, f"{name}: ") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise _DamagedError(f"{name}: is not a regular file")
-    return file
-
-
-def _damage(error: OSError, where: str = "") -> Exception:
-    """_DamagedError for a missing file or one of another type; else `error` itself: the entry may be good."""
-    if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
-        return _DamagedError(f"{where}{error.strerror}")
-    return error
+        return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
+    except FileNotFoundError as error:
+        raise _DamagedError(f"{path.name}: {error.strerror}") from None
+    except UserError:
+        raise _DamagedError(f"{path.name}: is not a regular file") from None
 
 
 @_own_files()
@@ -310,11 +297,6 @@ def _remove_partials(folder: Path, held_key: str | None) -> None:
         with suppress(OSError, UserError), Lock(folder / f"{key}.lock", os.O_RDWR) as lock:
             if not lock.why_not:
                 shutil.rmtree(partial, ignore_errors=True)
-
-
-def _create(path: Path) -> Any:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
 def _close(file: Any) -> None:

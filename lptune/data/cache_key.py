@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from datetime import date, time
 from decimal import Decimal
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import tokenizers
 
 from lptune.config import DataConfig, data_files
@@ -109,7 +109,7 @@ def cache_key(
     parts = {
         "format": FORMAT,
         "code": _code(),
-        "versions": [tokenizers.__version__, jinja2.__version__],
+        "versions": [tokenizers.__version__, version("jinja2"), version("transformers")],
         "content": content.digest,
         "settings": settings,  # with the name of the source, which report and errors show
         "reading": reading,

@@ -257,17 +257,15 @@ def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
 
 
 def _read_hub(source: str, split: str) -> Iterator[Row]:
-    hub_requests.check_environment()
+    name, _, config = source.partition(":")
     try:
         import datasets
+
+        table = datasets.load_dataset(name, config or None, split=split)
     except ImportError:
         raise UserError(
             f"{source}: no such file; a hub id needs the package datasets; {how_to_install('datasets')}"
         ) from None
-    name, _, config = source.partition(":")
-    try:
-        with hub_requests.session():
-            table = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets raises many types, also for the network
         raise UserError(
             f"{source}: cannot load split {split!r} from the hub: {hub_requests.first_line(error)}; check "

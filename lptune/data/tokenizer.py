@@ -1,17 +1,21 @@
 """The tokenizer of a checkpoint folder: text <-> ids, its special tokens and its chat templates.
 
-`tokenizers.Tokenizer` does the work, in Rust and on all cores. This module reads the files of the folder as
-transformers does (which class rebuilds what, which tokens are special, which template counts), so that ids
-equal those of AutoTokenizer.
+`tokenizers.Tokenizer` does the work, in Rust and on all cores. AutoTokenizer of transformers makes it of the
+folder: some classes rebuild parts of tokenizer.json, so the file alone may give other ids.
+AutoTokenizer works in another process (hf.py). It sees five files of the folder, which were read here before,
+and no code of the checkpoint.
 
 The encodings of `encode_batch` map characters to tokens. Offsets of a token include its leading space
 (`trim_offsets` is switched off), so a span of text is exactly the tokens that hold one of its characters.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +25,23 @@ import tokenizers
 
 from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
-from lptune.data import rust
+from lptune.data import hf
 from lptune.data.alphabet import Alphabet, alphabet_of
-from lptune.data.special_tokens import NAMED, SpecialTokens, special_tokens
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
-from lptune.data.tokenizer_classes import CLASSES, TokenizerClass, loading_class, refusal, untrim_offsets
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+"""All that AutoTokenizer gets to see."""
 _MAX_JSON_CHARS = 256 * MEBI
 """Largest tokenizer.json in characters; that of a vocabulary of 262,144 has 33 MB."""
+_MAX_CPU_S = 120.0
+_MAX_MEMORY = 4096 * MEBI
+_MAX_GROWTH = 64
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 """Suffixes of a file that data.chat_template may name."""
 
@@ -80,7 +93,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; with `add_special` also those that the tokenizer puts around every text."""
         self._refuse_infilling([text])
-        with rust.errors_of(self.folder):
+        with _errors_of(self.folder):
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
         return ids
 
@@ -94,7 +107,7 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         self._refuse_infilling(texts)
         encode = self.backend.encode_batch if offsets else self.backend.encode_batch_fast
-        with rust.errors_of(self.folder):  # such as an unknown token that is not in the vocabulary
+        with _errors_of(self.folder):  # such as an unknown token that is not in the vocabulary
             encodings: list[tokenizers.Encoding] = encode(list(texts), add_special_tokens=add_special)
         return encodings
 
@@ -163,35 +176,20 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     broken file.
     """
     folder = Path(folder)
-    spec, is_byte_level = _read_spec(folder)
-    config = _read_json(folder / "tokenizer_config.json")
-    _check_types(folder / "tokenizer_config.json", config)
-    model_config = _read_json(folder / "config.json")
-    name = loading_class(is_byte_level, config, model_config)
-    reason = refusal(name, spec, config)
-    if reason is not None:
-        raise UserError(f"{folder / 'tokenizer_config.json'}: {reason}")
-    kind = CLASSES[name]
-    tokens = _read_special_tokens(folder, spec, config, kind)
-    if kind.rebuild is not None:
-        kind.rebuild(spec, config)
-    untrim_offsets(spec.get("post_processor"))
-    untrim_offsets(spec.get("pre_tokenizer"))
-    spec["truncation"] = spec["padding"] = None
-    rust.check_growth(spec, folder)
-    special = tokens.texts
-    with rust.errors_of(folder):
+    files = _read_files(folder)
+    facts, spec = _loaded(folder, files)
+    _untrim_offsets(spec.get("post_processor"))
+    _untrim_offsets(spec.get("pre_tokenizer"))
+    _check_growth(spec, folder)
+    special: dict[str, str] = facts["special_tokens"]
+    with _errors_of(folder):
         backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        tokens.register(backend, kind.resets_flags)
-        if kind.writes_bos:
-            backend.post_processor = _bos_before(special.get("bos_token"), backend)
-
     ids = {key: backend.token_to_id(text) for key, text in special.items()}
     eos_id = ids.get("eos_token")
     if eos_id is None:
-        eos_id = _configured_eos(folder, model_config)
+        eos_id = _configured_eos(folder, files["config.json"])
     pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
-    with rust.errors_of(folder):
+    with _errors_of(folder):
         prefix, suffix = _surroundings(backend)
         continuation = _continuation(backend, special)
     special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -199,9 +197,9 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
         alphabet=alphabet_of(spec, special_texts),
-        continuation=continuation, infill_token=kind.infill_token,
+        continuation=continuation, infill_token=facts["infill_token"],
     )  # fmt: skip
-    where, sources = _own_templates(folder, config)
+    where, sources = _own_templates(folder, files["tokenizer_config.json"])
     if chat_template is not None:
         return tokenizer.with_chat_template(chat_template, date=date)
     if not sources:
@@ -210,8 +208,8 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     return dataclasses.replace(tokenizer, template=template)
 
 
-def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
-    """tokenizer.json, and whether it contains the word "ByteLevel", which decides about the class."""
+def _read_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """The content of each of _FILES; empty for one that is missing."""
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; model.path names a Hugging Face checkpoint folder")
@@ -224,12 +222,36 @@ def _read_spec(folder: Path) -> tuple[dict[str, Any], bool]:
             f"{path}: not found, "
             f"{found if others else 'and no other tokenizer file; copy it from the original checkpoint'}"
         )
-    spec = _read_json(path)
-    if not isinstance(spec.get("model"), dict):
+    files = {name: _read_json(folder / name) for name in _FILES}
+    if not isinstance(files["tokenizer.json"].get("model"), dict):
         raise UserError(
             f"{path}: not a tokenizer file: it has no `model` section; copy it again from the checkpoint"
         )
-    return spec, '"ByteLevel"' in read_text(path, _MAX_JSON_CHARS)
+    return files
+
+
+def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What AutoTokenizer makes of a folder: facts of hf_process.py, and a tokenizer.json that says it all."""
+    with tempfile.TemporaryDirectory(prefix="lptune-") as place:
+        for name in files:
+            if files[name]:
+                (Path(place) / name).symlink_to((folder / name).resolve())
+        try:
+            answer = hf.ask("load", cpu_s=_MAX_CPU_S, memory=_MAX_MEMORY, folder=place)
+            reason = answer.facts.get("message", "").replace(place, str(folder))
+        except hf.EndedError as error:
+            reason = str(error)
+    if reason:
+        raise UserError(
+            f"{folder}: AutoTokenizer of transformers cannot load tokenizer.json and the files beside it: "
+            f"{' '.join(reason.split()):.300}; copy them again from the checkpoint"
+        )
+    if answer.facts["splits_special"]:
+        raise UserError(
+            f"{folder / 'tokenizer_config.json'}: split_special_tokens: special tokens in text are not split "
+            "here; remove the key"
+        )
+    return answer.facts, json.loads(answer.bodies[0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -249,44 +271,57 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_types(path: Path, config: dict[str, Any]) -> None:
-    """Raises UserError for a value of tokenizer_config.json with a wrong type, among those read here."""
-    expected = {
-        "tokenizer_class": (str,), "chat_template": (str, list), "added_tokens_decoder": (dict,),
-        "additional_special_tokens": (list, dict), "extra_special_tokens": (list, dict),
-    } | dict.fromkeys(NAMED, (str, dict))  # fmt: skip
-    names = {str: "text", list: "a list", dict: "an object"}
-    for key, kinds in expected.items():
-        value = config.get(key)
-        if value and not isinstance(value, kinds):
-            wanted = " or ".join(names[kind] for kind in kinds)
-            raise UserError(f"{path}: {key}: expected {wanted}, found {value!r}; copy it again")
-    for number in config.get("added_tokens_decoder") or {}:
-        if not number.isdecimal():
-            raise UserError(f"{path}: added_tokens_decoder: expected ids as keys, found {number!r}")
-
-
-def _read_special_tokens(
-    folder: Path, spec: dict[str, Any], config: dict[str, Any], kind: TokenizerClass
-) -> SpecialTokens:
-    files = {name: _read_json(folder / name) for name in ("special_tokens_map.json", "added_tokens.json")}
+@contextlib.contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """Turns errors of `tokenizers` over a bad tokenizer.json into a UserError."""
     try:
-        return special_tokens(spec, {"tokenizer_config.json": config, **files}, kind)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        yield
+    except BaseException as error:
+        # The Rust side raises bare Exception, or panics: a BaseException whose class cannot be imported.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        # The place in the message refers to our own rendering of the file, so it is dropped.
+        reason = re.sub(r" at line \d+ column \d+$", "", str(error))
         raise UserError(
-            f"{folder}: the special tokens of tokenizer.json, tokenizer_config.json or "
-            f"special_tokens_map.json cannot be read: {error}; copy the files again from the checkpoint"
+            f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can use: {reason}; copy it "
+            "again from the checkpoint"
         ) from None
 
 
-def _bos_before(bos: str | None, backend: tokenizers.Tokenizer) -> tokenizers.processors.PostProcessor:
-    """A post-processor that puts `bos` before every text."""
-    if bos is None:
-        return tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B")
-    special = [(bos, backend.token_to_id(bos))]
-    return tokenizers.processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special
-    )
+def _check_growth(spec: dict[str, Any], folder: Path) -> None:
+    """Raises UserError if replacements, one after the other, can make more than 64 characters of one."""
+    for key in ("normalizer", "decoder"):
+        growth = 1.0
+        for part in _parts(spec.get(key)):
+            if part["type"] == "Replace":
+                length = len(part["pattern"].get("String", "x"))  # a regex matches at least one
+                growth *= max(1.0, len(part["content"]) / max(length, 1))
+        if growth > _MAX_GROWTH:
+            raise UserError(
+                f"{folder / 'tokenizer.json'}: {key}: its replacements make {growth:,.0f} characters of one; "
+                "that is not a tokenizer, copy it again from the checkpoint"
+            )
+
+
+def _parts(value: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if value is not None:
+        yield value
+        for part in (*value.get("normalizers", ()), *value.get("decoders", ())):
+            yield from _parts(part)
+
+
+def _untrim_offsets(node: Any) -> None:
+    """Switches `trim_offsets` off everywhere in `node`. Ids stay the same, and the offsets of a token then
+    include its space.
+    """
+    if isinstance(node, dict):
+        if "trim_offsets" in node:
+            node["trim_offsets"] = False
+        for child in node.values():
+            _untrim_offsets(child)
+    elif isinstance(node, list):
+        for child in node:
+            _untrim_offsets(child)
 
 
 def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
@@ -332,14 +367,15 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str,
     where, value = str(folder / "tokenizer_config.json"), config.get("chat_template")
     if isinstance(value, str):
         return where, {"default": value}
-    if isinstance(value, list):
+    if value:
         both = ("name", "template")
-        if not all(isinstance(t, dict) and all(isinstance(t.get(key), str) for key in both) for t in value):
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(t, dict) and all(isinstance(t.get(key), str) for key in both) for t in items):
             raise UserError(
-                f"{where}: chat_template: expected a list of {{name: …, template: …}}, found {value!r:.60}; "
-                "set data.chat_template"
+                f"{where}: chat_template: expected text or a list of {{name: …, template: …}}, found "
+                f"{value!r:.60}; set data.chat_template"
             )
-        named = {t["name"]: t["template"] for t in value}
+        named = {t["name"]: t["template"] for t in items}
         _check_default(where, named)
         return where, named
     return where, {}

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 from lptune.data.errors import RowError
 from lptune.data.messages import REASONING_KEYS
-from lptune.data.templates import ChatTemplate, Rendered
+from lptune.data.templates import ChatTemplate, Part, Rendered
 
 # Two contents with different first and last characters, which no template treats specially.
 _PROBES = ("qzx assistant probe zxq", "vjk assistant probe kjv")
+_MAX_PARTS = 16
+"""Beginnings of a conversation that one question asks for: of longer ones, their own time is what counts."""
 _ASK_FOR_MARKS = (
     "put {% generation %} … {% endgeneration %} around the assistant's text in data.chat_template"
 )
@@ -53,6 +55,7 @@ class TurnFinder:
         self.template = template
         self._closings: dict[str, _Closing | None] = {}
         self._prompts: dict[str, str | None] = {}
+        self._beginnings: dict[Part, str] = {}
 
     def find(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -60,8 +63,9 @@ class TurnFinder:
         """Renders `messages` and finds the spans of the assistant. Raises RowError if they cannot be found
         exactly.
         """
-        whole = self.template.render(messages, tools)
-        if self.template.has_marks(tools):
+        has_marks = self.template.has_marks(tools)
+        whole = self._render_first(messages, tools, has_marks)
+        if has_marks:
             marks = [mark for mark in _marks_to_learn(whole.marks, messages) if mark[0] < mark[1]]
             prompt = self._generation_prompt(tools) or ""
             follow = [bool(prompt) and whole.text.endswith(prompt, 0, start) for start, _ in marks]
@@ -81,6 +85,25 @@ class TurnFinder:
             num_rewritten += rewritten
         return Turns(whole.text, spans, num_rewritten, follow, self._is_closed(whole.text, spans, tools))
 
+    def _render_first(self, messages: Sequence[Mapping[str, Any]], tools: Any, has_marks: bool) -> Rendered:
+        """The whole conversation; keeps the beginnings that most templates need, rendered in one question."""
+        last = len(messages)
+        parts = [(last, False)]
+        for i in range(last) if not has_marks else ():
+            if _is_learned(messages[i]) and len(parts) < _MAX_PARTS:
+                parts += [(i, True), (i + 1, False)] if i + 1 < last else [(i, True)]
+        parts = [part for part in parts if part[0]]
+        rendered = self.template.render_parts(messages, tools, parts)
+        self._beginnings = {part: each.text for part, each in zip(parts, rendered, strict=False)}
+        return rendered[0]
+
+    def _begun(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, upto: int, prompt: bool
+    ) -> str | None:
+        """The text of messages[:upto]; None if the template refuses it."""
+        known = self._beginnings.get((upto, prompt))
+        return self._try(messages[:upto], tools, add_generation_prompt=prompt) if known is None else known
+
     def _is_closed(self, text: str, spans: Sequence[tuple[int, int]], tools: Any) -> bool:
         stop = spans[-1][1] if spans else 0
         ended, closing = text[:stop].rstrip(), self.closing_token(tools)
@@ -93,7 +116,7 @@ class TurnFinder:
         self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
     ) -> tuple[int, bool]:
         """Where turn i starts, and whether the text before it is the prompt for it."""
-        given = self._try(messages[:i], tools, add_generation_prompt=True) if i else None
+        given = self._begun(messages, tools, i, True) if i else None
         is_prefix = given is not None and whole.startswith(given)
         if given is not None and is_prefix and self._generation_prompt(tools) != "":
             return len(given), True
@@ -109,7 +132,7 @@ class TurnFinder:
             if spaced and messages[i].get("tool_calls"):  # a call has no space before it
                 return start, True
         # The prompt closes its reasoning and this turn shows some: they part behind `<think>`.
-        earlier = self._try(messages[:i], tools) if i else None
+        earlier = self._begun(messages, tools, i, False) if i else None
         if given is not None and earlier is not None and given.startswith(earlier):
             start = _common_prefix(given, whole)
             if start > len(earlier) and whole[start - 1] in ">\n":
@@ -124,7 +147,7 @@ class TurnFinder:
     ) -> tuple[int, bool]:
         closing = self._closing(tools)
         last = i == len(messages) - 1
-        upto = whole.text if last else self._try(messages[: i + 1], tools)
+        upto = whole.text if last else self._begun(messages, tools, i + 1, False)
         if upto is not None and len(upto) >= start and whole.text.startswith(upto):
             if closing is None:
                 return len(upto) - len(_after_special(upto[start:], self.template.special_texts)), False

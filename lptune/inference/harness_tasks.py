@@ -1,12 +1,8 @@
 """Tasks of EleutherAI's evaluation harness (lm_eval): what may run, and a run on a model of lptune.
 
-lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. Functions
-of the tasks in the package are trusted as the package is. Other code runs only with `harness.run_task_code`:
-
-    files of `harness.task_folder`   task_files.py checks them before lm_eval reads them; their templates are
-                                     rendered in jinja's sandbox
-    metrics of the hub               the package `evaluate` downloads a script and runs it, or runs one with
-                                     this name in the current directory; a stand-in refuses to
+lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. The tasks
+in its package are trusted as the package is. A folder of tasks is a program: its files may name functions,
+classes, metrics of the hub and templates without a sandbox. So it is read only with `harness.run_task_code`.
 """
 
 import importlib.metadata
@@ -14,19 +10,12 @@ import json
 import math
 import os
 import random
-import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lm_eval.api.metrics  # fills the registry
-import lm_eval.api.registry
-import lm_eval.utils
 import numpy as np
 import torch
-from jinja2 import BaseLoader, StrictUndefined
-from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -37,7 +26,6 @@ from lptune.config import EvaluateConfig, HarnessConfig
 from lptune.distributed import World
 from lptune.inference.harness import HarnessModel
 from lptune.inference.model import LoadedModel
-from lptune.inference.task_files import check_has_no_code
 
 _SEEDS = {"random": 0, "numpy": 1234, "torch": 1234}
 """What lm_eval's command sets. Tasks that shuffle or draw use them."""
@@ -56,9 +44,10 @@ class Tasks:
         if folder is not None and not folder.is_dir():
             raise UserError(f"harness.task_folder: {folder} is not a folder")
         if folder is not None and not cfg.run_task_code:
-            check_has_no_code(folder, set(lm_eval.api.registry.metric_registry))
-            _restrict_templates()
-        metrics = None if cfg.run_task_code else _NoMetrics()
+            raise UserError(
+                f"harness.task_folder: {folder}: files of tasks can run code; if you trust them like a "
+                "program, set harness.run_task_code=true"
+            )
         manager = _manager(cfg, folder)
         for name in cfg.tasks:
             if name not in manager.task_index:
@@ -66,9 +55,7 @@ class Tasks:
                     f"harness.tasks: lm_eval has no task {name!r}{closest(name, list(manager.task_index))}"
                 )
         _seed()
-        self._loaded = _of_task("cannot be read", lambda: _load(manager, cfg.tasks))
-        if metrics is not None and metrics.refused:  # lm_eval goes on without them
-            raise metrics.refused[0]
+        self._loaded = _of_task("cannot be read", lambda: manager.load(list(cfg.tasks)))
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
                 raise UserError(f"harness.tasks: {name} runs code that the model writes; leave it out")
@@ -114,25 +101,6 @@ class Tasks:
         }
 
 
-class _NoMetrics(types.ModuleType):
-    """Stands for the package `evaluate`, and raises UserError for each metric that a task asks it for."""
-
-    def __init__(self) -> None:
-        super().__init__("evaluate")
-        self.refused: list[UserError] = []
-        sys.modules["evaluate"] = self
-
-    def load(self, name: str, *_: Any, **__: Any) -> None:
-        """Raises UserError, and keeps it for callers that catch it."""
-        self.refused.append(
-            UserError(
-                f"harness.tasks: a task runs the metric {name!r:.60}, which is code of the hub; leave the "
-                "task out, or set harness.run_task_code=true if you trust it"
-            )
-        )
-        raise self.refused[-1]
-
-
 def _manager(cfg: HarnessConfig, folder: Path | None) -> Any:
     """The index of tasks. lm_eval's own, of 14,000 names, takes ten seconds: without it where task_folder has
     all tasks, and none of them is a group, which may name others.
@@ -145,29 +113,10 @@ def _manager(cfg: HarnessConfig, folder: Path | None) -> Any:
     return TaskManager(include_path=None if folder is None else str(folder))
 
 
-def _load(manager: Any, names: Sequence[str]) -> Any:
-    hub_requests.check_environment()
-    with hub_requests.session():
-        return manager.load(list(names))
-
-
 def _seed() -> None:
     random.seed(_SEEDS["random"])
     np.random.seed(_SEEDS["numpy"])
     torch.manual_seed(_SEEDS["torch"])
-
-
-def _restrict_templates() -> None:
-    """Replaces the jinja environment of lm_eval by a sandbox, in which a template cannot reach Python."""
-    before = getattr(lm_eval.utils, "env", None)
-    if before is None:
-        raise UserError(
-            "harness.task_folder: this version of lm_eval offers no way to restrict templates; set "
-            "harness.run_task_code=true if you trust the folder like a program"
-        )
-    sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
-    sandbox.filters["regex_replace"] = before.filters["regex_replace"]
-    lm_eval.utils.env = sandbox
 
 
 def _of_task(what: str, call: Callable[[], Any], model: HarnessModel | None = None) -> Any:

@@ -12,10 +12,12 @@ import errno
 import os
 import shutil
 import socket
-import stat
 import time
 from pathlib import Path
 from typing import BinaryIO
+
+from lptune.base.errors import UserError
+from lptune.base.files import open_regular
 
 LOGS = "LPTUNE_LOGS"  # folder of logs before the run's folder exists; unset: no redirection
 
@@ -41,7 +43,7 @@ def keep_log(folder: Path) -> None:
     temporary = Path(os.environ.get(LOGS, os.devnull), f"rank-{os.environ.get('RANK')}.log")
     if not temporary.is_file():
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UserError):
         folder.mkdir(exist_ok=True)
         with temporary.open("rb") as before, _append(folder, temporary.name) as after:
             shutil.copyfileobj(before, after)
@@ -64,7 +66,7 @@ def move_logs(folder: Path, to: Path | None) -> Path | None:
         for log in logs:
             with log.open("rb") as before, _append(to, log.name) as after:
                 shutil.copyfileobj(before, after)
-    except OSError:
+    except (OSError, UserError):
         return folder
     return to
 
@@ -75,24 +77,12 @@ def _says_something(log: Path) -> bool:
 
 
 def _append(folder: Path, name: str) -> BinaryIO:
-    """Opens the log `name` in `folder`, to write at its end. Raises OSError for a link, a pipe and anything
-    else that is not a regular file, since other people may have prepared the run's folder. A file with a
-    second name (a hard link) may belong to another user: it is left alone, and a new file takes its place.
+    """Opens the log `name` in `folder`, to write at its end. Raises OSError or UserError for a link, a pipe,
+    a device or a folder: other people may have prepared the run's folder.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        descriptor = os.open(name, flags, 0o644, dir_fd=within)
-        if os.fstat(descriptor).st_nlink > 1:
-            os.close(descriptor)
-            os.unlink(name, dir_fd=within)
-            descriptor = os.open(name, flags | os.O_EXCL, 0o644, dir_fd=within)
-    finally:
-        os.close(within)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(folder / name))
-    return os.fdopen(descriptor, "ab")
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+    return os.fdopen(open_regular(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "ab")
 
 
 def _point_streams_to(descriptor: int) -> None:

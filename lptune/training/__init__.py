@@ -1,4 +1,4 @@
-"""Parts of a training loop besides the model: optimizer, schedule, update, metrics, dry run."""
+"""Parts of a training loop besides the model: optimizer, schedule, update, metrics."""
 
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.answers import answers_log_p, reference_log_p

@@ -136,7 +136,7 @@ class Steps:
         train = self._rows.train
         lines = describe_run(model, self._plan, cfg, world, done, self.num_steps, train.one_document_per_row)
         run.begin(self._plan, [*self._rows.report, *lines])
-        self.meter = StepMeter(cfg, self._plan, model.config, world, self.loader.steps_per_epoch)
+        self.meter = StepMeter(cfg, self._plan, model.facts, world, self.loader.steps_per_epoch)
         self.shadow = ShadowCheck(model, state.low, self.loader, cfg, world, run)
         check_first_loss(model, state.low, self.loader, cfg, world, done)
         if done == 0:

@@ -19,9 +19,9 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from lptune import linear, models
-from lptune.advice.traffic import one_gpu
 from lptune.config import PrecisionConfig
 from lptune.linear.kinds import rowwise
+from lptune.plan.traffic import one_gpu
 
 T, SEQ_LEN = 256, 64
 LOW = ("int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")

@@ -174,13 +174,13 @@ def test_values_of_the_environment_stay_out_of_a_checkpoint(
 def test_a_change_through_the_environment_is_not_seen_as_the_docs_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    override = "optimizer.lr=${oc.decode:${oc.env:LPTUNE_TEST_LR}}"
+    override = "optimizer.lr=${oc.env:LPTUNE_TEST_LR}"
     monkeypatch.setenv("LPTUNE_TEST_LR", "1e-5")
     before = saved(tmp_path, state_now(config(tmp_path, override), tmp_path))
     monkeypatch.setenv("LPTUNE_TEST_LR", "1e-3")
     checkpoint.check_unchanged(before, state_now(config(tmp_path, override), tmp_path), print)
     docs = (Path(__file__).parents[2] / "docs/resume.md").read_text(encoding="utf-8")
-    assert "`optimizer.lr: ${oc.decode:${oc.env:LR}}` a finished run is still `already finished`" in docs
+    assert "`optimizer.lr: ${oc.env:LR}` a finished run is still `already finished`" in docs
 
 
 def test_a_finished_run_that_does_not_say_its_config_is_finished_with_a_note(tmp_path: Path) -> None:

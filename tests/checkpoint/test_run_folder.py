@@ -185,19 +185,6 @@ def test_a_log_is_written_to_a_regular_file_alone(
     assert (tmp_path / "other" / "rank-1.log").read_text() == "header\nsaid\n"
 
 
-def test_a_log_that_is_a_hard_link_is_replaced_and_one_of_the_run_itself_goes_on(tmp_path: Path) -> None:
-    victim, temporary, logs = tmp_path / "victim", tmp_path / "temporary", tmp_path / "logs"
-    victim.write_text("kept")
-    temporary.mkdir()
-    logs.mkdir()
-    os.link(victim, logs / "rank-1.log")
-    (temporary / "rank-1.log").write_text("header\nsaid\n")
-    for number in (1, 2):
-        assert log.move_logs(temporary, logs) == logs
-        assert (logs / "rank-1.log").read_text() == number * "header\nsaid\n"
-    assert victim.read_text() == "kept"
-
-
 def test_a_new_run_sets_aside_what_another_tool_left_and_an_export(
     tmp_path: Path, world: distributed.World
 ) -> None:

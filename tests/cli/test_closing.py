@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lptune import report
 from lptune.base.errors import DivergedError
 from lptune.cli import closing
 from lptune.cli.catalog import find_config
 from lptune.config import EvaluateConfig, FinetuneConfig, load_config
+from lptune.tools.report import closing as tool
 
 
 def _cfg(folder: Path, *keys: str) -> FinetuneConfig:
@@ -179,7 +179,7 @@ def test_no_error_of_the_report_makes_a_finished_run_a_failed_one(
 
     cfg = _cfg(tmp_path)
     _write(tmp_path, [_step(1)])
-    monkeypatch.setattr(report, broken, fails)
+    monkeypatch.setattr(tool, broken, fails)
     _show(cfg)
     out = capsys.readouterr().out
     assert out == "note: no report of the run: MemoryError: no memory for a page\n"

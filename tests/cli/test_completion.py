@@ -13,6 +13,7 @@ from lptune.cli.main import cli
 from lptune.config import PRECISION_KINDS, PreferenceConfig, key_paths
 from tests.cli.conftest import Command
 from tests.helpers import cold
+from tests.helpers.commands import COMMANDS
 
 
 def complete(shell: str, folder: Path, *words: str) -> list[str]:
@@ -79,7 +80,7 @@ def test_other_names_are_offered_where_they_belong(tmp_path: Path) -> None:
 def test_every_option_and_argument_that_names_a_recipe_or_config_has_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli, "commands", {name: _copied(command) for name, command in cli.commands.items()})
+    monkeypatch.setattr(cli, "commands", {name: _copied(command) for name, command in COMMANDS.items()})
     completion.attach(cli)
     for name, command in cli.commands.items():
         for param in command.params:
@@ -122,7 +123,7 @@ def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path)
         compopt() {{ echo "compopt" "$@"; }}
         COMP_WORDS=(lptune run full_dpo precision.kind = mx) COMP_CWORD=5
         _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
-        COMP_WORDS=(lptune run full_dpo precision.gr) COMP_CWORD=3
+        COMPREPLY=() COMP_WORDS=(lptune run full_dpo precision.gr) COMP_CWORD=3
         _lptune_completion lptune; echo "${{COMPREPLY[@]}}"
     """
     environment = cold.environment() | {"PATH": f"{program.parent}:/usr/bin:/bin"}
@@ -150,5 +151,5 @@ def test_a_completion_imports_no_torch_nor_numpy(tmp_path: Path) -> None:
 def test_an_ordinary_command_does_not_prepare_completion(command: Command) -> None:
     assert command("ls", "full_dpo")[0] == 0
     assert not any(
-        isinstance(param.type, completion._Word) for each in cli.commands.values() for param in each.params
+        isinstance(param.type, completion._Word) for each in COMMANDS.values() for param in each.params
     )

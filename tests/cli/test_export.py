@@ -10,13 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from safetensors import safe_open
 
-from lptune.base.errors import UserError
 from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
-from lptune.cli.export import _push as push_to_hub
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import warm
 from tests.helpers.cold import Finished
@@ -351,11 +348,7 @@ def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: d
         ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
         (
             {"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"},
-            "the hub does not take it: http://127.0.0.1:9 cannot be reached, ",
-        ),
-        (
-            {"HF_TOKEN": "hf_good", "ALL_PROXY": "socks5://127.0.0.1:9"},
-            "the hub does not take it: ALL_PROXY: a SOCKS proxy needs the package socksio; run: ",
+            "http://127.0.0.1:9 does not answer as a hub does: ",
         ),
     ],
 )
@@ -369,41 +362,11 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"HF_ENDPOINT": "http://user:s3cr3t@127.0.0.1:99999"}, "HF_ENDPOINT: must be the address of a hub"),
-        ({"HF_TOKEN_PATH": "/dev/zero"}, "/dev/zero: must be a file with a token for the hub"),
-    ],
-)
-def test_an_environment_that_no_push_can_use_is_one_line_before_anything_is_written(
-    finished_run: Path, tmp_path: Path, hub: dict[str, str], environment: dict[str, str], message: str
-) -> None:
-    done = _push(finished_run, tmp_path, hub | environment)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith(f"error: {message}")
-    assert "s3cr3t" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_token_that_may_not_write_leaves_the_export_and_says_how_to_send_it(
     finished_run: Path, tmp_path: Path, hub: dict[str, str]
 ) -> None:
     done = _push(finished_run, tmp_path, hub | {"HF_TOKEN": "hf_read"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "the token may not write there" in done.stderr
+    assert "the token may not do this" in done.stderr
     assert "the export is in out, `hf upload owner/name out` sends it" in done.stderr
     assert _digests(tmp_path / "out") == _digests(finished_run / "export")
-
-
-def test_a_hub_that_never_answers_a_push_is_given_up(
-    tmp_path: Path, hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = threading.Event()
-    monkeypatch.setattr(Hub, "do_POST", lambda _: over.wait(5))
-    monkeypatch.setattr(constants, "ENDPOINT", hub["HF_ENDPOINT"])
-    monkeypatch.setattr("lptune.base.hub_requests.WAIT_S", 0.2)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with pytest.raises(UserError, match="does not take it: timed out; the export is in"):
-        push_to_hub(tmp_path, "owner/name", False, 1)
-    over.set()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lptune.base.files import is_mount_point
 from lptune.cli import places
 from tests.cli.conftest import Command
 
@@ -65,19 +64,6 @@ def test_a_download_is_not_put_among_the_checkpoints_of_a_run(command: Command, 
 
 def test_a_folder_that_is_no_runs_is_not_taken_for_its_checkpoints(tmp_path: Path) -> None:
     places.check_outside_checkpoints(tmp_path / "checkpoints/step-00000001")
-
-
-def test_a_mount_point_is_known_before_the_work(
-    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert is_mount_point(Path("/proc"))
-    assert is_mount_point(Path("/proc/self/../"))
-    assert not is_mount_point(here)
-    assert not is_mount_point(here / "nothing")
-    monkeypatch.setattr(places, "is_mount_point", lambda path: path == Path("empty"))
-    message = "error: empty: is a mount point, which no folder can replace; name a folder in it, as in empty/my-model\n"
-    assert command("new-checkpoint", "llama3_2/tiny", "empty") == (2, "", message)
-    assert (here / "empty").is_dir()
 
 
 def test_the_home_is_meant_by_a_tilde_that_the_shell_did_not_expand(

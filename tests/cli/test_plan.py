@@ -59,7 +59,7 @@ def test_512_ranks_of_llama_are_planned_within_two_minutes(
     assert found.keys() == expected.keys()
     for key, (calls, megabytes) in expected.items():
         assert found[key][0] == calls
-        # Printed as tenths of a gigabyte. Bytes are counted in tests/training/test_dry_run.py.
+        # Printed as tenths of a gigabyte. Bytes are counted in tests/plan/test_dry_run.py.
         assert found[key][1] == pytest.approx(megabytes, abs=51), key
 
 

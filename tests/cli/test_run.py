@@ -351,43 +351,6 @@ def test_leftovers_of_launchers_and_impossible_names_are_one_line(
     assert stderr.startswith(f"error: {line}")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "full_finetune", "--config", "quickstart"],
-        ["validate", "full_finetune", "--config", "llama3_2/1b", "data.source=builtin"],
-        ["plan", "--config", "llama3_2/1b", "--device", "h100"],
-        ["export", "run", "exported"],
-        ["new-checkpoint", "llama3_2/tiny", "new"],
-        ["verify", "run"],
-        ["cp", "quickstart", "mine.yaml"],
-        ["cat", "mine.yaml"],
-        ["download", "owner/name"],
-        ["download", "owner/name", "--output-dir", "/nowhere/new"],
-    ],
-    ids=" ".join,
-)
-def test_a_removed_current_directory_is_one_line(
-    command: Command, tmp_path: Path, arguments: list[str]
-) -> None:
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    code, _, stderr = command(*arguments)
-    assert (code, stderr.count("\n")) == (2, 1), stderr
-    assert stderr.startswith("error: ")
-
-
-def test_a_command_that_needs_no_current_directory_works_without_one(
-    command: Command, tmp_path: Path
-) -> None:
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert command("ls")[0] == 0
-    assert command("cp", "quickstart", f"{tmp_path}/mine.yaml")[0] == 0
-
-
 def test_looking_at_torchruns_flags_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     check(parser().parse_args(["--standalone", "--nproc-per-node=2", "recipe"]))

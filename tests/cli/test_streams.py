@@ -78,7 +78,7 @@ def main(cfg: FinetuneConfig) -> None:
 
 def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Finished:
     shell = {"no reader": 'sleep 0.2; "$@"; echo $? >code', "full": '"$@" >/dev/full; echo $? >code'}
-    shell |= {"closed": '"$@" >&-; echo $? >code', "ascii": '"$@"; echo $? >code'}
+    shell |= {"ascii": '"$@"; echo $? >code'}
     command = ["bash", "-c", shell[where], "-", *cold.command(*cold.LPTUNE, *arguments)]
     environment = cold.environment() | variables
     process = subprocess.Popen(
@@ -98,7 +98,6 @@ def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Fi
     [
         ("no reader", "note: stdout cannot be written (Broken pipe); lptune goes on without it\n"),
         ("full", "note: stdout cannot be written (No space left on device); lptune goes on without it\n"),
-        ("closed", ""),
         ("ascii", ""),
     ],
 )
@@ -128,7 +127,6 @@ def test_a_line_of_an_error_is_text_and_of_a_file_no_escape_reaches_the_terminal
     [
         ("no reader", 141, ""),
         ("full", 2, "error: stdout: cannot be written: No space left on device\n"),
-        ("closed", 2, "error: stdout: cannot be written: Bad file descriptor\n"),
     ],
 )
 def test_a_command_that_cannot_print_ends_with_at_most_one_line(
@@ -138,17 +136,17 @@ def test_a_command_that_cannot_print_ends_with_at_most_one_line(
     assert (done.returncode, done.stderr) == (code, stderr)
 
 
-@pytest.mark.parametrize("where", ["no reader", "full", "closed"])
+@pytest.mark.parametrize("where", ["no reader", "full"])
 def test_a_check_answers_by_its_exit_code_though_it_cannot_print(where: str, tmp_path: Path) -> None:
     (tmp_path / "good.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n", encoding="utf-8")
-    note = "" if where == "closed" else "; lptune goes on without it\n"
+    note = "; lptune goes on without it\n"
     good = _with_output(where, "validate", "good.yaml", cwd=tmp_path)
-    assert (good.returncode, good.stderr.endswith(note), good.stderr.count("\n")) == (0, True, bool(note))
+    assert (good.returncode, good.stderr.endswith(note), good.stderr.count("\n")) == (0, True, 1)
     bad = _with_output(where, "validate", "good.yaml", "sed=1", cwd=tmp_path)
     assert (bad.returncode, "unknown key 'sed'" in bad.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("where", "code"), [("no reader", 141), ("full", 2), ("closed", 2)])
+@pytest.mark.parametrize(("where", "code"), [("no reader", 141), ("full", 2)])
 def test_a_config_that_is_printed_is_not_cut_without_an_error(where: str, code: int, tmp_path: Path) -> None:
     """`lptune migrate theirs.yaml > mine.yaml` on a full disk."""
     (tmp_path / "theirs.yaml").write_text("base_model: /m\ndatasets: [{path: a.jsonl}]\n", encoding="utf-8")

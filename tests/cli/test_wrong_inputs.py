@@ -565,7 +565,7 @@ def tokenizer_cut_off(job: Job) -> None:
     cut(job.checkpoint / "tokenizer.json")
 
 
-@case("checkpoint/tokenizer.json: not a tokenizer", "copy it again", on=(GENERATED,))
+@case("checkpoint: AutoTokenizer", "tokenizer.json", "copy them again", on=(GENERATED,))
 def tokenizer_of_an_unknown_kind(job: Job) -> None:
     edit_json(job.checkpoint / "tokenizer.json", model={"type": "Morse"})
 
@@ -575,7 +575,7 @@ def tokenizer_config_cut_off(job: Job) -> None:
     cut(job.checkpoint / "tokenizer_config.json")
 
 
-@case("checkpoint/tokenizer_config.json: added_tokens_decoder: expected an object", on=(GENERATED,))
+@case("checkpoint: AutoTokenizer", "copy them again", on=(GENERATED,))
 def tokenizer_config_of_wrong_types(job: Job) -> None:
     edit_json(job.checkpoint / "tokenizer_config.json", added_tokens_decoder=["<pad>"])
 

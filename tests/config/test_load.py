@@ -284,7 +284,6 @@ def test_values_of_the_environment_are_used_but_not_written(
             "data: {source: [{source: a.jsonl, system_prompt: '${oc.env:LPTUNE_TEST_SECRET}'}]}",
             "data.source.system_prompt",
         ),
-        ("data: {prompt_template: '${oc.decode:${oc.env:LPTUNE_TEST_SECRET}}'}", "data.prompt_template"),
         ("precision: ${parallel}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'", "precision"),
         (
             "seed: ${oc.env:LPTUNE_TEST_SECRET}",
@@ -334,7 +333,7 @@ def test_a_default_whose_name_has_a_digit_can_be_referred_to(tmp_path: Path) -> 
     [
         "output_dir: 'r-${precision.kind}-${seed}'",
         "output_dir: 'r-${oc.env:LPTUNE_TEST_NOT_SET,${seed}}'",
-        "optimizer: {lr: '${oc.decode:${oc.env:LPTUNE_TEST_NOT_SET,1e-3}}'}",
+        "optimizer: {lr: '${oc.env:LPTUNE_TEST_NOT_SET,1e-3}'}",
         "output_dir: 'r-${ oc.env:LPTUNE_TEST_SECRET }'",
         "data: {prompt_template: 'costs \\${5 or so}'}",
     ],

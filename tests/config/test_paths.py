@@ -135,31 +135,6 @@ def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(
     check_inputs_stay(_config("model", "runs/r2", source))
 
 
-@pytest.mark.parametrize("output_dir", ["run", "a/../run", "a/b/run", "alias/run", "."])
-@pytest.mark.parametrize("pattern", ["**/*.jsonl", "**/*", "../here/**/m*.jsonl", "{here}/**/*.json"])
-def test_a_pattern_that_would_match_what_the_run_will_write_is_refused_before_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str, pattern: str
-) -> None:
-    here = tmp_path / "here"
-    (here / "a").mkdir(parents=True)
-    (here / "alias").symlink_to("a")
-    (here / "rows.jsonl").write_text("{}")
-    monkeypatch.chdir(here)
-    with pytest.raises(UserError, match=r"would overwrite .*, which data\.source names"):
-        check_inputs_stay(_config("model", output_dir, pattern.format(here=here)))
-
-
-@pytest.mark.parametrize(
-    "pattern", ["*.jsonl", "a/**/*.jsonl", "run/*.csv", "run/**/*.parquet", "ru?/r*.jsonl"]
-)
-def test_a_pattern_that_no_file_of_a_run_fits_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    check_inputs_stay(_config("model", "run", pattern))
-    check_inputs_stay(_config("model", ".run", "**/*.jsonl"))
-
-
 def test_a_config_or_recipe_that_the_run_would_remove_is_refused_and_its_own_config_is_not(
     tmp_path: Path,
 ) -> None:

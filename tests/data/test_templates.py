@@ -1,6 +1,8 @@
 """Rendering equals transformers' token for token; a template can do no harm and fails in one line."""
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -9,11 +11,10 @@ from typing import Any
 import pytest
 
 from lptune.base.errors import UserError
-from lptune.data import ChatTemplate, Tokenizer, load_tokenizer
+from lptune.data import ChatTemplate, Tokenizer, hf, load_tokenizer, templates
 from lptune.data.errors import RowError
 from lptune.data.messages import read_messages
-from lptune.data.sandbox import MAX_WORK
-from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
+from lptune.data.templates import MAX_CPU_S, MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
 from tests.helpers.chat_templates import (
     CHATML,
     CONVERSATIONS,
@@ -174,9 +175,10 @@ ONE = CONVERSATIONS["one turn"]
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
         ("{% set _ = messages.append(1) %}", "immutable|unsafe|not allowed"),
-        ("{{ 'a' * 300000000 }}", "too large"),
-        ("{{ ([1] * 100000) * 100000 }}", "too large"),
-        ("{{ 9 ** 99999 }}", "too large"),
+        ("{{ 'a' * 300000000 }}", f"{MAX_OUTPUT_CHARACTERS:,}"),
+        ("{{ ([1] * 100000) * 100000 }}", "MemoryError"),
+        ("{{ 'x' * 10 ** 10 }}", "MemoryError"),
+        ("{{ 9 ** 99999 }}", "ValueError"),
         ("{% for i in range(10000000) %}x{% endfor %}", "OverflowError|too big"),
         ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", f"{MAX_OUTPUT_CHARACTERS:,}"),
     ],
@@ -188,118 +190,75 @@ def test_what_goes_wrong_inside_a_template_is_one_message_naming_it(source: str,
 
 
 TWICE = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-PAIRS = "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
-LONG = "{% set long = 'x' * 100000 %}"
 RUNAWAYS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "loops that select nothing": (
-        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}"
-    ),
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "text doubled by ~": (
-        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
-    ),
-    "text doubled by +": (
-        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
-    ),
-    "long text in a block": "{% set x %}{% for i in range(99999) %}"
-    + "z" * 99999
-    + "{% endfor %}{% endset %}",
-    "long text in a macro": (
-        "{% macro f() %}"
-        + "z" * 99999
-        + "{% endmacro %}{% for i in range(99999) %}{% set _ = f() %}{% endfor %}"
-    ),
-    "slices": LONG + "{% for i in range(99999) %}{% set _ = long[1:] %}{% endfor %}",
-    "methods": LONG + "{% for i in range(99999) %}{% set _ = long.strip() %}{% endfor %}",
-    "lists in lists, printed": TWICE + "{{ ns.x }}",
-    "lists in lists, compared": TWICE + "{{ ns.x == [ns.x] }}",
-    "lists in lists, tested": TWICE + "{{ ns.x is eq([ns.x]) }}",
-    "lists in lists, joined": TWICE + "{% set _ = 'a' ~ ns.x %}",
-    "lists in lists, as JSON": TWICE + "{{ ns.x | tojson }}",
-    "filters over filters": "{{ range(99999)" + " | map('string') | map('int')" * 40 + " | list | length }}",
-    "tuples in tuples, as a key": PAIRS + "{% set _ = {}[ns.x] %}",
-    "tuples in tuples, as a key of a literal": PAIRS + "{% set _ = {ns.x: 1} %}",
-    "tuples in tuples, got": PAIRS + "{% set _ = {}.get(ns.x) %}",
-    "tuples in tuples, not in keys": PAIRS + "{% set _ = {1: 1}.keys().isdisjoint([ns.x]) %}",
-    "tuples in tuples, as a test's name": PAIRS + "{% set _ = 1 is filter or ns.x is test %}",
-    "tuples in tuples, as an attribute": PAIRS + "{% set _ = [{}] | map(attribute=ns.x) | list %}",
-    "lists in lists, changed": TWICE + "{% for i in 'ab' %}{% set _ = loop.changed([ns.x]) %}{% endfor %}",
-    "texts tested": LONG + "{% for i in range(99999) %}{% set _ = long is lower %}{% endfor %}",
-    "counts": "{% set r = range(99999) %}{% for i in r %}{% set _ = r.count('x') %}{% endfor %}",
-    "sorts": "{% for i in range(99999) %}{% set _ = range(99999) | sort %}{% endfor %}",
+    "lists in lists, compared": TWICE
+    + "{% set y = namespace(x=[1]) %}"
+    + TWICE.replace("ns", "other").replace("otherpace", "namespace")
+    + "{{ ns.x == other.x }}",
+    "one call": "{{ 9 ** (9 ** 9) }}",
 }
 
 
 @pytest.mark.parametrize("kind", RUNAWAYS)
-def test_a_template_that_would_run_for_hours_is_stopped_and_named(kind: str) -> None:
-    with pytest.raises(UserError, match=r"data.chat_template: takes more than .* of work for 2 messages"):
+def test_a_template_that_would_run_for_hours_is_stopped_and_named(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "MAX_CPU_S", 0.3)
+    with pytest.raises(UserError, match=r"data.chat_template: takes more than 0.3 s on a processor for"):
         template(RUNAWAYS[kind]).render(ONE)
+    assert template("{{ messages[0].content }}").render(ONE).text == ONE[0]["content"]  # by a new process
 
 
 @pytest.mark.parametrize(
-    "expression",
+    "source",
     [
-        "'x' | center(999999999)",
-        "'x'.ljust(999999999)",
-        "'x'.zfill(999999999)",
-        "'\t'.expandtabs(999999999)",
-        "'{:>999999999}'.format('a')",
-        "'{:>{}}'.format('a', 999999999)",
-        "'{a:>999999999}'.format_map({'a': 1})",
-        "'%999999999d' % 1",
-        "'%*d' % (999999999, 1)",
-        "'%999999999d' | format(1)",
-        "('%(a)s' * 9999) % {'a': long}",
-        "long.replace('x', long)",
-        "long | replace('x', long)",
-        "long.replace('', long)",
-        "long.join(['a'] * 9999)",
-        "(['a'] * 9999) | join(long)",
-        "([long] * 9999) | join",
-        "([{'a': long}] * 9999) | map(attribute='a') | join",
-        "long.translate({120: long})",
-        "('\n' * 9999) | indent(999999)",
-        "('\n' * 9999) | indent(long)",
-        "[[1]] | tojson(indent=999999999)",
-        "([[1] * 99] * 999) | sum(start=[])",
-        "('<' * 99999) | striptags",
-        "('a ' * 99999) | wordwrap(1)",
-        "1 | round(99999999, 'ceil')",
-        "range(9) | slice(999999999) | list",
-        "range(9) | batch(999999999, 'x') | list",
-        "namespace(a=namespace())",
-        "(1).to_bytes(999999999, 'big')",
-        "{}.fromkeys(long)",
-        "''.maketrans(long, long)",
-        "2 ** 99999",
-        "(('f' * 99999) | int(base=16)) * 3",
-        "['%*d'] | format(999999999, 1)",
-        "'%*d' | escape | format(999999999, 1)",
-        "['%*d'] | map('format', 999999999, 1) | list",
-        "['x'] | map('center', 999999999) | list",
-        "'x'.center(*[999999999])",
-        "'x'.rjust(true * 999999999)",
-        "'x' * ('999999999' | int)",
-        "([999999999] | first) * [1]",
-        "[1] | tojson(**{'indent': 999999999})",
-        "1 | round(-999999999, 'ceil')",
-        "'{0[}]:{1}}'.format({'}': 1}, 999999999)",
-        "('{0[}]:{1}}' | escape).format({'}': 1}, 999999999)",
-        "('a ' * 999) | wordwrap(999999999, wrapstring=long)",
-        "('{:b}' * 9999).format(*([2 ** 2000] * 9999))",
-        "strftime_now('%c' * 30000000)",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        TWICE + "{{ ns.x }}",
+        TWICE + "{{ ns.x | tojson }}",
+        "{{ 'x' | center(9999999999) }}",
+        "{{ '%*d' % (9999999999, 1) }}",
+        "{% set long = 'x' * 100000 %}{{ long.replace('', long) }}",
+        "{{ (1).to_bytes(9999999999, 'big') }}",
+        "{{ range(9) | batch(999999999, 'x') | list }}",
+        "{{ strftime_now('%c' * 30000000) }}",
     ],
 )
-def test_one_call_cannot_make_gigabytes_or_take_minutes(expression: str) -> None:
+def test_a_template_cannot_make_gigabytes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_CPU_S", 5.0)
     with pytest.raises(
-        (RowError, UserError), match=r"too large|takes a width from a value|no text|more than|do not need"
+        (RowError, UserError), match=r"MemoryError|writes more than|takes more than|too large"
     ):
-        template(LONG + "{{ " + expression + " }}").render(ONE)
+        template(source).render(ONE)
+    with pytest.raises(
+        (RowError, UserError), match=r"MemoryError|writes more than|takes more than|too large"
+    ):
+        template("{% set x %}" + source + "{% endset %}{{ x }}").render(ONE)
+
+
+def test_the_process_of_templates_ends_when_idle_or_killed_and_starts_again() -> None:
+    chat = template("{{ messages[0].content }}")
+    for number in (signal.SIGALRM, signal.SIGALRM):
+        child = hf._process()._child
+        assert child is not None
+        child.send_signal(number)
+        child.wait()
+        assert chat.render(ONE).text == ONE[0]["content"]
+    assert hf._process()._child is not child
+
+
+def test_a_forked_process_asks_a_process_of_its_own() -> None:
+    chat = template("{{ messages[0].content }}")
+    child = os.fork()
+    if child == 0:
+        os._exit(int(chat.render(ONE).text != ONE[0]["content"]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert chat.render(ONE).text == ONE[0]["content"]
 
 
 @pytest.mark.parametrize("number", [67_108_864, 4_155_550_123, -(10**18), 10**300])
-def test_a_number_in_a_tool_call_weighs_its_digits(number: int) -> None:
+def test_a_large_number_in_a_tool_call_is_written(number: int) -> None:
     by_argument = (
         "{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}"
         "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>{% endfor %}{% endfor %}"
@@ -308,7 +267,6 @@ def test_a_number_in_a_tool_call_weighs_its_digits(number: int) -> None:
     messages = [ONE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
     chat = template(by_argument)
     assert chat.render(messages).text.count(f">{number}<") == 8
-    assert MAX_WORK - chat.work_left < 100_000
 
 
 CALLS = (
@@ -400,16 +358,6 @@ def test_a_value_set_inside_a_loop_or_a_block_is_no_operand_of_a_later_call(valu
         assert text == ONE[0]["content"] * 2 + "USER"
 
 
-@pytest.mark.parametrize("amount", ["-999999999999", "(0.0 / 1e-400)", "true", "'x'"])
-def test_a_template_gets_no_work_back(amount: str) -> None:
-    # The sandbox's own filters are out of reach by syntax, but `map` takes a name.
-    chat = template("{% set _ = [" + amount + "] | map('step!') | list %}")
-    with pytest.raises(RowError, match=r"no count|ZeroDivisionError"):
-        chat.render(ONE)
-    with pytest.raises(UserError, match="not a jinja template"):
-        template("{{ 1 | step! }}")
-
-
 @pytest.mark.parametrize(
     "expression",
     [
@@ -436,12 +384,11 @@ def test_nothing_of_python_is_within_reach(expression: str) -> None:
     assert re.search(r"^\[\]$|unsafe|undefined", text)
 
 
-def test_a_conversation_of_a_thousand_turns_takes_a_hundredth_of_the_work() -> None:
+def test_a_conversation_of_a_thousand_turns_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_CPU_S", MAX_CPU_S / 20)
     turns = [{"role": role, "content": "word " * 80} for _ in range(500) for role in ("user", "assistant")]
-    for name, source in TEMPLATES.items():
-        chat = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
-        chat.render(turns)
-        assert MAX_WORK - chat.work_left < MAX_WORK / 50, name
+    for source in TEMPLATES.values():
+        ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}).render(turns)
 
 
 @pytest.mark.parametrize(

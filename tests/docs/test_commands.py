@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from lptune.cli import catalog, recipe
 from lptune.cli.main import cli
 from lptune.launch import flags
+from tests.helpers.commands import COMMANDS
 from tests.helpers.docs_pages import PAGES, ROOT, Command, commands
 from tests.helpers.each import holds_for_each
 
@@ -90,11 +91,11 @@ def check_lptune(command: Command) -> None:
     if name.startswith("-"):
         assert CliRunner().invoke(cli, [name]).exit_code == 0
         return
-    assert name in cli.commands, f"{command.place}: there is no `lptune {name}`"
+    assert name in COMMANDS, f"{command.place}: there is no `lptune {name}`"
     is_sketch = bool({"…", "key=value"} & set(arguments))
     arguments = [PLACEHOLDERS.get(word, word) for word in arguments if word not in ("…", "key=value")]
     if command.inline and not is_complete(name, arguments):
-        options = {each for one in cli.commands[name].params for each in (*one.opts, *one.secondary_opts)}
+        options = {each for one in COMMANDS[name].params for each in (*one.opts, *one.secondary_opts)}
         flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
         assert name == "run" or flags <= options | {"--help"}, f"{command.place}: {flags - options}"
         return
@@ -111,13 +112,13 @@ def is_complete(name: str, arguments: list[str]) -> bool:
     """Whether a command in a sentence has its arguments; else the sentence names a command or its flags."""
     if any(re.fullmatch(r"[A-Z]{3,}", word) for word in arguments) or arguments[-1:] == ["--config"]:
         return False
-    takes_config = any("--config" in each.opts for each in cli.commands[name].params)
+    takes_config = any("--config" in each.opts for each in COMMANDS[name].params)
     return "--config" in arguments if takes_config else any(not word.startswith("-") for word in arguments)
 
 
 def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> None:
     """Lets click parse them; with a config, loads it with the keys."""
-    command = cli.commands[name]
+    command = COMMANDS[name]
     try:
         context = command.make_context(name, list(arguments))
     except click.exceptions.Exit as done:  # --help

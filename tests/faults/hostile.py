@@ -152,6 +152,8 @@ def watch(folder: Path) -> dict[str, list[str]]:
             place = getattr(arguments[0], "co_filename", "")
         elif event in ("import", "compile", "open"):
             place = str(arguments[1] if event != "open" else arguments[0])
+        if event == "subprocess.Popen" and str(arguments[1][-1]).endswith("lptune/data/hf_process.py"):
+            return  # it loads tokenizers and renders templates; what it did shows in the canaries
         if event == "pickle.find_class" or event in COMMANDS:
             frame, callers = sys._getframe(1), []
             while frame is not None:

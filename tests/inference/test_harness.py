@@ -159,7 +159,7 @@ def by_hf(folder: Path) -> dict[str, Any]:
 
 def evaluate(folder: Path, model: Path, tmp_path: Path, *keys: str, ranks: int = 1) -> Finished:
     fixed = [f"model.path={model}", "compute_dtype=float32", "device=cpu", "batch_size=3"]
-    fixed += [f"harness.task_folder={folder / 'tasks'}"]
+    fixed += [f"harness.task_folder={folder / 'tasks'}", "harness.run_task_code=true"]
     arguments = ["run", "evaluate", "--config", "evaluation", *fixed, *keys]
     return warm.lptune(arguments, folder=tmp_path, environment=environment(folder), ranks=ranks)
 
@@ -240,46 +240,23 @@ ROLLING = "output_type: loglikelihood_rolling\ndoc_to_text: ''\n"
     [
         ("", ["harness.tasks=[toy_mx]"], "lm_eval has no task 'toy_mx' (did you mean 'toy_mc'?)"),
         ("", ["harness.tasks=[toy_mc]", "harness.task_folder=nowhere"], "nowhere is not a folder"),
-        (PLAIN + "doc_to_text: !function evil.f\n", [], "bad.yaml, line 5: !function runs code"),
-        (PLAIN + "x: !!python/name:os.system\n", [], "line 5: tag:yaml.org,2002:python/name:os.system runs"),
-        (PLAIN + "include: ../other.yaml\n", [], "other.yaml, line 1: !function runs code"),
-        ("task: bad\nclass: evil.Task\n", [], "line 2: class names Python code"),
-        (PLAIN + "metric_list: [{metric: ./evil}]\n", [], "line 5: lm_eval has no metric './evil'"),
-        (PLAIN + "metric_list: [{metric: acc, hf_evaluate: true}]\n", [], "hf_evaluate runs code of the hub"),
-        (PLAIN + ROLLING + 'doc_to_target: "{{ text.__class__ }}"\n', [], "SecurityError: access to attr"),
-        (PLAIN + "use_prompt: 'evil.yaml:x'\n", [], "line 5: use_prompt reads prompts of another file"),
-        (PLAIN + "unsafe_code: true\n", [], "line 5: unsafe_code decides whether code runs"),
+        (PLAIN, ["harness.tasks=[bad]", "harness.run_task_code=false"], "tasks: files of tasks can run code"),
         (PLAIN + ROLLING + 'doc_to_target: "{{ txt }}"\n', [], "UndefinedError: 'txt' is undefined"),
         (PLAIN.replace("rows.jsonl", "no.jsonl") + ROLLING, [], "a task cannot be read: FileNotFoundError"),
     ],
 )  # fmt: skip
-def test_wrong_input_gets_one_line_and_runs_no_code(
+def test_wrong_input_gets_one_line(
     folder: Path, tmp_path: Path, yaml: str, keys: list[str], message: str
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"text": "a text"}])
-    (tmp_path / "other.yaml").write_text("doc_to_text: !function evil.f\n", encoding="utf-8")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/bad.yaml").write_text(yaml or "task: good\n", encoding="utf-8")
-    for place in (tmp_path, tmp_path / "tasks"):
-        (place / "evil.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
     given = keys or ["harness.tasks=[bad]", f"harness.task_folder={tmp_path / 'tasks'}"]
     done = evaluate(folder, folder / "tiny", tmp_path, *given)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("**/ran"))
     assert not (tmp_path / "evaluation.json").exists()
-
-
-def test_a_metric_of_the_hub_is_refused_before_its_code_runs(folder: Path, tmp_path: Path) -> None:
-    # `evaluate` would run this file, and this task of lm_eval would then run what the model writes.
-    (tmp_path / "code_eval").mkdir()
-    (tmp_path / "code_eval/code_eval.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
-    keys = ("harness.tasks=[humaneval]", "harness.task_folder=null")
-    done = evaluate(folder, folder / "tiny", tmp_path, *keys)
-    assert done.returncode == 2, done.stderr
-    assert "runs the metric 'code_eval', which is code of the hub" in done.stderr.splitlines()[-1]
-    assert not list(tmp_path.glob("**/ran"))
 
 
 def test_sampled_answers_are_those_of_one_rank_on_two(folder: Path, tmp_path: Path) -> None:
@@ -332,7 +309,7 @@ def test_a_trusted_folder_may_run_its_functions(folder: Path, tmp_path: Path) ->
     (tmp_path / "tasks/bad.yaml").write_text(
         PLAIN + ROLLING + "doc_to_target: !function own.target\n", encoding="utf-8"
     )
-    keys = ("harness.tasks=[bad]", f"harness.task_folder={tmp_path / 'tasks'}", "harness.run_task_code=true")
+    keys = ("harness.tasks=[bad]", f"harness.task_folder={tmp_path / 'tasks'}")
     done = evaluate(folder, folder / "tiny", tmp_path, *keys)
     assert done.returncode == 0, done.stderr
     assert "bad: word_perplexity (none)" in done.stdout

@@ -26,14 +26,13 @@ NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
     "config/recipes.py",  # the two ways to store a teacher
-    "advice/from_counts.py",  # the rates of a GPU that is not here, by kind
-    "advice/quality.py",  # what each kind was measured to cost
-    "advice/traffic.py",  # the kinds whose bytes the model of a GPU knows
-    "doctor/kinds.py",  # the kinds that are recommended
+    "plan/from_counts.py",  # the rates of a GPU that is not here, by kind
+    "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
+    "tools/doctor/kinds.py",  # the kinds that are recommended
     "training/first_loss.py",  # the kind that it recommends
-    "migrate/axolotl.py",  # what other trainers' settings are here
-    "migrate/torchtitan.py",
-    "migrate/torchtune.py",
+    "tools/migrate/axolotl.py",  # what other trainers' settings are here
+    "tools/migrate/torchtitan.py",
+    "tools/migrate/torchtune.py",
 }
 T, K, N, NUM_RANKS = 96, 160, 176, 3
 """Blocks of 128 end inside the shards of 59, 59 and 58 rows; 32 tokens to a rank."""

@@ -21,7 +21,7 @@ from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
 from lptune.linear.kind import Agree, Shard
 from lptune.linear.shared_input import Once
-from lptune.training.dry_run import dry_run
+from lptune.plan.dry_run import dry_run
 from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save

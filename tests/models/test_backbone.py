@@ -32,7 +32,7 @@ from lptune.models.backbone import ChunkLoss
 from lptune.models.documents import visibility_mask
 from lptune.models.keys import Keys
 from lptune.models.members import MEMBERS
-from lptune.training.dry_run import dry_run
+from lptune.plan.dry_run import dry_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 from tests.recipes.conftest import losses

@@ -18,7 +18,7 @@ from lptune.models import attention
 from lptune.models.attention import choose_backend
 from lptune.models.decoder import Decoder
 from lptune.models.document_attention import _FLOAT32_BACKWARD_TOKENS, attend_documents
-from lptune.training import memory
+from lptune.plan import memory
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
 # Dynamo looks at .grad of what it is given, and hides the warning too late for warnings that are errors.

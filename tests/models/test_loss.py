@@ -39,7 +39,7 @@ from lptune.models.backbone import ChunkLoss
 from lptune.models.chunks import Logits, in_chunks, max_logits_per_chunk
 from lptune.models.loss import is_number
 from lptune.models.words import Words
-from lptune.training.memory import MemoryLog
+from lptune.plan.memory import MemoryLog
 from tests.helpers.models_oracle import CHECKPOINTS, random_labels, random_tokens, twins
 
 V, T, K = 41, 37, 5

@@ -16,7 +16,7 @@ from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import chunks, summed_cross_entropy
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import SummedCrossEntropy, is_number
-from lptune.training.memory import MemoryLog
+from lptune.plan.memory import MemoryLog
 from tests.helpers.models_oracle import CHECKPOINTS, random_labels, random_tokens, twins
 from tests.models.test_loss import chunk_loss
 

@@ -197,7 +197,7 @@ def test_a_dry_run_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatc
     from lptune import models
     from lptune.cli import catalog, recipe
     from lptune.config import DataConfig, ModelConfig, PreferenceConfig
-    from lptune.training.dry_run import dry_run
+    from lptune.plan.dry_run import dry_run
 
     seen = []
     forward = models.Decoder.forward

@@ -222,7 +222,7 @@ def test_plan_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) ->
     from lptune import models
     from lptune.cli import catalog, recipe
     from lptune.config import DataConfig, KtoConfig, ModelConfig
-    from lptune.training.dry_run import dry_run
+    from lptune.plan.dry_run import dry_run
 
     seen = []
     forward = models.Decoder.forward

@@ -10,7 +10,7 @@ from lptune import training
 from lptune.cli import catalog
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from lptune.models import PRESETS, config_from_dict
-from lptune.training import dry_run, memory
+from lptune.plan import dry_run, memory
 from tests.recipes.conftest import Run, read_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "resume.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """The attacked process: `lptune ARGUMENTS` in a process forked off one that has imported torch.
 
 A cold start is nine tenths of a command that ends with one line. What lptune/cli/__init__.py does at a start
-(streams, signals, import path) is done again in the fork. Imports Python's own modules only, since each fork
+(streams, signals) is done again in the fork. Imports Python's own modules only, since each fork
 imports it.
 """
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from tests.faults.adversary import phases
 
-CLOSED, NO_READER = "closed", "no reader"
+NO_READER = "no reader"
 
 
 class Streams(NamedTuple):
-    """What stands behind descriptors 0, 1 and 2: a path, CLOSED, or NO_READER (a pipe that nothing reads)."""
+    """What stands behind descriptors 0, 1 and 2: a path, or NO_READER (a pipe that nothing reads)."""
 
     stdin: str = os.devnull
     stdout: str = os.devnull
@@ -34,7 +34,7 @@ def call(arguments: list[str], folder: str, environment: Mapping[str, str], stre
     tempfile.tempdir = None  # looked up once and kept
     opened = [_open(number, stream) for number, stream in enumerate(streams)]
     for number, descriptor in enumerate(opened):
-        os.close(number) if descriptor is None else os.dup2(descriptor, number)
+        os.dup2(descriptor, number)
     import torch
 
     import lptune.cli
@@ -48,9 +48,7 @@ def call(arguments: list[str], folder: str, environment: Mapping[str, str], stre
     main(arguments)
 
 
-def _open(number: int, stream: str) -> int | None:
-    if stream == CLOSED:
-        return None
+def _open(number: int, stream: str) -> int:
     if stream == NO_READER:
         read_end, write_end = os.pipe()
         os.close(read_end)

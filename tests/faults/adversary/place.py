@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import yaml
 
 from tests.faults.adversary import phases
-from tests.faults.adversary.child import CLOSED, NO_READER, Streams, call
+from tests.faults.adversary.child import NO_READER, Streams, call
 from tests.helpers import cold, fork_server
 from tests.helpers.cold import ROOT
 
@@ -150,7 +150,7 @@ class _Warm:
 
 
 class _Cold:
-    _REDIRECTED: ClassVar = {CLOSED: "{}>&-", NO_READER: "{}> >(exec true)"}
+    _REDIRECTED: ClassVar = {NO_READER: "{}> >(exec true)"}
 
     def __init__(
         self, arguments: list[str], folder: str, environment: dict[str, str], streams: Streams

@@ -136,19 +136,6 @@ def _inputs() -> Iterator[Case]:
                 prepare=prepare,
                 codes=REFUSED,
             )
-    for key, name in (("data.source", "run/metrics.jsonl"), ("data.source", "run/export/rows.jsonl")):
-
-        def prepare(place: Place, key: str = key, name: str = name) -> list[str]:
-            _lay(place, key, name)
-            (place.folder / "same.jsonl").hardlink_to(place.folder / name)
-            return place.job(f"{key}=[same.jsonl]")
-
-        yield Case(
-            subject="inputs in the output",
-            name=f"{key} is a hard link of {name}",
-            prepare=prepare,
-            codes=EITHER,
-        )
 
 
 def _resumed() -> Iterator[Case]:

@@ -8,16 +8,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from lptune.base.errors import UserError
 from lptune.checkpoint.manifest import list_checkpoints, verify
 from tests.faults.adversary import phases
-from tests.faults.adversary.child import CLOSED, NO_READER, Streams
-from tests.faults.adversary.judge import DONE, EITHER, OWN, REFUSED, Case
+from tests.faults.adversary.child import NO_READER, Streams
+from tests.faults.adversary.judge import EITHER, OWN, REFUSED, Case
 from tests.faults.adversary.phases import PHASES, go_on, has_come
 from tests.faults.adversary.place import Finished, Place
-from tests.helpers.cold import ROOT
 
 _SAID = "said"
 _AFTER_TRAINING = ("before the export", "after the export")
@@ -31,7 +29,6 @@ def cases(rng: random.Random) -> Iterator[Case]:
     yield from _launchers(rng)
     yield from _streams()
     yield from _ascii()
-    yield from _modules()
 
 
 def _at(phase: str, act: Callable[[Place, int], object]) -> Callable[[Place, int], None]:
@@ -253,7 +250,7 @@ def _launchers(rng: random.Random) -> Iterator[Case]:
 
 # ---- streams
 
-_LOST = {"open": os.devnull, "closed": CLOSED, "full": "/dev/full", "without a reader": NO_READER}
+_LOST = {"open": os.devnull, "full": "/dev/full", "without a reader": NO_READER}
 _PRINTING: dict[str, list[str]] = {
     **_COMMANDS,
     "run": ["run", "full_finetune", "--config", "job.yaml", "output_dir=other"],
@@ -269,14 +266,13 @@ _PRINTING: dict[str, list[str]] = {
 
 def _streams() -> Iterator[Case]:
     lost = [
-        Streams(stdin, _LOST[stdout], _LOST[stderr])
-        for stdin, stdout, stderr in itertools.product((os.devnull, CLOSED), _LOST, _LOST)
+        Streams(os.devnull, _LOST[stdout], _LOST[stderr])
+        for stdout, stderr in itertools.product(_LOST, _LOST)
     ]
     names = {stream: name for name, stream in _LOST.items()}
     for command, streams in itertools.product(_PRINTING, lost):
         wrong = command in ("an error", "a usage error", "an unknown command")
-        only_prints = command in ("ls", "help", "cat", "plan")
-        fails = streams.stdout != os.devnull and (only_prints or streams.stdout != CLOSED)
+        fails = streams.stdout != os.devnull
         codes = {2, 141} if wrong else {0, 2, 141} if fails else {0}
 
         def prepare(place: Place, command: str = command) -> list[str]:
@@ -285,8 +281,7 @@ def _streams() -> Iterator[Case]:
 
         yield Case(
             subject="streams",
-            name=f"{command}, stdin {names[streams.stdin]}, stdout {names[streams.stdout]}, "
-            f"stderr {names[streams.stderr]}",
+            name=f"{command}, stdout {names[streams.stdout]}, stderr {names[streams.stderr]}",
             prepare=prepare,
             codes=frozenset(codes - {2, 141} if command == "run" else codes),
             streams=streams,
@@ -319,60 +314,4 @@ def _ascii() -> Iterator[Case]:
             codes=REFUSED if command == "an unknown key" else EITHER,
             environment=_ASCII,
             is_cold=True,
-        )
-
-
-# ---- modules in the way
-
-_MODULES = ("click", "random", "copy", "json", "yaml", "omegaconf", "typing", "re", "stat", "site",
-"sitecustomize",
-            "usercustomize", "torch", "numpy", "lptune", "tests", "safetensors", "_socket",
-            "readline")  # fmt: skip
-_CANARY = "open('CANARY', 'w').close()\n"
-
-
-def _plant(folder: Path, names: tuple[str, ...], canary: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    for name in names:
-        (folder / f"{name}.py").write_text(_CANARY.replace("CANARY", str(canary)))
-
-
-def _no_canary(place: Place, done: Finished) -> str:
-    return "a planted module ran" if (place.root / "canary").exists() else ""
-
-
-def _modules() -> Iterator[Case]:
-    light = {"ls": ["ls"], "validate": ["validate", "job.yaml"], "help": ["run", "--help"]}
-    for command, name in itertools.product(light, _MODULES):
-
-        def prepare(place: Place, command: str = command, name: str = name) -> list[str]:
-            _plant(place.folder, (name,), place.root / "canary")
-            return light[command]
-
-        yield Case(
-            subject="modules in the way",
-            name=f"{command}, {name}.py",
-            prepare=prepare,
-            codes=DONE,
-            is_cold=True,
-            then=_no_canary,
-        )
-    for where, num_ranks in itertools.product(("here", "beside the recipe", "model", "run"), (1, 2)):
-
-        def prepare(place: Place, where: str = where, num_ranks: int = num_ranks) -> list[str]:
-            recipes = place.folder / "recipes"
-            recipes.mkdir()
-            shutil.copyfile(ROOT / "recipes" / "full_finetune.py", recipes / "mine.py")
-            folders = {"here": place.folder, "beside the recipe": recipes}
-            _plant(folders.get(where, place.folder / where), _MODULES, place.root / "canary")
-            ranks = [f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-            return ["run", *ranks, *place.job("micro_batch_size=1", recipe="recipes/mine.py")[1:]]
-
-        yield Case(
-            subject="modules in the way",
-            name=f"{num_ranks} ranks, all of them {where}",
-            prepare=prepare,
-            codes=DONE,
-            is_cold=True,
-            then=_no_canary,
         )

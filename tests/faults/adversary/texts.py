@@ -32,7 +32,6 @@ _FORMS = {
     "with spaces": ("${ oc.env : TOP_SECRET }", None),
     "as a default": ("${oc.env:NOT_THERE,${oc.env:TOP_SECRET}}", None),
     "within text": (f"a{_READ}b", None),
-    "decoded": ("${oc.decode:${oc.env:TOP_SECRET}}", None),
     "of a nested name": ("${oc.env:${data.cache}}", "TOP_SECRET"),
     "of a nested resolver": ("${oc.${data.cache}:TOP_SECRET}", "env"),
     "of a nested key": ("${${data.cache}:TOP_SECRET}", "oc.env"),
@@ -97,7 +96,7 @@ def _secret_places() -> Iterator[Case]:
         ("data.cache", ""), ("data.chat_template", ".jinja"), ("resume", "/checkpoints/step-00000002"),
         ("seed", ""), ("precision.kind", ""),
     ):  # fmt: skip
-        for form in (_READ, "${oc.env:NOT_THERE,${oc.env:TOP_SECRET}}", "${oc.decode:${oc.env:TOP_SECRET}}"):
+        for form in (_READ, "${oc.env:NOT_THERE,${oc.env:TOP_SECRET}}"):
 
             def prepare(place: Place, key: str = key, form: str = form, suffix: str = suffix) -> list[str]:
                 target = place.folder / SECRET

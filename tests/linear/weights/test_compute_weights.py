@@ -18,7 +18,8 @@ from lptune import distributed, linear, models
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.linear import ComputeWeights, GatheredWeight, Int8Weight, MasterWeight
 from lptune.linear.weights.master_weight import TwiceQuantized
-from lptune.training import Update, build_optimizer, memory
+from lptune.plan import memory
+from lptune.training import Update, build_optimizer
 from tests.helpers.slow import slow_but
 
 NUM_STEPS, NUM_MICRO_BATCHES, BATCH, SEQ_LEN = 3, 2, 2, 32

@@ -1,0 +1,128 @@
+"""Asks transformers, which works in a process of its own (hf_process.py says why).
+
+One process serves all of this process's questions. It starts with the first of them, which takes about a
+second, and again after it was ended: by a question beyond its limits, or by itself when it had nothing to do.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lptune.base.errors import UserError
+
+_PROGRAM = Path(__file__).with_name("hf_process.py")
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Answer(NamedTuple):
+    """Facts about a question's subject, and texts that belong to it."""
+
+    facts: dict[str, Any]
+    """`error` and `message`, if the question failed."""
+    bodies: list[bytes]
+
+
+class EndedError(Exception):
+    """The process ended over a question; the message says why."""
+
+
+def ask(operation: str, *, cpu_s: float, memory: int, **question: Any) -> Answer:
+    """The answer to a question.
+
+    cpu_s, memory: how many seconds on a processor and how many bytes it may take. Raises EndedError beyond
+    the first; the second is mostly an `error` of the answer.
+    """
+    return _process().ask({"operation": operation, "cpu_s": cpu_s, "memory": memory, **question})
+
+
+@functools.cache
+def _process() -> "_Process":
+    process = _Process()
+    atexit.register(process.close)
+    os.register_at_fork(after_in_child=process.forget)  # two askers at one pipe would mix their answers
+    return process
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._templates: dict[str, int] = {}
+
+    def ask(self, question: dict[str, Any]) -> Answer:
+        source = question.pop("source", None)
+        with self._lock:
+            for _ in range(2):
+                own = dict(question)
+                if source is not None and self._child is not None and source in self._templates:
+                    own["template"] = self._templates[source]
+                elif source is not None:
+                    own |= {"source": source, "template": 0 if self._child is None else len(self._templates)}
+                try:
+                    answer = self._exchange(json.dumps(own, default=str).encode() + b"\n", own["cpu_s"])
+                except _IdleError:  # it ended between two questions
+                    continue
+                if source is not None and answer.facts.get("error") not in ("syntax", "compile"):
+                    self._templates.setdefault(source, own["template"])
+                return answer
+        raise EndedError("ends before it answers")
+
+    def _exchange(self, line: bytes, cpu_s: float) -> Answer:
+        if self._child is None:
+            self._templates.clear()
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **_ENVIRONMENT},
+            )
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+            facts = json.loads(child.stdout.readline())
+            bodies = [child.stdout.read(size) for size in facts.pop("sizes")]
+        except BaseException as error:  # an interrupt, too: the rest of an answer must not answer the next
+            self.close()
+            if not isinstance(error, (BrokenPipeError, json.JSONDecodeError)):
+                raise
+            if child.returncode == -signal.SIGALRM:
+                raise _IdleError from None
+            if child.returncode == -signal.SIGPROF:
+                raise EndedError(f"takes more than {cpu_s:g} s on a processor") from None
+            raise EndedError(f"ends the process that reads it ({child.returncode})") from None
+        if facts.get("error") == "import":
+            self.close()
+            raise UserError(
+                f"transformers cannot be imported: {facts['message']}; pip install 'transformers>=5.3,<6'"
+            )
+        return Answer(facts, bodies)
+
+    def forget(self) -> None:
+        """Leaves the process to its owner."""
+        if self._child is not None:
+            self._child.returncode = 0  # it is not this process's to wait for
+        self._lock, self._child = threading.Lock(), None
+
+    def close(self) -> None:
+        """Ends the process."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()  # nothing, if it has ended already
+            with contextlib.suppress(OSError):  # a question that it did not read
+                child.communicate()
+
+
+class _IdleError(Exception):
+    pass

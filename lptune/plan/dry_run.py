@@ -1,0 +1,332 @@
+"""A dry run: one training step on any number of ranks, on one machine, without weights, data or a GPU.
+
+    found = dry_run(cfg, model_config, world_size=512)
+    print(found.report())
+
+A dry run executes the code of training: the model is built on meta, converted, parallelized and sharded over
+a mesh; it gets an optimizer and runs forward and backward. But the process group is torch's fake one, in
+which this process is rank 0 and collectives return at once, and tensors are fake: they have a shape, a dtype
+and the size of a storage, but no values. All storages (memory.py) and all collectives are counted: this is
+what a rank would hold and exchange.
+
+A dry run does not see torch.compile, whose fused blocks keep less than the eager blocks that run here; nor
+what the allocator, NCCL, the CUDA context and the workspaces of kernels add; nor time.
+
+Most blocks are alike: one of each kind runs, and what it allocated, freed and exchanged is repeated for the
+others (repeated_blocks.py). Most micro-batches are alike, so at most three run: the first, one in the middle,
+and the last, which reduces the gradients. The collectives of the middle one are multiplied.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lptune import distributed, linear, models
+from lptune.base.errors import UserError
+from lptune.config import ParallelConfig, RunConfig
+from lptune.distributed import Collectives, World
+from lptune.hardware.devices import Device
+from lptune.hardware.planned import planned_for
+from lptune.kernels import choose_backend
+from lptune.plan import memory
+from lptune.plan.dry_run_report import STAGED, report
+from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
+from lptune.training.listed import ListsMoments
+from lptune.training.optimizer import build_optimizer
+from lptune.training.planned import PlannedStep
+from lptune.training.update import Update
+
+_OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMIZER)
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """Memory and collectives of a step, for each rank."""
+
+    plan: linear.Plan
+    mesh: dict[str, int]
+    """Axis -> its size, outermost first."""
+    device_type: str
+    attention: str
+    num_parameters: int
+    checkpoint_bytes: int
+    """Bytes of a checkpoint, over all ranks: float32 weights and what the optimizer lists."""
+    num_micro_batches: int
+    """Number of micro-batches per rank and step."""
+    tokens_per_step: int
+    """Number of tokens per step, over all ranks."""
+    attention_flops: float
+    """FLOPs per token in all attention layers, if each row is one document."""
+    compiles: bool
+    """Whether the config compiles; the dry run itself does not."""
+    peaks: dict[str, Counter[str]]
+    """Phase of the step -> bytes by category at its peak."""
+    resting: Counter[str]
+    """Bytes by category between two steps."""
+    host_bytes: int
+    """Bytes that `parallel.cpu_offload` keeps in host memory."""
+    device: Device | None
+    """The planned GPU; None: a CPU, or any GPU."""
+    collectives: Collectives
+    """Collectives of forward and backward of all micro-batches, and of the update."""
+    first_collectives: Collectives
+    """Those of the first step of a run, which has no amax history to go by; the same for most kinds."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes that a rank holds at a time."""
+        return max(found.total() for found in self.peaks.values())
+
+    def report(self) -> str:
+        """The result as text, with tables."""
+        return report(self)
+
+
+def dry_run(
+    cfg: RunConfig,
+    model_config: models.Facts,
+    world_size: int,
+    device: Device | None = None,
+    *,
+    step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
+    frozen_config: models.Facts | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
+    in_full: bool = False,
+) -> DryRun:
+    """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
+
+    on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
+
+    device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. step: of the recipe.
+    frozen_config: of its second model (`PlannedStep.frozen`); None leaves that out. in_full: run all blocks,
+    which takes longer and gives the same.
+
+    Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
+    a process group. Raises the same UserErrors as a run for the mesh and the precision.
+    """
+    device_type = "cpu" if cfg.device == "cpu" else "cuda"
+    offloads = cfg.parallel.cpu_offload
+    if offloads and device_type == "cpu":
+        raise UserError("parallel.cpu_offload: a CPU has no other memory to move to; set it to false")
+    # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
+    parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
+    if offloads and world_size == 1:
+        parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
+    eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
+    with fake_world(parallel, world_size) as world, _as_on(device_type, device):
+        num_tokens = cfg.micro_batch_size * cfg.data.seq_len
+        model = models.build_on_meta(model_config)
+        models.freeze(model, cfg.freeze)
+        num_parameters = models.num_parameters(model)
+        plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
+        reach = len(model_config.layers) if in_full else max(1, parallel.prefetch_blocks)
+        blocks = {model: leave_out(model, reach)}
+        distributed.parallelize(model, world, eager)
+        if not cfg.parallel.reshards(world_size):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False, recurse=False)
+        frozen = None
+        if frozen_config is not None:
+            if frozen_config.vocab_size != model_config.vocab_size:
+                raise UserError(
+                    f"{step.frozen}: has vocab_size {frozen_config.vocab_size}, the model that is trained "
+                    f"{model_config.vocab_size}; choose a model with as many words"
+                )
+            frozen = models.build_on_meta(frozen_config)
+            blocks[frozen] = leave_out(frozen, len(frozen_config.layers) if in_full else reach)
+            step.build_frozen(frozen, eager, world)
+        num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
+        # Without FSDP nothing is reduced: the last micro-batch is like those in the middle.
+        most = 3 if in_full or distributed.uses_fsdp(parallel, world_size) else 2
+        num_run = min(most, num_micro_batches)
+        with ExitStack() as stack:
+            # Layer handles are real tensors: their values identify a layer.
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
+            compute_dtype = getattr(torch, cfg.compute_dtype)
+            backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
+            first, collectives, resting, state_bytes = _run_steps(
+                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
+            )
+            peaks = _in_later_steps(log.peaks(), resting)
+            host_bytes = 0
+            if offloads:
+                host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
+                peaks, resting = _without_offloaded(peaks, list(blocks)), Counter[str]()
+            return DryRun(
+                plan=plan,
+                mesh=distributed.mesh_axes(cfg.parallel, world_size),
+                device_type=device_type,
+                attention=backend,
+                num_parameters=num_parameters,
+                checkpoint_bytes=4 * num_parameters + state_bytes,
+                num_micro_batches=num_micro_batches,
+                tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
+                attention_flops=model_config.attention_flops([cfg.data.seq_len]) / cfg.data.seq_len,
+                compiles=cfg.compile != "none",
+                peaks=peaks,
+                resting=resting,
+                host_bytes=host_bytes,
+                device=device,
+                collectives=collectives,
+                first_collectives=first,
+            )
+
+
+class _Steps(NamedTuple):
+    first_collectives: Collectives
+    collectives: Collectives
+    """Those of later steps."""
+    resting: Counter[str]
+    """Bytes by category after the last step."""
+    state_bytes: int
+    """Of the optimizer's state in a checkpoint, over all ranks."""
+
+
+def _run_steps(
+    model: models.Backbone,
+    planned: PlannedStep,
+    frozen: models.Backbone | None,
+    blocks: Mapping[models.Backbone, Blocks],
+    plan: linear.Plan,
+    world: World,
+    cfg: RunConfig,
+    num_micro_batches: int,
+    num_run: int,
+    log: memory.MemoryLog,
+    on_phase: Callable[[str], None],
+) -> _Steps:
+    """Allocates `model` and `frozen`, which are on meta, and runs the first step as a recipe does, under
+    `log`; and the second, where that exchanges something else.
+
+    `num_run` micro-batches run. Collectives are counted for all `num_micro_batches`.
+    """
+
+    def begin(phase: str) -> None:
+        log.phase(phase)
+        on_phase(phase)
+
+    log.phase("start")
+    distributed.materialize(model, world, cfg)
+    log.label(memory.PARAMETERS, model.parameters())
+    if frozen is not None:
+        distributed.materialize(frozen, world, cfg)
+        log.label(memory.TEACHER, frozen.parameters())
+    times = dict[nn.Parameter, int]()
+    for part, its_blocks in blocks.items():
+        times |= its_blocks.parameters(part)
+        its_blocks.watch(part, functools.partial(log.block, its_blocks))
+    log.repeat(times, lambda parameter: parameter)
+    optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
+    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
+    low.leave_out(blocks[model].layers)
+    whole = Repeated(model, times)
+    update = Update(whole, optimizer, world, cfg.max_grad_norm, low)
+    tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
+    documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
+
+    totals = list[Collectives]()
+    for step in range(2 if low.first_step_agrees else 1):
+        totals.append(total := Collectives())
+        with low.step(step, num_passes=num_run):
+            loss_sum = torch.zeros((), device=world.device)
+            for number in distributed.accumulate(model, range(num_run), world, cfg, low):
+                log.collectives.clear()
+                begin("forward")
+                objective = planned.loss(frozen, tokens_BS, documents, cfg)
+                if frozen is not None:
+                    log.phase("forward")  # ends what its last block does
+                loss = model(tokens_BS, documents, tokens_BS, objective).sum()
+                begin("backward")
+                (loss * (world.data_size / tokens_BS.numel())).backward()
+                loss_sum += loss.detach()
+                stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
+                total.update({each: count * stands_for for each, count in log.collectives.items()})
+            log.collectives.clear()
+        for each in (model, frozen):
+            if (weights := linear.ComputeWeights.of(each)) is not None:
+                copies = weights.copies()
+                log.label(memory.GATHERED, list(copies.values()))
+                log.repeat(times, copies.get)
+        log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
+        log.repeat(times, lambda parameter: parameter.grad)
+        begin("update")
+        update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
+        total.update(log.collectives)
+        log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
+        log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
+    assert isinstance(optimizer, ListsMoments)
+    states = [optimizer.state[each] for each in whole.parameters() if each in optimizer.state]
+    moments = (state[moment] for state in states for moment in optimizer.MOMENTS)
+    state_bytes = sum(each.numel() * each.element_size() for each in moments)
+    return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
+
+
+@contextmanager
+def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
+    """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
+    without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
+    """
+    from torch.distributed.tensor import debug
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    assert not dist.is_initialized()
+    axes = distributed.mesh_axes(parallel, world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+        # DTensor keeps how it sharded, with the groups of a mesh that equals the next one.
+        if clear := getattr(debug, "_clear_fast_path_sharding_prop_cache", None):
+            clear()
+
+
+def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:
+    """The peaks of later steps: the optimizer state, made in the first update, is added to all phases."""
+    state = Counter({memory.OPTIMIZER: resting[memory.OPTIMIZER]})
+    return {name: peaks[name] | state for name in ("forward", "backward", "update")}
+
+
+def _without_offloaded(
+    peaks: dict[str, Counter[str]], parts: list[models.Backbone]
+) -> dict[str, Counter[str]]:
+    """The peaks on the GPU under offloading. FSDP2 copies the shards of a module to the GPU for a gather,
+    while those of the previous module are still there, and copies gradients to the host. The largest module
+    counts.
+    """
+    seen, largest = set[int](), 0
+    for module in reversed([each for part in parts for each in part.modules()]):  # inner modules first
+        if isinstance(module, FSDPModule):
+            own = [each for each in module.parameters() if id(each) not in seen]
+            seen.update(map(id, own))
+            largest = max(largest, memory.storage_bytes(own))
+    staged = {"forward": 2 * largest, "backward": 3 * largest, "update": 0}
+    return {
+        name: Counter({each: size for each, size in peaks[name].items() if each not in _OFFLOADED})
+        + Counter({STAGED: num_bytes})
+        for name, num_bytes in staged.items()
+    }
+
+
+@contextmanager
+def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
+    # Kernels are chosen once per process and differ between GPUs, so the choice is cleared.
+    choose_backend.cache_clear()
+    try:
+        with planned_for(device_type, *((device.capability, device.name) if device else ())):
+            yield
+    finally:
+        choose_backend.cache_clear()

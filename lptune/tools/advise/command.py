@@ -1,0 +1,204 @@
+"""Which precision.kind is fastest on this device.
+
+On this machine the model's own linear layers are timed (measure.py). For a GPU that is not here the answer is
+a prediction, and says so.
+"""
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lptune.base import progress
+from lptune.base.errors import UserError
+from lptune.base.files import write_errors, write_text
+from lptune.base.text import wrapped
+from lptune.cli import catalog, planned_model, preflight, recipe
+from lptune.cli.path_argument import PathArgument
+from lptune.config import (
+    PRECISION_KINDS,
+    RunConfig,
+    check_sources,
+)
+from lptune.hardware.devices import Device, known_device, named_device
+
+if TYPE_CHECKING:
+    from lptune.tools.advise.from_times import Advice
+    from lptune.training import PlannedStep
+
+
+@click.command()
+@planned_model.options
+@click.option(
+    "--device",
+    "device_name",
+    metavar="GPU",
+    help="A GPU that need not be here: h100, a100, 4090, …  [default: this machine's GPU, or its CPU]",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice([kind for kind in PRECISION_KINDS if kind != "none"]),
+    metavar="KIND",
+    help="Compare none with this kind only; may be repeated.  [default: all that run natively]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="Time nothing new after so many seconds; --quality takes as long again.  "
+    "[default: 60 on a CPU, 180 on a GPU]",
+)
+@click.option(
+    "--quality",
+    "measures_quality",
+    is_flag=True,
+    help="Read the model and the data, and measure the loss in each kind before any training.",
+)
+@click.option("--write", type=PathArgument(), metavar="FILE", help="Write the config with the chosen kind.")
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
+def advise(
+    config_name: str | None,
+    world_size: int,
+    device_name: str | None,
+    preset: str | None,
+    kinds: tuple[str, ...],
+    seconds: float | None,
+    measures_quality: bool,
+    write: Path | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Which precision.kind is fastest for CONFIG here, and does low precision pay at all?
+
+    Times the linear layers of the model in every kind that this device runs natively, and the rest of a
+    training step once; predicts a step of each kind. Reads no weights and no data without --quality, and
+    writes nothing but FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
+    """
+    kinds = tuple(dict.fromkeys(kinds))
+    named = named_device(device_name) if device_name is not None else None
+    cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
+    assert config_name is not None  # `load` refuses that
+    if not isinstance(cfg, RunConfig):
+        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
+    if named is not None and cfg.device == "cpu":
+        raise UserError(
+            f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
+        )
+    cfg.check_ranks(world_size)
+    num_data_ranks = world_size // cfg.parallel.tensor
+    if write is not None:
+        _check_write(write)
+    if write is not None or measures_quality:
+        with_data = recipe.load(recipe_path, path, overrides)  # data.source may be missing
+    if measures_quality:
+        if preset is not None:
+            raise UserError("--quality: measures the model in model.path; leave --preset out")
+        cfg = with_data
+        check_sources("data.source", cfg.data.sources)
+        preflight.check_models(cfg)
+
+    model_config, model_name, _ = planned_model.of_config(cfg, path, preset)
+    with progress.in_place("loading torch ..."):
+        step = recipe.planned_step(recipe_path, cfg)
+        from lptune.tools.advise import answer
+        from lptune.tools.advise.report import Setting, source_text
+    if step is None:
+        raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
+    here = _gpu_here() if cfg.device != "cpu" else None
+    setting = Setting(
+        config=config_name,
+        model=model_name,
+        device=named.name if named else here.name if here else _cpu_name(),
+        tokens=cfg.tokens_per_forward,
+        num_micro_batches=cfg.global_batch_size // cfg.micro_batch_size // num_data_ranks,
+        num_ranks=world_size,
+    )
+    is_here = named is None or (here is not None and named.name == here.name)
+    if named is not None and not is_here:
+        advice, lines = answer.predicted_for(
+            cfg, step, model_config, setting, named, kinds, seconds, measures_quality
+        )
+    else:
+        advice, lines = answer.timed(cfg, step, model_config, setting, here, kinds, seconds, measures_quality)
+    for line in [*lines, *_notes(cfg, step)]:
+        click.echo(line)
+    if write is not None:
+        how = "timed on" if is_here else "predicted, not measured, for"
+        comment = source_text(advice, setting, how)
+        text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
+        _check_write(write)  # once more: the answer took minutes
+        with write_errors(f"--write: {write}:", "choose another name"):
+            write_text(write, text, shared=True)
+        click.echo(f"written: {write}")
+
+
+def _gpu_here() -> Device | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from lptune.hardware.devices import unknown_device
+
+    here = torch.cuda.get_device_properties()
+    return known_device(here.name) or unknown_device(here.name, here.total_memory, (here.major, here.minor))
+
+
+def _cpu_name() -> str:
+    import torch
+
+    threads = torch.get_num_threads()
+    return f"this CPU, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
+    """What was not as the run would be."""
+    left_out = {
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.cpu_offload": cfg.parallel.cpu_offload,
+        "freeze": bool(cfg.freeze),
+        f"the model in {step.frozen}": step.frozen is not None,
+        "the head in 8 bits": not cfg.precision.is_none and "lm_head" not in cfg.precision.skip,
+    }
+    names = [name for name, is_so in left_out.items() if is_so]
+    return [f"not in these figures: {', '.join(names)}"] if names else []
+
+
+def _check_write(write: Path) -> None:
+    """Raises UserError for a place that cannot be written."""
+    if os.path.lexists(write):
+        raise UserError(f"--write: {write} exists; choose another name")
+    if not write.parent.is_dir():
+        raise UserError(f"--write: {write.parent}: no such folder; make it")
+    if write.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--write: {write}: the name of a config ends in .yaml")
+
+
+def _written(
+    cfg: RunConfig,
+    recipe_path: Path,
+    path: Path,
+    overrides: Sequence[str],
+    advice: "Advice",
+    comment: str,
+    write: Path,
+) -> str:
+    """The text of the written config."""
+    from lptune.config.changed import changed_yaml
+    from lptune.tools.advise.measure import precision_of
+
+    given = dataclasses.asdict(cfg.precision)
+    new = dataclasses.asdict(precision_of(cfg.precision, advice.chosen.kind))
+    new["skip"] = (*new["skip"], *advice.chosen.skip)
+    changes = {f"precision.{name}": value for name, value in new.items() if value != given[name]}
+    name = recipe_path.stem if recipe_path == catalog.recipes().get(recipe_path.stem) else str(recipe_path)
+    lines = [
+        *wrapped(comment, 100),
+        "",
+        f"  lptune run {name} --config {shlex.quote(str(write))}",
+    ]
+    heading = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{heading}\n{changed_yaml(type(cfg), path, overrides, changes)}"

@@ -1,0 +1,133 @@
+"""Look at this machine, and recommend a kind.
+
+Its answer is text, so it exits with 0 whatever it finds; `--strict` makes it 2 if there is a problem, for
+scripts. (1 always means a bug of lptune.)
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import click
+
+from lptune import __version__
+from lptune.base.text import columns, text_width, wrapped
+from lptune.cli import recipe
+
+
+@click.command()
+@click.option(
+    "--config", "config_name", metavar="CONFIG", help="Also check whether this config can run here."
+)
+@click.option("--no-measure", is_flag=True, help="Do not time GEMMs (two seconds).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for a bug report.")
+@click.option("--strict", is_flag=True, help="Exit with 2 if there is a problem.")
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
+@click.pass_context
+def doctor(
+    context: click.Context,
+    config_name: str | None,
+    no_measure: bool,
+    as_json: bool,
+    strict: bool,
+    arguments: tuple[str, ...],
+) -> None:
+    """Look at this machine: GPUs, kinds of precision and their speed, compiler, memory, disks, versions.
+
+    Each line is ok, a note (it works, but there is something to know) or a problem, with what to do. The end
+    names a kind of precision to begin with. Changes nothing but a cache of compiled code; prints no secrets.
+    """
+    if arguments and config_name is None:
+        raise click.UsageError("RECIPE and key=value need --config CONFIG")
+    from lptune.tools.doctor.child import Child
+    from lptune.tools.doctor.line import PROBLEM, Line
+
+    found: list[Line] = []
+    begin = time.monotonic()
+    if not as_json:
+        click.echo(f"lptune {__version__} doctor; torch is being imported for the later lines")
+    with Child(measure=not no_measure) as child:
+        section = ""
+        for line in _lines(config_name, arguments, child.lines()):
+            found.append(line)
+            if as_json or line.section == "recommendation":
+                continue
+            if line.section != section:
+                section = line.section
+                click.echo(f"\n{section}")
+            for text in line_text(line, text_width()):
+                click.echo(text)
+    num_problems = sum(line.status == PROBLEM for line in found)
+    if as_json:
+        click.echo(json.dumps(_document(found, time.monotonic() - begin), indent=1))
+    else:
+        click.echo("\n".join(_end(found, time.monotonic() - begin, text_width())))
+    if strict and num_problems:
+        context.exit(2)
+
+
+def _lines(config_name: str | None, arguments: tuple[str, ...], of_child: Iterable[Any]) -> Iterator[Any]:
+    """The findings of this process, then those of the child."""
+    from lptune.tools.doctor import host, software
+    from lptune.tools.doctor.line import examined
+
+    cfg: Any = None
+    if config_name is not None:
+        recipe_path, config_path, overrides = recipe.split(config_name, arguments)
+        cfg = recipe.load(recipe_path, config_path, overrides)  # wrong input is an error, as in every command
+    disks = partial(host.disks, getattr(cfg, "output_dir", None))
+    disks.__name__ = "disks"  # type: ignore[attr-defined]
+    yield from examined("processor", [host.cpu])
+    yield from examined("memory and disk", [host.memory, host.limits, disks])
+    yield from examined("software", [software.versions, software.compiler, software.caches])
+    yield from examined("environment", [software.environment])
+    if cfg is not None:
+        check = partial(_check_config, cfg, str(config_name))
+        check.__name__ = str(config_name)  # type: ignore[attr-defined]
+        yield from examined("config", [check])
+    yield from of_child
+
+
+def _check_config(cfg: Any, name: str) -> Iterator[Any]:
+    """The checks that `lptune run` makes before it imports torch. What they raise is a problem."""
+    from lptune.cli import preflight
+    from lptune.config import RunConfig
+    from lptune.tools.doctor.line import OK, Line
+
+    if isinstance(cfg, RunConfig):
+        preflight.check(cfg, 1, 1)
+    yield Line("config", name, OK, "model, data and precision pass the checks before a run, on one rank")
+
+
+def line_text(line: Any, width: int) -> Iterator[str]:
+    """A finding in lines of at most `width` columns."""
+    status = line.status if line.status != "problem" else "PROBLEM"
+    start = 29
+    yield from columns(f"  {status:<9}{line.name}", line.text, start, width, break_words=True)
+    if line.todo:
+        yield from wrapped(f"-> {line.todo}", width, start, break_words=True)
+
+
+def _end(found: list[Any], duration_s: float, width: int) -> Iterator[str]:
+    """Counts, and the recommendation."""
+    counts = {status: sum(line.status == status for line in found) for status in ("problem", "note")}
+    texts = [f"{number} {status}{'s' * (number != 1)}" for status, number in counts.items()]
+    yield f"\n{' and '.join(texts)} in {duration_s:.0f} s"
+    for line in found:
+        if line.section == "recommendation":
+            yield ""
+            yield from wrapped(f"recommended: precision.kind={line.name}. {line.text}.", width)
+            yield from wrapped("`lptune advise --config CONFIG` times the layers of a model.", width)
+
+
+def _document(found: list[Any], duration_s: float) -> dict[str, Any]:
+    kind = next((line for line in found if line.section == "recommendation"), None)
+    return {
+        "lptune": __version__,
+        "duration_s": round(duration_s, 1),
+        "num_problems": sum(line.status == "problem" for line in found),
+        "recommendation": {"kind": kind.name, "reason": kind.text} if kind else None,
+        "lines": [line._asdict() for line in found if line.section != "recommendation"],
+    }

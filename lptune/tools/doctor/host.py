@@ -1,0 +1,182 @@
+"""Probes of the machine that need no torch: processor, memory, limits of the process, disks."""
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from lptune.base.text import size_text
+from lptune.hardware.cpu import cpu_flags, cpuinfo
+from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line
+
+_CGROUP = Path("/sys/fs/cgroup")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs")
+_FEATURES = {
+    "amx_int8": "AMX INT8",
+    "amx_bf16": "AMX bf16",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "avx512_bf16": "AVX-512 bf16",
+    "avx2": "AVX2",
+}
+_DISK = "memory and disk"
+
+
+def cpu() -> Iterator[Line]:
+    """The processor and what speeds up 8-bit and bfloat16 GEMMs on it."""
+    found = [name for flag, name in _FEATURES.items() if flag in cpu_flags()]
+    name = cpuinfo().get("model name", "unknown model")
+    yield Line("processor", "cpu", OK, f"{name}, {num_cores()} cores; {', '.join(found) or 'no AVX2'}")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > num_cores():
+        text = f"OMP_NUM_THREADS={threads}, and this process may use {num_cores()} cores"
+        yield Line(
+            "processor", "threads", NOTE, text, "unset OMP_NUM_THREADS, or set it to the cores of a rank"
+        )
+    if (quota := cpu_quota()) is not None and quota < num_cores():
+        text = f"the cgroup allows the time of {quota:g} cores; torch starts {num_cores()} threads"
+        yield Line("processor", "cpu quota", NOTE, text, f"set OMP_NUM_THREADS={max(1, int(quota))}")
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """CPU time per second that the cgroup allows; None: no limit."""
+    with suppress(OSError, ValueError):
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):  # cgroup v1
+        quota = (_CGROUP / "cpu" / "cpu.cfs_quota_us").read_text()
+        period = (_CGROUP / "cpu" / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    return None
+
+
+def memory() -> Iterator[Line]:
+    """Host memory, and the limit of the cgroup if that is lower."""
+    words = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
+    total, free = int(words["MemTotal"]) * 1024, int(words["MemAvailable"]) * 1024
+    text = f"{size_text(total)}, {size_text(free)} available"
+    limit = memory_limit()
+    if limit is not None and limit < total:
+        text += f"; the cgroup allows {size_text(limit)}"
+    status, todo = (NOTE, "close other programs") if free < 2e9 else (OK, "")
+    yield Line(_DISK, "host memory", status, text, todo)
+
+
+def memory_limit() -> int | None:
+    """Bytes that the cgroup allows; None: no limit."""
+    for file in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            return int(file.read_text())
+    return None
+
+
+def limits() -> Iterator[Line]:
+    """Open files and locked memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text, todo = f"ulimit -n: {_limit_text(soft)}", ""
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        most = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+        todo = f"ulimit -n {most} before a run with many files or ranks"
+        if most < 4096:
+            todo = "let the administrator raise the limit: a run with many files or ranks needs more"
+    yield Line(_DISK, "open files", NOTE if todo else OK, text, todo)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_low = locked != resource.RLIM_INFINITY and locked < 64 * 2**20
+    matters = is_low and Path("/sys/class/infiniband").is_dir()  # what it is for: memory that the card reads
+    todo = "ulimit -l unlimited: InfiniBand needs locked memory" if matters else ""
+    text = f"ulimit -l: {_limit_text(locked, 1024)}{'' if locked == resource.RLIM_INFINITY else ' kB'}"
+    yield Line(_DISK, "locked memory", NOTE if todo else OK, text, todo)
+
+
+def _limit_text(value: int, unit: int = 1) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
+
+
+def disks(output_dir: str | None = None) -> Iterator[Line]:
+    """Free space and kind of the disks that a run writes to."""
+    places = {"current folder": Path.cwd()}
+    if output_dir is not None:
+        places["output_dir"] = Path(output_dir).expanduser()
+    places["temporary files"] = Path(tempfile.gettempdir())
+    wanted = os.environ.get("TMPDIR")
+    if wanted and not os.access(wanted, os.W_OK):  # Python takes another folder then, and compilers fail
+        yield Line(_DISK, "TMPDIR", PROBLEM, f"{wanted} cannot be written", "set TMPDIR to a local folder")
+    for name, folder in places.items():
+        yield _disk(name, folder)
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        free = shutil.disk_usage(shm).free
+        small = free < 1e9
+        todo = "start the container with --shm-size=8g (NCCL's ranks talk through it)" if small else ""
+        yield Line(_DISK, "/dev/shm", NOTE if small else OK, f"{size_text(free)} free", todo)
+
+
+def _disk(name: str, folder: Path) -> Line:
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    free, kind = shutil.disk_usage(there).free, file_system(there)
+    text = f"{folder}: {size_text(free)} free, {kind}"
+    if not os.access(there, os.W_OK):
+        return Line(_DISK, name, PROBLEM, f"{text}; it cannot be written", "choose another folder")
+    if free < 1e9:
+        return Line(_DISK, name, PROBLEM, text, "make room: a checkpoint has 12 bytes for each weight")
+    if free < 20e9:
+        return Line(_DISK, name, NOTE, text, "`lptune plan` tells how much a run writes")
+    if kind.endswith("(network)"):
+        return Line(
+            _DISK, name, NOTE, text, "saves take longer; temporary files and caches belong on a local disk"
+        )
+    return Line(_DISK, name, OK, text)
+
+
+def file_system(folder: Path) -> str:
+    """Its kind and speed class: `ext4 (solid state)`, `nfs4 (network)`, `tmpfs (memory)`."""
+    real = os.path.realpath(folder)
+    kind, best = "unknown file system", -1
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            point = before.split()[4].encode().decode("unicode_escape")
+            if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) > best:
+                kind, best = after.split()[0], len(point)
+    if kind in _NETWORK or kind.startswith("fuse"):
+        return f"{kind} (network)"
+    if kind in ("tmpfs", "ramfs"):
+        return f"{kind} (memory)"
+    return f"{kind}{_disk_class(folder)}"
+
+
+def _disk_class(folder: Path) -> str:
+    """What the system says of the disk below `folder`; empty if it says nothing, as of an overlay."""
+    device = os.stat(folder).st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (block / "queue", block / ".." / "queue"):  # a partition has its disk above it
+        with suppress(OSError):
+            turns = (queue / "rotational").read_text().strip() == "1"
+            return " (a hard disk, or a virtual disk)" if turns else " (solid state)"
+    return ""
+
+
+def size_of(folder: Path, most_files: int = 20_000) -> tuple[int, bool]:
+    """(bytes, whether all files were counted) of the files below `folder`. It follows no link."""
+    total, left = 0, most_files
+    stack = [str(folder)]
+    while stack:
+        with suppress(OSError), os.scandir(stack.pop()) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    return total, False
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
+    return total, True

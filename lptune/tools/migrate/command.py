@@ -1,0 +1,79 @@
+"""Turn a config of another trainer into one of lptune."""
+
+from pathlib import Path
+
+import click
+
+from lptune.base.errors import UserError
+from lptune.base.files import kind_of, write_errors, write_text
+from lptune.cli import catalog, interrupts, recipe
+from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import check_above
+
+_TOOLS = ("torchtune", "torchtitan", "axolotl")
+
+
+@click.command()
+@click.argument("file", type=PathArgument())
+@click.option("--from", "tool", type=click.Choice(_TOOLS), help="The tool.  [default: found by the content]")
+@click.option("--output", type=PathArgument(), metavar="FILE", help="The new config.  [default: printed]")
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks that FILE ran on: rows per step follow from it.",
+)
+@click.option(
+    "--num-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Optimizer steps of the run of FILE, where it gives only shares of them (axolotl).",
+)
+def migrate(
+    file: Path, tool: str | None, output: Path | None, world_size: int, num_steps: int | None
+) -> None:
+    """Turn FILE, a full fine-tuning config of torchtune, torchtitan or axolotl, into one of lptune.
+
+    Nothing in FILE is executed. The report names every key of FILE: kept, changed, or without an equivalent.
+    Without --output the config goes to stdout and the report to stderr.
+    """
+    from lptune.tools.migrate.reading import migrate  # slow to import
+    from lptune.tools.migrate.report import to_text, to_yaml
+
+    if output is not None:
+        _check_new(output)
+    draft = migrate(file, tool, num_ranks=world_size, num_steps=num_steps)
+    name = "my.yaml" if output is None else str(output)
+    text = to_yaml(draft, name)
+    if output is not None:
+        _write(output, text)
+        if problem := _problem(output, draft.recipe):
+            draft.ask("config", problem)
+    click.echo(to_text(draft, name), err=output is None)
+    if output is None:
+        click.echo(text, nl=False)
+
+
+def _check_new(output: Path) -> None:
+    check_above(output)
+    if kind_of(output):
+        raise UserError(f"{output}: exists; choose another name, or remove it first")
+    if output.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{output}: a config ends in .yaml")
+
+
+def _write(output: Path, text: str) -> None:
+    with interrupts.Undoing(), write_errors(f"{output}:", "choose another --output"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, text, shared=True)
+
+
+def _problem(output: Path, recipe_name: str) -> str:
+    """What `lptune validate` would say against the new config."""
+    try:
+        recipe.load(catalog.find_recipe(recipe_name), output, ())
+    except UserError as error:
+        return str(error).removeprefix(f"{output}: ")
+    return ""

@@ -1,0 +1,109 @@
+"""Reads a file of another trainer and finds the trainer by its content."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lptune.base.errors import UserError
+from lptune.base.files import is_deep, read_bytes, read_object
+from lptune.config.load import read_yaml
+from lptune.tools.migrate import axolotl, torchtitan, torchtune
+from lptune.tools.migrate.draft import Draft
+
+TOOLS: dict[str, Callable[[Draft], None]] = {
+    "torchtune": torchtune.fill,
+    "torchtitan": torchtitan.fill,
+    "axolotl": axolotl.fill,
+}
+"""Tool -> the function that fills a draft."""
+
+_MAX_BYTES = 256 * 1024
+_TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "job", "compile"}
+
+
+def migrate(
+    file: Path, tool: str | None = None, *, num_ranks: int = 1, num_steps: int | None = None
+) -> Draft:
+    """The draft of `file`, a config of `tool` (found by its content if None).
+
+    Raises UserError (one line) for a file that is no config of a full fine-tuning of one of the tools.
+    """
+    if file.suffix == ".py":
+        raise UserError(
+            f"{file}: a Python config is not read, because reading it means running it; torchtitan writes "
+            "its config as JSON when a run starts with --debug.save_config_file NAME.json: give that file"
+        )
+    values = _read(file)
+    found = _tool(values)
+    if found is None and tool is None:
+        raise UserError(f"{file}: {_what_else(values)}")
+    if tool is not None and found is not None and tool != found:
+        raise UserError(f"{file}: is a config of {found}, not of {tool}; leave --from out")
+    draft = Draft(tool or found or "", file, values, num_ranks, num_steps)
+    TOOLS[draft.tool](draft)
+    return draft
+
+
+def tool_of(file: Path) -> str | None:
+    """The tool whose config `file` is, by its content; None for another file."""
+    try:
+        return _tool(_read(file))
+    except UserError:
+        return None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file.suffix not in (".toml", ".json"):
+        return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))
+    if file.suffix == ".json":
+        return read_object(file, max_bytes=_MAX_BYTES, todo="mend the file")
+    content = read_bytes(file, _MAX_BYTES)
+    try:
+        values = tomllib.loads(content.decode())
+        if is_deep(values):  # by dotted keys, which TOML's reader takes at any depth
+            raise RecursionError
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: is not UTF-8 text") from None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read as TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{file}: cannot be read as TOML: it is nested too deep") from None
+    return values
+
+
+def _with_text_keys(value: Any) -> Any:
+    """`value` with keys such as `on:` and `1:`, which YAML does not take for text, as text."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(each) for key, each in value.items()}
+    return [_with_text_keys(each) for each in value] if isinstance(value, list) else value
+
+
+def _tool(values: Mapping[str, Any]) -> str | None:
+    if _has_component(values):
+        return "torchtune"
+    if "base_model" in values:
+        return "axolotl"
+    training = values.get("training")
+    if isinstance(training, Mapping) and len(_TITAN_SECTIONS.intersection(values)) >= 2:
+        return "torchtitan"
+    return None
+
+
+def _has_component(values: Mapping[str, Any]) -> bool:
+    nested = [each for each in values.values() if isinstance(each, Mapping)]
+    return "_component_" in values or any(map(_has_component, nested))
+
+
+def _what_else(values: Mapping[str, Any]) -> str:
+    model = values.get("model")
+    if isinstance(model, Mapping) and "path" in model and "data" in values:
+        return "is a config of lptune already; `lptune validate` checks it"
+    if {"compute_environment", "distributed_type"} <= set(values):
+        return "is a config of accelerate, which holds no training keys"
+    return (
+        "is no config of torchtune (no `_component_`), torchtitan (no [training] beside other sections) or "
+        "axolotl (no `base_model`); --from NAME insists"
+    )

@@ -1,0 +1,174 @@
+"""Draw runs in one HTML file."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lptune.base.errors import UserError
+from lptune.base.files import is_within, kind_of, write_errors, write_text
+from lptune.base.text import printable
+from lptune.cli import interrupts
+from lptune.cli.path_argument import PathArgument
+
+if TYPE_CHECKING:
+    from lptune.tools.report.run import Run
+
+REFRESH_S = 5
+_MAX_RUNS = 50
+
+
+@click.command()
+@click.argument("runs", nargs=-1, type=PathArgument(), metavar="RUN...")
+@click.option("--live", is_flag=True, help=f"Write it again every {REFRESH_S} s while a run goes on.")
+@click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
+@click.option(
+    "--output",
+    type=PathArgument(),
+    metavar="FILE",
+    help="Where to write.  [default: RUN/report.html; of several RUNs ./report.html]",
+)
+@click.option(
+    "--reference",
+    type=PathArgument(),
+    metavar="RUN",
+    help="Draw this run neutral, and the differences from it.",
+)
+@click.option(
+    "--svg", "svg_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as an SVG file."
+)
+@click.option(
+    "--png", "png_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as a PNG file."
+)
+def report(
+    runs: tuple[Path, ...],
+    live: bool,
+    opens: bool,
+    output: Path | None,
+    reference: Path | None,
+    svg_folder: Path | None,
+    png_folder: Path | None,
+) -> None:
+    """Write one HTML file with the curves, samples, precision plan and config of each RUN (its folder).
+
+    RUN may also be a folder of runs, such as that of a sweep. Several runs are laid over each other and
+    sorted by their final held-out loss. A run may be going on. The page fetches nothing, so the file can be
+    sent and kept. --live ends when no run goes on, or at Ctrl-C.
+    """
+    folders, base = _folders([each for run in runs for each in _runs_of(run)], reference)
+    home = folders[0] if len(folders) == 1 else runs[0] if len(runs) == 1 and reference is None else Path()
+    path = output or home / "report.html"
+    if kind_of(path) == "a folder":
+        raise UserError(f"--output: {path} is a folder; give a file, such as {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise UserError(f"--output: there is no folder {path.parent}; make it first")
+    if png_folder is not None:
+        from lptune.tools.report import png
+
+        png.check_installed()
+
+    read = _write(folders, base, path, refresh_s=REFRESH_S if live else 0)
+    click.echo(f"report: {path.absolute()}")
+    for folder, of_svg in ((svg_folder, True), (png_folder, False)):
+        if folder is not None:
+            _write_charts(folder, read, base, of_svg)
+    if opens:
+        import webbrowser
+
+        if not webbrowser.open(path.absolute().as_uri()):
+            click.echo("note: there is no browser here; open that file yourself", err=True)
+    if live:
+        _follow(folders, base, path)
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The folder of a run itself; the runs in a folder that is none, such as that of a sweep."""
+    if not folder.is_dir() or any(kind_of(folder / name) for name in ("metrics.jsonl", "config.yaml")):
+        return [folder]
+    return sorted(each.parent for each in folder.glob("*/metrics.jsonl")) or [folder]
+
+
+def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], int | None]:
+    """The folders, each once, and the place of the reference among them."""
+    if not runs and reference is None:
+        raise UserError("report: give the folder of a run, its output_dir: lptune report runs/my-run")
+    folders = list[Path]()
+    for folder in [*runs, *([] if reference is None else [reference])]:
+        if not folder.is_dir():
+            found = kind_of(folder, follow=True)
+            what = f"is {found}" if found else "no such folder"
+            raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
+        if not any(is_within(folder, other) and is_within(other, folder) for other in folders):
+            folders.append(folder)
+    if len(folders) > _MAX_RUNS:
+        raise UserError(
+            f"report: {len(folders)} runs are more than lines in one chart; give at most {_MAX_RUNS}"
+        )
+    if reference is None:
+        return folders, None
+    return folders, next(
+        place
+        for place, folder in enumerate(folders)
+        if folder == reference or (is_within(reference, folder) and is_within(folder, reference))
+    )
+
+
+def _read(folders: Sequence[Path]) -> "list[Run]":
+    from lptune.tools.report.run import read_run
+
+    return [read_run(folder) for folder in folders]
+
+
+def _write(folders: Sequence[Path], reference: int | None, path: Path, refresh_s: int) -> "list[Run]":
+    from lptune.tools.report.page import write_page
+
+    runs = _read(folders)
+    write_page(path, runs, reference, refresh_s)
+    for folder, run in zip(folders, runs, strict=True):
+        for note in run.notes:
+            click.echo(printable(f"note: {folder}: {note}"), err=True)
+    return runs
+
+
+def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
+    """Writes the page again and again until no run goes on, or a signal comes. The last page does not load
+    itself again.
+    """
+    from lptune.tools.report.page import write_page
+    from lptune.tools.report.run import is_running
+    from lptune.tools.report.summary import steps_text
+
+    going = any(is_running(folder) for folder in folders)
+    said = f"written every {REFRESH_S} s; Ctrl-C ends this, not the run" if going else "no run goes on"
+    click.echo(f"live: {said}", err=True)
+    with interrupts.Undoing():
+        try:
+            while any(is_running(folder) for folder in folders):
+                time.sleep(REFRESH_S)
+                runs = _read(folders)
+                write_page(path, runs, reference, REFRESH_S)
+        finally:
+            runs = _read(folders)
+            write_page(path, runs, reference)
+    if going:
+        for run in runs:
+            click.echo(f"live: {run.folder}: {steps_text(run)}; the page is final", err=True)
+
+
+def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:
+    from lptune.tools.report import png, svg
+    from lptune.tools.report.page import arrange
+
+    shown = arrange(runs, reference)
+    charts = [*shown.main, *shown.others]
+    with write_errors(f"{folder}:", "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            if of_svg:
+                text = svg.standalone(chart, shown.names, shown.looks)
+                write_text(folder / f"{chart.slug}.svg", text, shared=True)
+            else:
+                png.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
+    click.echo(f"{len(charts)} charts as {'SVG' if of_svg else 'PNG'}: {folder.absolute()}")

@@ -1,0 +1,290 @@
+"""A run's folder as a report sees it: what the run is, how far it came, and what it wrote.
+
+Nothing but the files is asked, so that a run on another machine can be read through a shared disk. Whether it
+goes on is known from the lock on OUTPUT_DIR/.lock, which a living run holds.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from lptune.base.errors import UserError
+from lptune.base.files import Lock, kind_of
+from lptune.tools.report.files import read_object, read_objects, read_text
+from lptune.tools.report.plan import Plan, read_plan
+from lptune.tools.report.rows import MAX_STEP, Rows, read_rows
+from lptune.tools.report.shadow import Shadow, read_shadow
+
+_MAX_SAMPLES = 10_000
+_MAX_TEXT = 4_000
+_MAX_CONFIG_BYTES = 256 * 1024  # as of any config
+_OF_A_RUN = ("metrics.jsonl", "config.yaml", "run.json", "precision_plan.json")
+
+
+class Sample(NamedTuple):
+    """A prompt, and what the model answered at one step."""
+
+    step: int
+    when: str
+    prompt: str
+    answer: str
+    reference: str
+
+
+class Facts(NamedTuple):
+    """What the run says of itself, as text; empty where it does not say."""
+
+    recipe: str = ""
+    model: str = ""
+    precision: str = ""
+    device: str = ""
+    num_ranks: str = ""
+    versions: str = ""
+    data: str = ""
+    data_digest: str = ""
+    run_id: str = ""
+    num_launches: str = ""
+
+
+class Status(NamedTuple):
+    """How far a run came."""
+
+    word: str
+    """running | finished | stopped | diverged | not started."""
+    num_steps: int
+    """The step at which it ends; 0: not known."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files describe it."""
+
+    folder: Path
+    rows: Rows
+    config: Mapping[str, Any]
+    """Dotted key -> value."""
+    config_text: str
+    plan: Plan
+    samples: tuple[Sample, ...]
+    shadow: Shadow
+    facts: Facts
+    status: Status
+    notes: tuple[str, ...]
+    """What could not be read, a sentence each."""
+
+    def final(self, name: str) -> float | None:
+        """The last finite value of a metric."""
+        values_N = self.rows[name].finite.values_N
+        return float(values_N[-1]) if len(values_N) else None
+
+
+def read_run(folder: Path, *, is_over: bool = False) -> Run:
+    """Reads the run in `folder`. is_over: the run has ended, whatever its lock says.
+
+    Raises UserError if the folder is not a run's, or metrics.jsonl is not of one.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: {'is not a folder' if kind_of(folder) else 'no such folder'}; give a run's"
+        )
+    if not any(kind_of(folder / name) for name in _OF_A_RUN):
+        raise UserError(f"{folder}: is not a run's folder, it has none of {', '.join(_OF_A_RUN)}")
+    rows = read_rows(folder / "metrics.jsonl")
+    notes = [f"metrics.jsonl: {note}" for note in rows.notes]
+    config, text, note = read_config(folder / "config.yaml")
+    plan, plan_note = read_plan(folder / "precision_plan.json")
+    shadow, shadow_note = read_shadow(folder / "shadow.jsonl")
+    samples, samples_note = _samples(folder / "samples.jsonl")
+    about, about_note = read_object(folder / "run.json")
+    exported, exported_note = read_object(folder / "export.json")
+    state = newest_state(folder)
+    named = {
+        "config.yaml": note,
+        "precision_plan.json": plan_note,
+        "shadow.jsonl": shadow_note,
+        "samples.jsonl": samples_note,
+        "run.json": about_note,
+        "export.json": exported_note,
+    }
+    notes += [f"{name}: {why}" for name, why in named.items() if why]
+    status = _status(folder, rows, config, about or {}, exported or {}, state, is_over)
+    if rows.is_cut and status.word != "running":  # else the run is writing it
+        notes.append("metrics.jsonl: the last line is incomplete, as a kill leaves it")
+    facts = _facts(config, about or {}, state, plan)
+    return Run(folder, rows, config, text, plan, samples, shadow, facts, status, tuple(notes))
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], str, str]:
+    """The keys of a run's config.yaml, dotted, its text, and a note if it cannot be used."""
+    text, note = read_text(path, _MAX_CONFIG_BYTES)
+    if text is None:
+        return {}, "", note
+    from omegaconf import OmegaConf  # slow to import
+
+    from lptune.config.load import read_yaml
+
+    try:
+        # A value of the environment stays a `${…}`, as the run has written it.
+        values = OmegaConf.to_container(read_yaml(path), resolve=False)
+        return flat(cast("dict[str, Any]", values)), text, ""
+    except UserError as error:
+        return {}, text, str(error).removeprefix(f"{path}: ")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys. Lists stay as they are."""
+    found = dict[str, Any]()
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    """state.json of the newest checkpoint of a run; empty if there is none that can be read."""
+    with suppress(OSError):
+        found = [
+            path for path in (folder / "checkpoints").iterdir() if re.fullmatch("step-[0-9]{8}", path.name)
+        ]
+        for path in sorted(found, reverse=True):
+            content = read_object(path / "state.json").content
+            if content is not None:
+                return dict(content)
+    return {}
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a living run holds the lock of its folder. False where the file system has no locks.
+
+    To find out, the lock is taken for some microseconds; a run that starts in them says that another run is
+    writing there, and can be started again.
+    """
+    try:
+        # Shared, so that two reports do not take each other for a run.
+        Lock(folder / ".lock", os.O_RDONLY, shared=True).close()
+    except BlockingIOError:
+        return True
+    except (OSError, UserError):
+        pass
+    return False
+
+
+def _status(
+    folder: Path,
+    rows: Rows,
+    config: Mapping[str, Any],
+    about: Any,
+    exported: Mapping[str, Any],
+    state: Mapping[str, Any],
+    is_over: bool,
+) -> Status:
+    num_steps = _num_steps(config, about, state)
+    if not is_over and is_running(folder):
+        return Status("running", num_steps)
+    patience = config.get("diverged_after_steps")
+    patience = patience if type(patience) is int and patience > 0 else 3
+    for name in ("loss", "grad_norm"):
+        last_N = rows[name].values_N[-patience:]
+        if len(last_N) == patience and np.isnan(last_N).all():
+            return Status("diverged", num_steps)
+    if rows.last_step == 0:
+        return Status("stopped" if rows.num_rows else "not started", num_steps)
+    is_finished = rows.last_step >= num_steps > 0 or exported.get("step") == rows.last_step
+    is_finished = is_finished or _ended_early(rows, config.get("early_stop_after"))
+    return Status("finished" if is_finished else "stopped", num_steps)
+
+
+def _ended_early(rows: Rows, after: object) -> bool:
+    """Whether the last `after` evaluations, the last of them after the last step, found no new lowest
+    eval_loss, so that the run had ended. Its export may be of an earlier step (checkpoint.keep_best).
+    """
+    steps_N, losses_N = rows["eval_loss"]
+    if type(after) is not int or after <= 0 or len(steps_N) < after or steps_N[-1] != rows.last_step:
+        return False
+    ordered_N = np.where(np.isnan(losses_N), np.inf, losses_N)
+    best = int(ordered_N.argmin())  # the first of equal ones
+    num_since = len(losses_N) - 1 - best if np.isfinite(ordered_N[best]) else len(losses_N)
+    return num_since >= after
+
+
+def _num_steps(config: Mapping[str, Any], about: Any, state: Mapping[str, Any]) -> int:
+    """The steps that the run wants to do. A run by epochs counts them only when it starts."""
+    launches = about.get("launches")
+    newest = launches[-1] if isinstance(launches, list) and launches else None
+    decided = state.get("config")
+    for holder in (newest, config, decided):
+        count = holder.get("num_steps") if isinstance(holder, Mapping) else None
+        if type(count) is int and 0 < count < MAX_STEP:
+            return count
+    return 0
+
+
+def _facts(config: Mapping[str, Any], about: Any, state: Mapping[str, Any], plan: Plan) -> Facts:
+    launches = about.get("launches")
+    launches = [each for each in launches if isinstance(each, dict)] if isinstance(launches, list) else []
+    newest = launches[-1] if launches else {}
+    of_state = state.get("about")
+    versions = newest.get("versions") or {
+        key: of_state[key] for key in ("lptune", "torch") if isinstance(of_state, dict) and key in of_state
+    }
+    fingerprint = state.get("fingerprint")
+    digest = about.get("data_digest") or (fingerprint.get("data") if isinstance(fingerprint, dict) else "")
+    kind = config.get("precision.kind") or plan.kind
+    emulated = " (emulated)" if config.get("precision.emulate") is True and kind != "none" else ""
+    source = config.get("data.source", "")
+    return Facts(
+        recipe=_text(about.get("recipe")),
+        model=_text(config.get("model.path")),
+        precision=f"{_text(kind)}{emulated}",
+        device=_text(newest.get("device") or config.get("device")),
+        num_ranks=_text(newest.get("num_ranks")),
+        versions=", ".join(f"{_text(k)} {_text(v)}" for k, v in list(versions.items())[:10])
+        if isinstance(versions, dict)
+        else "",
+        data=_text(source if isinstance(source, str) else value_text(source)),
+        data_digest=_text(digest)[:16],
+        run_id=_text(about.get("id")),
+        num_launches=str(len(launches)) if launches else "",
+    )
+
+
+def _samples(path: Path) -> tuple[tuple[Sample, ...], str]:
+    rows, note = read_objects(path)
+    found = []
+    for row in (rows or [])[:_MAX_SAMPLES]:
+        step = row.get("step")
+        texts = [_text(row.get(key), _MAX_TEXT) for key in ("when", "prompt", "answer", "reference")]
+        if type(step) is int:
+            found.append(Sample(step, *texts))
+    return tuple(found), note
+
+
+def _text(value: object, max_chars: int = 200) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else value_text(value)
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def value_text(value: object, depth: int = 0) -> str:
+    """A value of a config as YAML would have it in one line, cut after 200 characters."""
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, float):
+        text = f"{value:g}" if math.isfinite(value) and float(f"{value:g}") == value else repr(value)
+    elif isinstance(value, (list, dict)) and depth > 4:  # no config nests deeper, and Python's stack is short
+        text = "…"
+    elif isinstance(value, list):
+        text = f"[{', '.join(value_text(each, depth + 1) for each in value[:50])}]"
+    elif isinstance(value, dict):
+        pairs = [f"{key}: {value_text(each, depth + 1)}" for key, each in list(value.items())[:50]]
+        text = "{" + ", ".join(pairs) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -1,0 +1,279 @@
+"""Run a recipe for each combination of values.
+
+The runs go one after the other, or as an array job of Slurm. Every config is checked before the first run
+starts. Each run is a process of `lptune run`, so a run that fails takes nothing with it, and each begins with
+a fresh device. The process is a child and gets the signals of the sweep: a sweep that is stopped lets the run
+in progress save, and the same command goes on with it.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from lptune.base.errors import UserError
+from lptune.base.files import Lock, kind_of, write_errors, write_text
+from lptune.cli import catalog, preflight, recipe
+from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import check_above
+from lptune.config import RunConfig, check_given_files_stay
+from lptune.launch import flags, launcher, preemption
+
+_OWN_FLAGS = (
+    "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
+    "--help", "-h",
+)  # fmt: skip
+_STOPPED = preemption.STOPPED
+_REPORT_RUNS = 50  # more curves than that cannot be told apart
+
+
+class _Planned(NamedTuple):
+    """A checked run."""
+
+    name: str
+    folder: Path
+    arguments: tuple[str, ...]
+    """Those of `lptune run` after torchrun's flags: RECIPE --config CONFIG key=value …"""
+    config_digest: str
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True}, options_metavar="[OPTIONS] [torchrun flags]"
+)
+@click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
+@click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks of each run.")
+@click.option("--nnodes", metavar="N", help="Machines of each run; with --slurm only.")
+@click.option(
+    "--output-dir", type=PathArgument(), metavar="FOLDER", help="[default: sweeps/NAME of the config]"
+)
+@click.option("--slurm", type=PathArgument(), metavar="FILE", help="Write an array job there; run nothing.")
+@click.option("--dry-run", is_flag=True, help="Check all runs and print their commands; run nothing.")
+@click.option("--max-runs", type=click.IntRange(min=1), default=100, show_default=True, metavar="N")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] key=value,value… …")
+@click.pass_context
+def sweep(
+    context: click.Context,
+    config_name: str | None,
+    nproc_per_node: str | None,
+    nnodes: str | None,
+    output_dir: Path | None,
+    slurm: Path | None,
+    dry_run: bool,
+    max_runs: int,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run RECIPE once for each combination of the values that keys have, e.g.
+
+    lptune sweep --config my.yaml optimizer.lr=1e-5,3e-5 precision.kind=none,int8_rowcol
+
+    All runs are checked before the first one starts. Each has its own folder, named by its values. The same
+    command continues a sweep that was stopped. Brackets and quotes keep the commas within a value
+    (docs/sweep.md).
+    """
+    if config_name is None:
+        raise UserError("sweep: --config is required; `lptune ls` shows what there is")
+    if slurm is None and nnodes not in (None, "1"):
+        raise UserError("sweep: --nnodes: runs of several machines are started by Slurm; add --slurm FILE")
+    counts = {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes}
+    for name, value in counts.items():
+        flags.check_count("sweep", name, value)
+    if ":" in (nnodes or ""):
+        raise UserError(f"sweep: --nnodes: a run keeps its number of machines, found {nnodes!r}; give one")
+    ranks = flags.known_ranks(nnodes, nproc_per_node, here=slurm is None)
+    torchrun_flags, positional = flags.split_command("sweep", arguments, _OWN_FLAGS)
+    if torchrun_flags and slurm is not None:
+        raise UserError(f"sweep: {torchrun_flags[0]}: the script of --slurm sets torchrun's flags itself")
+    if torchrun_flags:
+        ranks = None, None  # only torchrun knows them
+    planned = _plan(config_name, positional, output_dir, max_runs, ranks, here=slurm is None)
+    folder = planned[0].folder.parent
+    click.echo(f"sweep: {len(planned)} runs of {planned[0].arguments[0]} with {config_name} in {folder}")
+    if slurm is not None:
+        _write_script(slurm, planned, nnodes, nproc_per_node)
+        return 0
+    torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
+    if dry_run:
+        for each in planned:
+            click.echo(shlex.join(["lptune", "run", *torchrun_flags, *each.arguments]))
+        return 0
+    return _run_all(context, folder, planned, torchrun_flags)
+
+
+# ---- the command line
+
+
+def _plan(
+    config_name: str,
+    positional: Sequence[str],
+    output_dir: Path | None,
+    max_runs: int,
+    ranks: tuple[int | None, int | None],
+    *,
+    here: bool,
+) -> list[_Planned]:
+    """The runs, all of them checked. here: whether they will start on this machine."""
+    from lptune.tools.sweep.grid import Grid
+
+    recipe_path, config_path, overrides = recipe.split(config_name, positional)
+    recipe_name = positional[0] if len(overrides) < len(positional) else recipe_path.stem
+    name = config_name.replace("/", "-") if config_name in catalog.configs() else config_path.stem
+    folder = output_dir or Path("sweeps", name)
+    check_above(folder / "sweep.json")
+    planned = []
+    for point in Grid(overrides, max_runs).points:
+        given = (*point.overrides, f"output_dir={folder / point.name}")
+        config_digest = _check((recipe_path, config_path), given, ranks, here=here)
+        arguments = (recipe_name, "--config", config_name, *given)
+        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest))
+    _check_distinct(planned)
+    return planned
+
+
+def _check(
+    files: tuple[Path, Path], overrides: Sequence[str], ranks: tuple[int | None, int | None], *, here: bool
+) -> str:
+    """Checks a run as `lptune run` does; returns a digest of its config."""
+    from lptune.config import to_yaml
+    from lptune.tools.sweep.record import digest
+
+    recipe_path, config_path = files
+    cfg = recipe.load(recipe_path, config_path, overrides)
+    if not isinstance(cfg, RunConfig):
+        raise UserError(f"sweep: {recipe_path.stem} trains nothing; a sweep is for recipes that train")
+    check_given_files_stay(cfg, (config_path, recipe_path))
+    if recipe_path in catalog.recipes().values():
+        preflight.check(cfg, *ranks, here=here)
+    return digest("\n".join(line for line in to_yaml(cfg).splitlines() if not line.startswith("output_dir:")))
+
+
+def _check_distinct(planned: Sequence[_Planned]) -> None:
+    """Two values may be spelt differently and mean the same: 1e-5 and 0.00001."""
+    first: dict[str, str] = {}
+    for each in planned:
+        if each.config_digest in first:
+            raise UserError(f"sweep: {first[each.config_digest]} and {each.name} are the same; take one out")
+        first[each.config_digest] = each.name
+
+
+# ---- one run after the other
+
+
+class _Runner:
+    """Runs one process at a time and passes signals on to it."""
+
+    def __init__(self) -> None:
+        self.stopped_by: signal.Signals | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        preemption.react(self._first, self._again)
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """The exit code of `lptune ARGUMENTS`; 128 + n if signal n killed it."""
+        bound = ("-P", "-m", "lptune.launch.bound", str(os.getpid()))  # -P: not the modules of this folder
+        command = [sys.executable, *bound, *arguments]
+        self._child = subprocess.Popen(command)
+        if self.stopped_by is not None:
+            self._pass_on(self.stopped_by)
+        code = self._child.wait()
+        self._child = None
+        return 128 - code if code < 0 else code
+
+    def _first(self, number: signal.Signals) -> None:
+        self.stopped_by = number
+        self._pass_on(number)
+
+    def _again(self, number: signal.Signals) -> None:
+        self._pass_on(number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+
+def _run_all(
+    context: click.Context, folder: Path, planned: Sequence[_Planned], torchrun_flags: Sequence[str]
+) -> int:
+    from lptune.tools.sweep.record import Ended, Record
+    from lptune.tools.sweep.table import result, table
+
+    lock = _locked(folder)
+    record = Record(folder, Path(planned[0].arguments[0]).stem)
+    launcher.let_ranks_find_lptune()
+    runner = _Runner()
+    codes: dict[str, int] = {}
+    for number, each in enumerate(planned, 1):
+        if runner.stopped_by is not None or _STOPPED in codes.values():
+            break
+        where = f"[{number}/{len(planned)}] {each.name}"
+        if record.has(each.name, each.config_digest):
+            codes[each.name] = record.ended[each.name].exit_code
+            click.echo(f"{where}: already finished")
+            continue
+        click.echo(f"{where}: {each.folder}")
+        sys.stdout.flush()
+        started_s = time.monotonic()
+        code = codes[each.name] = runner.run(["run", *torchrun_flags, *each.arguments])
+        record.add(each.name, Ended(each.config_digest, code, round(time.monotonic() - started_s, 1)))
+        if code not in (0, 3, _STOPPED):
+            click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
+    lock.close()
+    results = [result(each.name, each.folder, codes.get(each.name)) for each in planned]
+    click.echo(f"\n{table(results)}")
+    _report(context, folder, [each.folder for each in planned if each.name in codes])
+    failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
+    if runner.stopped_by is not None or _STOPPED in codes.values():
+        click.echo("sweep: stopped; the same command goes on with it", err=True)
+        return _STOPPED
+    if failed:
+        click.echo(
+            f"sweep: {len(failed)} of {len(planned)} runs failed; the same command tries them again", err=True
+        )
+    return failed[0] if failed else 0
+
+
+def _locked(folder: Path) -> Lock:
+    """Makes the folder and locks it against a second sweep."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder / ".sweep.lock")
+    except BlockingIOError:
+        raise UserError(f"{folder}: another sweep runs there; wait, or choose --output-dir") from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made or locked: {error.strerror}") from None
+
+
+def _report(context: click.Context, folder: Path, runs: Sequence[Path]) -> None:
+    """The report of the runs that have metrics, by `lptune report`."""
+    group = context.find_root().command
+    command = group.commands.get("report") if isinstance(group, click.Group) else None
+    ready = tuple(each for each in runs if (each / "metrics.jsonl").is_file())[:_REPORT_RUNS]
+    if command is None or not ready:
+        return
+    try:
+        context.invoke(command, runs=ready, output=folder / "report.html")
+    except UserError as error:
+        click.echo(f"note: no report: {error}", err=True)
+
+
+# ---- Slurm
+
+
+def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, nproc: str | None) -> None:
+    from lptune.tools.sweep.slurm import Shape, script
+
+    if kind_of(path):
+        raise UserError(f"{path}: exists; choose another name, or remove it first")
+    shape = Shape(int(nnodes or 1), nproc or "gpu")
+    job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
+    text = script(str(path), job, os.getcwd(), [each.arguments for each in planned], shape)
+    with write_errors(f"{path}:", "choose another name"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text, shared=True)
+    click.echo(f"wrote {path}: look at its #SBATCH lines, then: sbatch {shlex.quote(str(path))}")

@@ -1,0 +1,222 @@
+"""A dry run of some ranks says what as many real ones do, hold and exchange."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lptune import distributed, linear, models, training
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from lptune.distributed import record_collectives
+from lptune.models import chunks
+from lptune.plan import memory
+from lptune.plan.dry_run import dry_run
+from lptune.training.settings import lasting_bytes
+from tests.helpers.ranks import run_ranks
+
+NUM_MICRO_BATCHES = 4
+"""More than the three that a dry run goes through."""
+
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+CASES: dict[int, list[Case]] = {
+    1: [
+        ({"kind": "int8_rowcol"}, {}),
+        ({"kind": "mxfp8"}, {}),
+        ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}),
+    ],
+    2: [
+        ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}),
+        ({"kind": "int8_tensorwise"}, {}),
+        ({"kind": "float8_delayed", "emulate": True}, {}),
+    ],
+    4: [
+        ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}),
+        ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}),
+    ],
+}
+"""Number of ranks -> keys of precision and of parallel. The last one gathers tokens in 8 bits, too."""
+
+
+def _config(num_data_ranks: int, precision: dict[str, Any], parallel: dict[str, Any]) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=ModelConfig(path="unused"),
+        data=DataConfig(source="unused", seq_len=32),
+        precision=PrecisionConfig(**precision),
+        parallel=ParallelConfig(**parallel),
+        device="cpu",
+        activation_checkpointing="selective",
+        compile="none",
+        micro_batch_size=2,
+        global_batch_size=2 * NUM_MICRO_BATCHES * num_data_ranks,
+    )
+
+
+def _model_config(vocab_size: int = 131) -> models.DecoderConfig:
+    content = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
+    # 131 rows divide by no number of ranks, so that something is padded. Of 4 blocks a dry run executes 3.
+    return models.config_from_dict(content | {"vocab_size": vocab_size, "num_hidden_layers": 4}, "test")
+
+
+def _steps(rank: int, num_ranks: int, folder: str, cases: list[Case]) -> None:
+    with distributed.session("cpu") as every:
+        for number, (precision, parallel) in enumerate(cases):
+            axes = distributed.mesh_axes(ParallelConfig(**parallel), num_ranks)
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            took = _step(dataclasses.replace(every, mesh=mesh), precision, parallel)
+            (Path(folder) / f"{number}-{rank}.json").write_text(json.dumps(took))
+
+
+def _step(
+    world: distributed.World, precision: dict[str, Any], parallel: dict[str, Any], vocab_size: int = 131
+) -> dict[str, Any]:
+    """The step of a recipe with values in it; what it took."""
+    cfg = _config(world.data_size, precision, parallel)
+    model = models.build_on_meta(_model_config(vocab_size))
+    plan = linear.convert(model, cfg.precision, device=world.device)
+    distributed.parallelize(model, world, cfg)
+    with memory.MemoryLog() as log:
+        distributed.materialize(model, world, cfg)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
+        optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
+        low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
+        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low)
+        tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
+        documents = models.DocumentBounds.single(*tokens_BS.shape)
+        exchanged = []
+        for step in range(2):
+            with record_collectives(world.mesh) as counted:
+                with low.step(step, NUM_MICRO_BATCHES):
+                    loss_sum = torch.zeros(())
+                    for _ in distributed.accumulate(model, range(NUM_MICRO_BATCHES), world, cfg, low):
+                        log.phase("forward" if step == 0 else "later")
+                        loss = model(tokens_BS, documents, tokens_BS)
+                        log.phase("backward" if step == 0 else "later")
+                        (loss * (world.data_size / tokens_BS.numel())).backward()
+                        loss_sum += loss.detach()
+                gradients = memory.storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+                log.phase("update")
+                updated = update(loss_sum, tokens_BS.numel())
+            log.phase("end")
+            exchanged.append(sorted([*each, count] for each, count in counted.items()))
+    assert not updated.skipped
+    assert all(
+        torch.isfinite(distributed.on_this_rank(state["exp_avg"])).all() for state in optimizer.state.values()
+    )
+    return {
+        "collectives": exchanged,
+        memory.PARAMETERS: memory.storage_bytes(model.parameters()),
+        memory.GRADIENTS: gradients,
+        memory.OPTIMIZER: memory.storage_bytes(
+            value for state in optimizer.state.values() for value in state.values()
+        ),
+        "peaks": {name: found.total() for name, found in log.peaks().items()},
+        "said": lasting_bytes(model, cfg),
+        "counts": 4 * len(optimizer.state),  # AdamW's number of updates
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(num_ranks, _steps, str(tmp_path), CASES[num_ranks])
+    for number, (precision, parallel) in enumerate(CASES[num_ranks]):
+        data_size = num_ranks // parallel.get("tensor", 1)
+        found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
+        steps = (found.first_collectives, found.collectives)
+        in_first, expected = (sorted([*each, count] for each, count in step.items()) for step in steps)
+        assert (in_first != expected) == (precision["kind"] == "float8_delayed")
+        assert ("the first step of a run has no amax history, and" in found.report()) == (
+            in_first != expected
+        )
+        assert found.checkpoint_bytes == 12 * found.num_parameters
+        if num_ranks == 1:
+            assert not expected
+        else:
+            assert {each[0] for each in expected} >= {"all_gather", "reduce_scatter"}
+            # The update's: losses and squares of gradients, two float64 of every rank.
+            assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
+        for rank in range(num_ranks):
+            took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
+            assert took["collectives"] == [in_first, expected], (precision, parallel)
+            if rank > 0:
+                continue  # the dry run's rank is 0; others may have fewer rows
+            for category in (memory.PARAMETERS, memory.OPTIMIZER):
+                assert took[category] == found.resting[category] > 0, (category, precision, parallel)
+            assert took[memory.GRADIENTS] == found.peaks["update"][memory.GRADIENTS] > 0
+            if precision["kind"] == "int8_weight_only":
+                assert took["said"] is None
+            else:
+                lasts = sum(took[each] for each in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER))
+                assert took["said"] == pytest.approx(lasts - took["counts"], rel=0.01), (precision, parallel)
+            assert found.resting[memory.GRADIENTS] == 0
+            # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
+            # exchanged, its two threads let go of a moment later than the fake group does.
+            late = 2 * max((each.num_bytes for each in found.collectives), default=0)
+            if num_ranks == 1 and "reshard_after_forward" not in parallel:
+                # Of each parameter a copy in bf16; or in 8 bits, with a scale for each row.
+                copies = found.peaks["backward"][memory.GATHERED]
+                assert copies == _copied_bytes(precision["kind"])
+            for phase in ("forward", "backward"):
+                peak = found.peaks[phase].total() - found.resting[memory.OPTIMIZER]
+                assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
+
+
+def _copied_bytes(kind: str) -> int:
+    model = models.build_on_meta(_model_config())
+    linear.convert(model, kind, device=torch.device("cpu"))
+    total = 0
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            is_low = isinstance(module, linear.LowPrecisionLinear)
+            if kind == "mxfp8" and is_low:  # twice, with a scale of a byte for 32 values
+                total += 2 * (parameter.numel() + parameter.numel() // 32)
+            else:
+                total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
+    return total
+
+
+def _step_in_chunks(rank: int, num_ranks: int, path: str) -> None:
+    with distributed.session("cpu", ParallelConfig()) as world, mock.patch.object(*_CHUNKS_OF_20):
+        Path(path).write_text(json.dumps(_step(world, {"kind": "none"}, {}, _MANY)["peaks"]))
+
+
+_MANY = 4096
+"""Words of which the head is the largest part of the peak."""
+_CHUNKS_OF_20 = (chunks, "MAX_LOGITS_PER_CHUNK", 20 * _MANY)
+
+
+def test_it_tells_the_memory_of_a_loss_in_chunks(tmp_path: Path) -> None:
+    run_ranks(1, _step_in_chunks, str(tmp_path / "peaks.json"))
+    took = json.loads((tmp_path / "peaks.json").read_text())
+    whole = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
+    with mock.patch.object(*_CHUNKS_OF_20):
+        found = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
+    for phase in ("forward", "backward"):
+        assert took[phase] == found.peaks[phase].total() - found.resting[memory.OPTIMIZER], phase
+        assert found.peaks[phase] != whole.peaks[phase], phase
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_weight_only"])
+def test_frozen_parameters_take_no_gradients_and_no_moments(kind: str) -> None:
+    cfg = _config(2, {"kind": kind}, {})
+    patterns = ("embed_tokens", "layers.0", "*norm*")
+    found = dry_run(dataclasses.replace(cfg, freeze=patterns), _model_config(), 2)
+    model = models.build_on_meta(_model_config())
+    models.freeze(model, patterns)
+    # A rank has half of the rows of each parameter, rounded up.
+    sharded = [p for p in model.parameters() if p.requires_grad]
+    here = sum(-(-p.shape[0] // 2) * p[0].numel() for p in sharded)
+    assert found.resting[memory.OPTIMIZER] == pytest.approx(2 * 4 * here, rel=0.01)  # and a count for each
+    assert found.peaks["update"][memory.GRADIENTS] == 4 * here
+    assert "frozen, without gradient and optimizer state: " in found.report()
+    whole = dry_run(cfg, _model_config(), 2)
+    assert whole.resting[memory.PARAMETERS] == found.resting[memory.PARAMETERS]
+    assert whole.resting[memory.OPTIMIZER] > found.resting[memory.OPTIMIZER]

@@ -1,0 +1,258 @@
+"""Whether a plan fits, and what would: each line is a plan that anybody can make again."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lptune import distributed, models, training
+from lptune.base.errors import UserError
+from lptune.checkpoint.disk import disk_report
+from lptune.config import (
+    CheckpointConfig,
+    DataConfig,
+    ExportConfig,
+    FinetuneConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+from lptune.hardware.devices import named_device
+from lptune.plan import fit, memory
+from lptune.plan.dry_run import STAGED, DryRun, dry_run
+from lptune.plan.fit import remedies, verdict
+from tests.helpers.saving import save
+
+TINY = models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test")
+
+
+class Momentum(training.ListsMoments, torch.optim.SGD):
+    """Keeps one number for each parameter, where AdamW keeps two."""
+
+    MOMENTS, COUNT = ("momentum_buffer",), None
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr, momentum=0.9)
+
+
+CONFIG = FinetuneConfig(
+    model=ModelConfig(path="unused"),
+    data=DataConfig(source="unused", seq_len=32),
+    precision=PrecisionConfig(kind="int8_rowcol"),
+    micro_batch_size=2,
+    global_batch_size=4,
+)
+
+
+def _changed(line: str) -> tuple[FinetuneConfig, int]:
+    """CONFIG with the keys that a remedy's line names, and its number of ranks."""
+    cfg, num_ranks = CONFIG, 2
+    keys, _, _ = line.strip().partition(": a peak")
+    for key, value in re.findall(r"(\S+)=(\S+)", keys):
+        typed = {"true": True, "1": 1}.get(value, value)
+        if key.startswith("parallel."):
+            parallel = dataclasses.replace(cfg.parallel, **{key.removeprefix("parallel."): typed})
+            cfg = dataclasses.replace(cfg, parallel=parallel)
+        else:
+            cfg = dataclasses.replace(cfg, **{key: typed})
+    return cfg, num_ranks
+
+
+def holds(num_bytes: int) -> DryRun:
+    """A plan of which only that is asked: what a rank holds between two steps."""
+    resting = Counter({memory.PARAMETERS: num_bytes // 4, memory.OPTIMIZER: num_bytes - num_bytes // 4})
+    return cast(DryRun, SimpleNamespace(resting=resting))
+
+
+def test_each_remedy_was_planned_and_is_what_its_keys_take() -> None:
+    device = dataclasses.replace(named_device("h100"), memory_bytes=1000)
+    heading, *lines = remedies(CONFIG, TINY, 2, device, holds(0))
+    assert heading == "planned instead, one change at a time:"
+    assert [line.partition(": ")[0].strip() for line in lines] == [
+        "micro_batch_size=1",
+        "activation_checkpointing=full",
+        "parallel.cpu_offload=true",
+        "micro_batch_size=1 activation_checkpointing=full parallel.cpu_offload=true",
+    ]
+    cfg, num_ranks = _changed(lines[-1])
+    again = dry_run(cfg, TINY, num_ranks, device)
+    assert f"a peak of {again.peak_bytes / 1e6:,.1f} MB" in lines[-1]
+    assert f"and {again.host_bytes / 1e6:,.1f} MB of host memory a rank" in lines[-1]
+    assert all(line.endswith(", does not fit") for line in lines)
+
+
+def test_the_search_ends_when_two_changes_fit_and_tries_all_together_when_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[int, str, int]] = []
+
+    def planned(
+        cfg: FinetuneConfig, _: object, world_size: int, *__: object, **___: object
+    ) -> SimpleNamespace:
+        if world_size == 8:
+            raise UserError("parallel: 8 ranks do not divide the heads")
+        tried.append((cfg.micro_batch_size, cfg.activation_checkpointing, world_size))
+        peak = 10 if cfg.activation_checkpointing == "full" or world_size > 2 else 90
+        return SimpleNamespace(peak_bytes=peak, host_bytes=0)
+
+    monkeypatch.setattr(fit, "dry_run", planned)
+    cfg = dataclasses.replace(CONFIG, global_batch_size=16)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=90)
+    _, *lines = remedies(cfg, TINY, 2, device, holds(0))
+    assert tried == [(2, "selective", 2), (1, "selective", 2), (2, "full", 2), (2, "selective", 4)]
+    assert [line.rpartition(", ")[2] for line in lines] == ["does not fit", "does not fit", "fits", "fits"]
+    assert lines[0].startswith("  parallel.reduce_every_micro_batch=true: ")
+    tried.clear()
+    lines = list(remedies(cfg, TINY, 2, dataclasses.replace(device, memory_bytes=1), holds(0)))
+    # Without more ranks first: a user may have no other GPU.
+    assert lines[-2].startswith(
+        "  parallel.reduce_every_micro_batch=true micro_batch_size=1 activation_checkpointing=full "
+        "parallel.cpu_offload=true: "
+    )
+    assert lines[-1].startswith(
+        "  parallel.reduce_every_micro_batch=true micro_batch_size=1 activation_checkpointing=full "
+        "--world-size 4 parallel.cpu_offload=true: "
+    )
+
+
+def test_a_change_that_leaves_too_much_on_a_rank_is_not_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def planned(_: object, __: object, world_size: int, *___: object, **____: object) -> SimpleNamespace:
+        tried.append(world_size)
+        return SimpleNamespace(peak_bytes=90, host_bytes=0)
+
+    monkeypatch.setattr(fit, "dry_run", planned)
+    cfg = dataclasses.replace(CONFIG, global_batch_size=16)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=100_000)
+    lines = list(remedies(cfg, TINY, 2, device, holds(200_000)))
+    # 200 kB on each of 2 ranks, where 90 kB fit: 4 ranks hold 100 kB each, 8 ranks 50 kB; or the host.
+    assert tried == [8, 2]
+    assert lines[:2] == [
+        "weights and optimizer state alone take 200.0 kB on a rank",
+        "planned instead, one change at a time:",
+    ]
+    assert [line.partition(":")[0].strip() for line in lines[2:]] == [
+        "--world-size 8",
+        "parallel.cpu_offload=true",
+    ]
+
+
+def test_one_rank_that_accumulates_offloads_after_every_micro_batch() -> None:
+    cfg = dataclasses.replace(CONFIG, global_batch_size=8)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=1000)
+    lines = list(remedies(cfg, TINY, 1, device, dry_run(cfg, TINY, 1, device)))
+    (line,) = (line for line in lines if line.startswith("  parallel.cpu_offload=true"))
+    assert line.startswith("  parallel.cpu_offload=true parallel.reduce_every_micro_batch=true: ")
+    parallel = {
+        every: ParallelConfig(cpu_offload=True, reduce_every_micro_batch=every) for every in (True, False)
+    }
+    at_end, at_once = (
+        dry_run(dataclasses.replace(cfg, parallel=parallel[every]), TINY, 1, device)
+        for every in (False, True)
+    )
+    assert at_once.peak_bytes < at_end.peak_bytes
+    assert (
+        f"a peak of {at_once.peak_bytes / 1e3:,.1f} kB" in line
+        or f"{at_once.peak_bytes / 1e6:,.1f} MB" in line
+    )
+
+
+def test_the_verdict_leaves_room_for_what_a_plan_does_not_count() -> None:
+    found = dry_run(CONFIG, TINY, 1)
+    for times, words in ((2.0, "fits "), (1.05, "may not fit "), (0.9, "does not fit ")):
+        device = dataclasses.replace(named_device("4090"), memory_bytes=int(times * found.peak_bytes))
+        assert verdict(found, device).startswith(words)
+
+
+def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
+    kept = dry_run(CONFIG, TINY, 2)
+    moved = dry_run(
+        dataclasses.replace(CONFIG, parallel=ParallelConfig(cpu_offload=True)), TINY, 2, named_device("h100")
+    )
+    states = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
+    assert moved.host_bytes == sum(kept.peaks["update"][name] for name in states) > 0
+    for phase, times in (("forward", 2), ("backward", 3), ("update", 0)):
+        assert not any(moved.peaks[phase][name] for name in states)
+        stays = kept.peaks[phase].total() - sum(kept.peaks[phase][name] for name in states)
+        staged = moved.peaks[phase][STAGED]
+        assert moved.peaks[phase].total() == stays + staged
+        # Of the largest module: no less than a block of two, no more than all.
+        assert staged <= times * kept.resting[memory.PARAMETERS]
+        assert (staged > 0) == (times > 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "export", "at_once"),
+    [
+        ({}, {}, 3),
+        ({"keep_last": 1}, {"enabled": False}, 2),
+        ({"keep_last": 5}, {"dtype": "float32"}, 6),
+        ({"keep_last": 1, "keep_every": 50}, {}, 4),
+        ({"keep_last": 500}, {}, 100),  # there are no more steps
+        ({"at_end": False}, {"enabled": False}, 1),  # saved if a signal stops it, and then only
+        ({"at_end": False, "keep_last": 1, "keep_every": 50}, {"enabled": False}, 1),
+        ({"at_end": False, "every_steps": 10}, {"enabled": False}, 3),
+    ],
+)
+def test_the_disk_is_that_of_all_checkpoints_at_once_and_the_export(
+    keys: dict[str, int], export: dict[str, object], at_once: int
+) -> None:
+    cfg = dataclasses.replace(
+        CONFIG,
+        checkpoint=CheckpointConfig(**keys),
+        export=ExportConfig(**export),
+        num_steps=100,  # type: ignore[arg-type]
+    )
+    line = disk_report(cfg, 10**9, 12 * 10**9, None)
+    expected = 12 * at_once + {"float32": 4}.get(str(export.get("dtype")), 2) * bool(
+        export.get("enabled", True)
+    )
+    assert f"at most {expected:,.1f} GB: {at_once} checkpoint" in line
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "num_moments"), [(partial(training.AdamW, fused=True), 2), (Momentum, 1)], ids=["adamw", "sgd"]
+)
+def test_a_checkpoint_takes_what_the_plan_says(
+    make: Callable[..., torch.optim.Optimizer],
+    num_moments: int,
+    num_ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "lptune.plan.dry_run.build_optimizer", lambda model, *_: make(model.parameters(), lr=0.1)
+    )
+    planned = dry_run(CONFIG, TINY, num_ranks).checkpoint_bytes
+
+    model = nn.Sequential()
+    for number, parameter in enumerate(models.build_on_meta(TINY).parameters()):
+        model.register_parameter(str(number), nn.Parameter(torch.zeros(parameter.shape)))
+        model.get_parameter(str(number)).grad = torch.zeros(parameter.shape)
+    optimizer = make(model.parameters(), lr=0.1)
+    optimizer.step()
+    with distributed.session("cpu") as world:
+        folder = save(tmp_path, 1, model, optimizer, world)
+    stored = [tensor for file in folder.glob("*.safetensors") for tensor in load_file(file).values()]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == planned
+    assert planned == 4 * (1 + num_moments) * models.num_parameters(model)
+
+
+def test_one_rank_that_offloads_keeps_its_weights_gathered_if_told_to() -> None:
+    gathered = {}
+    for reshard in (None, True, False):
+        parallel = ParallelConfig(cpu_offload=True, reshard_after_forward=reshard)
+        found = dry_run(dataclasses.replace(CONFIG, parallel=parallel), TINY, 1, named_device("h100"))
+        gathered[reshard] = found.peaks["forward"][memory.GATHERED]
+    assert gathered[None] == gathered[True] < gathered[False]

@@ -1,0 +1,299 @@
+"""`lptune advise`: which kind, and a config with it."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import catalog
+from lptune.tools.advise import measure
+from lptune.tools.advise.measure import Measured, Pair, Times
+from tests.base.test_progress import terminal
+from tests.cli.conftest import Command, Lptune
+
+TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.source=builtin", "data.seq_len=32")
+SMALL = (*TINY, "micro_batch_size=2", "global_batch_size=8", "compile=none")
+
+
+@pytest.fixture
+def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Kind -> how many times as fast as `none` it is to seem; `o` gains nothing. Changed by a test."""
+    speeds = {"int8_rowcol": 2.0, "int8_rotated": 1.4, "int8_tensorwise": 1.5, "int8_weight_only": 0.5}
+
+    def fake(cfg: object, config: object, kinds: tuple[str, ...], *_: object) -> Measured:
+        return Measured(
+            groups=tuple(groups),
+            kinds=tuple(kinds),
+            pairs={
+                (group, kind): Pair(
+                    Times(1e-3 / speeds[kind] if group.label != "o" else 1e-3, 1e-4), Times(1e-3, 1e-4)
+                )
+                for group in groups
+                for kind in kinds
+            },
+            blocks_s=10e-3,
+            head_s=1e-3,
+            update_s=1e-3,
+            update_blocks=tuple(groups),
+            tokens=64,
+            timed_tokens=64,
+            duration_s=1.0,
+        )
+
+    import torch
+
+    from lptune import linear, models
+    from lptune.config import PrecisionConfig
+    from lptune.tools.advise.layers import groups_of
+
+    model = models.build_on_meta(models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test"))
+    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"), device=torch.device("cpu"))
+    groups = groups_of(model, plan)
+    monkeypatch.setattr(measure, "measure", fake)
+    return speeds
+
+
+def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command: Command) -> None:
+    code, out, err = command("advise", *SMALL, "--seconds", "20")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    ranked = re.findall(r"^(\w+) +([\d.]+ m?s) +([\d.]+)x", out, re.MULTILINE)
+    kinds = {"none", "int8_rowcol", "int8_rotated", "int8_tensorwise", "int8_weight_only"}
+    assert {kind for kind, _, _ in ranked} == kinds
+    assert [speed for _, _, speed in ranked] == sorted((speed for _, _, speed in ranked), reverse=True)
+    assert "float8_tensorwise, float8_delayed, float8_rowwise" in out, "emulated here, and said to be"
+    assert re.search(r"^advice: precision.kind=", out, re.MULTILINE)
+    assert list(Path().iterdir()) == []
+
+
+def test_the_written_config_is_what_was_recommended_and_validates(
+    command: Command, timings: dict[str, float]
+) -> None:
+    code, out, _ = command("advise", *SMALL, "--write", "my.yaml")
+    assert code == 0
+    assert "advice: precision.kind=int8_rowcol, " in out
+    assert out.endswith("written: my.yaml\n")
+    assert [path.name for path in Path().iterdir()] == ["my.yaml"]
+    text = Path("my.yaml").read_text(encoding="utf-8")
+    speed = re.search(r"precision.kind=int8_rowcol, ([\d.]+x) as fast as none", out)
+    assert speed
+    comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    assert f"int8_rowcol: {speed[1]} as fast as none; timed on this CPU" in comment
+    assert "lptune run full_finetune --config my.yaml" in comment
+    assert "precision: {kind: int8_rowcol}\n" in text
+    assert "micro_batch_size: 2\n" in text
+    assert catalog.recipe_of(Path("my.yaml")) == "full_finetune"
+    assert command("validate", "my.yaml")[0] == 0
+    before = text
+    code, out, err = command("advise", *SMALL, "--write", "my.yaml")
+    assert (code, out) == (2, "")
+    assert "--write: my.yaml exists; choose another name" in err
+    assert Path("my.yaml").read_text(encoding="utf-8") == before
+
+
+def test_layers_that_lose_are_skipped_in_the_written_config(
+    command: Command, timings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = measure.measure
+
+    def slow_o(*arguments: object) -> Measured:
+        found = fake(*arguments)  # type: ignore[arg-type]
+        for (group, kind), pair in found.pairs.items():
+            if group.label == "o":
+                found.pairs[group, kind] = pair._replace(low=Times(2e-3, 1e-4))
+        return found
+
+    monkeypatch.setattr(measure, "measure", slow_o)
+    code, out, _ = command("advise", *SMALL, "--write", "my.yaml")
+    assert code == 0
+    assert "leave o_proj in high precision (precision.skip)" in out
+    assert "skip: [lm_head, o_proj]" in Path("my.yaml").read_text(encoding="utf-8")
+    assert command("validate", "my.yaml")[0] == 0
+
+
+def test_where_nothing_pays_none_is_recommended_and_written(
+    command: Command, timings: dict[str, float]
+) -> None:
+    timings.update(int8_rowcol=0.9, int8_rotated=0.8, int8_tensorwise=0.8)
+    code, out, _ = command("advise", *SMALL, "precision.kind=int8_rowcol", "--write", "my.yaml")
+    assert code == 0
+    # The layers that lose could be left out, which leaves o, and that gains nothing.
+    text = " ".join(out.split())
+    assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 1.00x of its speed" in text
+    assert "precision" not in [
+        line.partition(":")[0] for line in Path("my.yaml").read_text(encoding="utf-8").splitlines()
+    ]
+    assert command("validate", "my.yaml")[0] == 0
+
+
+def test_only_the_named_kinds_are_compared(command: Command, timings: dict[str, float]) -> None:
+    code, out, _ = command("advise", *SMALL, "--kind", "int8_tensorwise")
+    assert code == 0
+    assert "int8_rowcol" not in out
+    assert "advice: precision.kind=int8_tensorwise" in out
+
+
+@pytest.mark.slow
+def test_several_ranks_have_their_exchange_stated(command: Command, timings: dict[str, float]) -> None:
+    code, out, _ = command("advise", *SMALL, "--world-size", "2")
+    assert code == 0
+    assert "a step of each of 2 ranks is 2 micro-batches of 64 tokens" in out
+    found = re.search(
+        r"not in these times \(buffers of a step: none ([\d.]+) MB, int8_rowcol ([\d.]+) kB",
+        " ".join(out.split()),
+    )
+    assert found, out
+    assert float(found[2]) < 1000 * float(found[1]), "8-bit gathers"
+
+
+def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) -> None:
+    code, out, err = command("advise", *SMALL, "--device", "a100", "--write", "my.yaml")
+    assert (code, err) == (0, "")
+    assert "predicted, not measured" in out
+    assert max(map(len, out.splitlines())) <= 80
+    kinds = re.findall(r"^(\w+) +[\d.]+ m?s +[\d.]+x", out, re.MULTILINE)
+    assert set(kinds) == {"none", "int8_rowcol"}, "an A100 has no float8"
+    text = Path("my.yaml").read_text(encoding="utf-8")
+    assert "predicted, not measured, for" in " ".join(line.strip("# ") for line in text.splitlines())
+    assert command("validate", "my.yaml")[0] == 0
+
+
+def test_a_prediction_is_the_one_of_the_benchmark(command: Command) -> None:
+    """docs/gpu.md: 1B with 16k tokens in rows of 4096, int8_rowcol 1.16x to 1.18x of bf16 on an H200."""
+    size = ("micro_batch_size=4", "global_batch_size=4", "data.seq_len=4096", "data.source=builtin")
+    code, out, _ = command(
+        "advise", "--config", "llama3_2/1b", *size, "--device", "h200", "--kind", "int8_rowcol"
+    )
+    assert code == 0
+    assert re.search(r"^none +262 ms", out, re.MULTILINE)
+    assert re.search(r"^int8_rowcol +226 ms +1.16x", out, re.MULTILINE)
+    assert "int8_rowcol: 1.16x to 1.18x" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "advise: --config is required: lptune advise --config CONFIG"),
+        (["--config", "nothing/here"], "nothing/here: no such config"),
+        (["--config", "llama3_2/1b", "precision.kid=x"], "precision.kid"),
+        (["--config", "mine.yaml"], "model.path: here is not there, .* name the model with --preset"),
+        (["--config", "llama3_2/1b", "--preset", "llama3_2/2b"], "--preset: no such family and size"),
+        (["--config", "llama3_2/1b", "--device", "h101"], "--device: unknown device 'h101'"),
+        (["--config", "llama3_2/1b", "--device", "h100", "device=cpu"], "--device: h100 is a GPU"),
+        ([*TINY, "--kind", "float8_rowwise"], "--kind: this CPU, .* only emulate it; it runs int8_rowcol"),
+        ([*TINY, "--device", "a100", "--kind", "float8_rowwise"], "--kind: there is no prediction"),
+        ([*TINY, "--kind", "int9"], "--kind"),
+        ([*TINY, "--seconds", "0"], "--seconds"),
+        ([*TINY, "--world-size", "3"], "global_batch_size"),
+        ([*TINY, "--quality"], "--quality: measures the model in model.path; leave --preset out"),
+        (["--config", "mine.yaml", "--quality"], "rows.jsonl: no such file; set data.source"),
+        (["--config", "mine.yaml", "--quality", "data.source=builtin"], "model.path: here is not a folder"),
+        (["evaluate", "--config", "evaluation"], "advise: evaluate does not train"),
+        ([*TINY, "--write", "there/my.yaml"], "--write: there: no such folder"),
+        ([*TINY, "--write", "mine.txt"], "ends in .yaml"),
+        (
+            ["--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "--write", "my.yaml"],
+            "data: is required; set it in the file or as an argument data.source=",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(command: Command, arguments: list[str], words: str) -> None:
+    Path("mine.yaml").write_text(
+        textwrap.dedent("""\
+            model: {path: here}
+            data: {source: rows.jsonl}
+            global_batch_size: 4
+            """),
+        encoding="utf-8",
+    )
+    code, out, err = command("advise", *arguments)
+    assert (code, out) == (2, "")
+    assert re.search(words, err), err
+    assert err.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("full_dpo", ["--config", "llama3_2/1b_dpo"]),
+        ("distill", ["--config", "llama3_2/1b_distill", "teacher.path=there"]),
+    ],
+)
+def test_other_recipes_are_advised_on_and_what_is_left_out_is_named(
+    recipe: str, more: list[str], command: Command
+) -> None:
+    keys = (*SMALL[2:], "--kind", "int8_rowcol", "--seconds", "1")
+    code, out, err = command("advise", recipe, *more, *keys)
+    assert (code, err) == (0, "")
+    assert ("not in these figures: the model in teacher.path" in out) == (recipe == "distill")
+
+
+@pytest.mark.slow
+def test_the_quality_of_the_model_decides_if_it_is_measured(
+    command: Command, timings: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("new-checkpoint", "llama3_2/tiny", "tiny")
+    small = ("--config", "llama3_2/1b", "model.path=tiny", *TINY[4:], *SMALL[len(TINY) :])
+    code, out, err = command("advise", *small, "--quality", "--seconds", "1", "--write", "my.yaml")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    measured = re.findall(r"^int8_\w+ .* ([+-][\d.]+ ± [\d.]+) %$", out, re.MULTILINE)
+    assert len(measured) == 4
+    text = " ".join(out.split())
+    assert re.search(r"measured here, [\d,]+ targets of tiny, whose loss in none is [\d.]+", text)
+    assert re.search(
+        r"int8_rowcol: no GEMM is below 20 dB; the lowest is [\d.]+ dB, \w+ of model\.layers", text
+    )
+    assert command("validate", "my.yaml")[0] == 0
+    # A limit that no kind keeps: none.
+    monkeypatch.setattr("lptune.tools.advise.quality.LIMIT", -1.0)
+    code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")
+    assert "advice: precision.kind=none: the best other kind, int8_rowcol" in out
+
+
+def test_a_note_on_the_device_is_in_the_report_alone(
+    command: Command, timings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("lptune.tools.advise.answer", "lptune.inference.model"):
+        monkeypatch.setattr(f"{module}.emulated_bfloat16", lambda *_: ["bfloat16 is slow here. " * 5])
+    command("new-checkpoint", "llama3_2/tiny", "tiny")
+    small = ("--config", "llama3_2/1b", "model.path=tiny", *TINY[4:], *SMALL[len(TINY) :])
+    code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")
+    assert code == 0
+    assert out.count("note: bfloat16 is slow here.") == 1
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_too_little_memory_is_said_in_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def full(*_: object) -> Measured:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(measure, "measure", full)
+    code, _, err = command("advise", *SMALL)
+    assert code == 2
+    assert err == (
+        "error: advise: 64 tokens in a micro-batch do not fit the memory here; lower micro_batch_size, or "
+        "name the GPU of the run with --device for a prediction\n"
+    )
+
+
+def test_on_a_terminal_it_says_what_is_being_timed() -> None:
+    from lptune.tools.advise.command import advise
+
+    with terminal() as screen:
+        advise.main([*SMALL, "--seconds", "1"], standalone_mode=False)
+    shown = screen.getvalue()
+    assert "loading torch ..." in shown
+    assert "timing a block and the head in none ..." in shown
+    assert re.search(r"timing gate,up in 5 kinds \(1 of 4, \d+ s left\) \.\.\.", shown)
+
+
+def test_help_needs_no_torch(lptune: Lptune) -> None:
+    done = lptune("advise", "--help", PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    assert "Which precision.kind is fastest" in done.stdout
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)

@@ -1,0 +1,466 @@
+"""`lptune doctor`: what it finds on machines with and without GPUs, and that nothing makes it fail.
+
+The machines with GPUs are fakes: torch.cuda answers as the device would.
+"""
+
+# ruff: noqa: E501  (messages are compared whole)
+
+import json
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS
+from lptune.kernels import choose_backend
+from lptune.tools.doctor import child, host, software, with_torch
+from lptune.tools.doctor.command import line_text
+from lptune.tools.doctor.kinds import Speed, Support, recommended
+from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, examined
+from tests.cli.conftest import Command
+from tests.helpers import cold
+
+FakeGpus = Callable[..., None]
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpus]:
+    """`gpus("NVIDIA L4", (8, 9), count=2)` makes this a machine with these GPUs, as far as torch tells."""
+
+    def fake(
+        name: str,
+        capability: tuple[int, int],
+        *,
+        count: int = 1,
+        gb: float = 85.0,
+        free: float = 0.99,
+        peers: bool = True,
+    ) -> None:
+        about = SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1], total_memory=int(gb * 1e9)
+        )
+        driver = tmp_path / "version"
+        driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan\n")
+        monkeypatch.setattr(with_torch, "_DRIVER", driver)
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
+        for attribute, value in {
+            "is_available": lambda: True,
+            "device_count": lambda: count,
+            "get_device_name": lambda *_: name,
+            "get_device_properties": lambda *_: about,
+            "get_device_capability": lambda *_: capability,
+            "mem_get_info": lambda *_: (int(free * gb * 1e9), int(gb * 1e9)),
+            "can_device_access_peer": lambda *_: peers,
+            "nccl": SimpleNamespace(version=lambda: (2, 27, 5)),
+        }.items():
+            monkeypatch.setattr(torch.cuda, attribute, value)
+        choose_backend.cache_clear()
+
+    choose_backend.cache_clear()
+    yield fake
+    monkeypatch.undo()
+    choose_backend.cache_clear()
+
+
+def lines(*, measure: bool = False, without: tuple[str, ...] = ("gloo", "compilation")) -> dict[str, Line]:
+    """Name -> finding of the probes with torch, in this process."""
+    probes = [(s, probe) for s, probe in with_torch.probes(measure=measure) if probe.__name__ not in without]
+    found = [line for section, probe in probes for line in examined(section, [probe])]
+    return {line.name: line for line in found}
+
+
+def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpus: FakeGpus) -> None:
+    gpus(H100, (9, 0), count=2)
+    found = lines()
+    assert found["torch"].text.endswith("CUDA 12.9, driver 570.86.15")
+    for index in range(2):
+        gpu = found[f"gpu {index}"]
+        assert gpu.status == OK
+        assert gpu.text == f"{H100}, 85.0 GB (84.2 GB free), compute capability 9.0, float8 GEMMs"
+    assert found["topology"].text.startswith("2 of 2 pairs reach each other's memory")
+    assert found["NCCL"].text == "2.27.5"
+    assert found["none"].text == "bf16 everywhere; GEMMs 990 TFLOP/s published"
+    # int8_rowcol comes again, as the recommendation.
+    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int8_rowcol"}:
+        fmt = "int8" if kind.startswith("int8") else "float8"
+        assert re.fullmatch(
+            rf"native, by (lptune's Triton kernels|torch); {fmt} GEMMs 1,979 TFLOP/s published, 2.0x bf16",
+            found[kind].text,
+        ), kind
+    assert "others" not in found
+    assert found["int8_rowcol"].section == "recommendation"
+
+
+def test_the_recommendation_names_kind_ratio_device_and_source(gpus: FakeGpus) -> None:
+    gpus(H100, (9, 0))
+    probes = {probe.__name__: probe for _, probe in with_torch.probes(measure=False)}
+    list(probes["published_speeds"]())
+    (found,) = [line for line in probes["kinds"]() if line.section == "recommendation"]
+    assert found.name == "int8_rowcol"
+    assert found.text == f"int8 GEMMs are 2.0x as fast as bf16 on {H100} (published)"
+
+
+def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its kernels are tuned in a run and not here: a ratio of untuned ones would mislead.
+    asked = []
+
+    def measured(formats: Sequence[str] = ("bf16", "float32", "int8", "e4m3")) -> dict[str, Speed]:
+        asked.append(formats)
+        return {fmt: Speed(300e12, is_measured=True) for fmt in formats}
+
+    monkeypatch.setattr(with_torch, "measured", measured)
+    gpus(H100, (9, 0))
+    found = lines(measure=True)
+    slow = found["bf16 GEMM"]
+    assert (slow.status, slow.text) == (NOTE, "300 TFLOP/s measured, 30% of the published peak")
+    assert "1,979 TFLOP/s published, 2.0x bf16" in found["int8_tensorwise"].text
+    gpus("Some GPU", (9, 0))
+    found = lines(measure=True)
+    assert "300 TFLOP/s measured, 1.0x bf16" in found["float8_tensorwise"].text
+    assert found["none"].section == "recommendation"
+    assert asked == [("bf16",), ("bf16", "float32", "int8", "e4m3")]
+
+
+def test_ampere_has_int8_alone_and_says_how_to_run_float8(gpus: FakeGpus) -> None:
+    gpus("NVIDIA A100-SXM4-80GB", (8, 0))
+    found = lines()
+    assert found["gpu 0"].text.endswith("no float8 GEMMs (Ada and newer have them)")
+    assert found["int8_tensorwise"].text.startswith(
+        "native, by lptune's Triton kernels; int8 GEMMs 624 TFLOP/s"
+    )
+    others = found["others"]
+    assert (others.status, "precision.emulate=true" in others.todo) == (NOTE, True)
+    absent = [kind for kind, keys in PRECISION_KINDS.items() if keys.needs_float8]
+    assert absent
+    assert all(kind in others.text for kind in absent)
+
+
+def test_gpus_that_are_too_old_busy_or_unknown_are_named(gpus: FakeGpus) -> None:
+    gpus("Tesla T4", (7, 5), gb=15)
+    assert (lines()["gpu 0"].status, "Ampere" in lines()["gpu 0"].todo) == (PROBLEM, True)
+    gpus(H100, (9, 0), free=0.3)
+    assert (lines()["gpu 0"].status, "nvidia-smi" in lines()["gpu 0"].todo) == (NOTE, True)
+    gpus("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), gb=10)
+    found = lines()
+    assert (found["gpu 0"].status, "peaks are not known" in found["gpu 0"].text) == (NOTE, True)
+    assert found["int8_rowcol"].text.startswith("its GEMM is native on")
+    gpus("NVIDIA GeForce RTX 4090", (8, 9), count=2, peers=False)
+    assert lines()["topology"].status == NOTE
+
+
+def test_a_driver_without_a_gpu_for_torch_is_a_problem_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version").write_text("NVRM version: 570.86.15\n")
+    monkeypatch.setattr(with_torch, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (found,) = with_torch.gpus()
+    assert (found.status, "a build for CPUs" in found.text) == (PROBLEM, True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (found,) = with_torch.gpus()
+    assert found.todo == "unset CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the lines of a machine without a GPU")
+def test_this_cpu_is_measured_and_gloo_works() -> None:
+    choose_backend.cache_clear()
+    found = lines(measure=True, without=("compilation",))
+    assert found["gloo"].status == OK
+    assert found["gpu"].text.startswith("none")
+    assert re.search(r"GEMMs [\d.,]+ TFLOP/s measured(, float32's .*x bf16)?$", found["none"].text)
+    number = r"[\d.,]+"
+    assert re.search(
+        rf"int8 GEMMs {number} TFLOP/s measured, {number}x bf16, {number}x float32$",
+        found["int8_tensorwise"].text,
+    )
+    assert found["mxfp8"].text.startswith("emulated")
+    assert not torch.distributed.is_initialized()
+
+
+def speeds(
+    bf16: float, int8: float | None, float8: float | None, float32: float | None = None
+) -> dict[str, Speed]:
+    given = {"bf16": bf16, "float32": float32, "int8": int8, "e4m3": float8}
+    return {fmt: Speed(tera * 1e12, is_measured=True) for fmt, tera in given.items() if tera is not None}
+
+
+@pytest.mark.parametrize(
+    ("int8", "float8", "rates", "kind"),
+    [
+        ("native", "native", speeds(100, 200, 200), "int8_rowcol"),
+        ("native", "native", speeds(100, 200, 208), "int8_rowcol"),  # within 5 %
+        ("native", "native", speeds(100, 180, 200), "float8_tensorwise"),
+        ("native", "absent", speeds(100, 200, None), "int8_rowcol"),
+        ("native", "absent", speeds(100, 129, None), "none"),  # too little
+        ("native", "absent", speeds(100, 130, None), "int8_rowcol"),
+        ("native", "absent", speeds(10, 129, None, 100), "none"),  # bfloat16 is emulated: float32 counts
+        ("native", "absent", speeds(10, 130, None, 100), "int8_rowcol"),
+        ("native", "absent", {}, "int8_rowcol"),
+        ("native", "native", speeds(float("nan"), 2, 2), "int8_rowcol"),
+        ("absent", "absent", speeds(100, None, None), "none"),
+    ],
+)
+def test_the_recommended_kind_is_the_fastest_that_pays(
+    int8: str, float8: str, rates: dict[str, Speed], kind: str
+) -> None:
+    supports = {
+        "int8_rowcol": Support("int8_rowcol", int8, "int8", "x"),
+        "float8_tensorwise": Support("float8_tensorwise", float8, "e4m3", "x"),
+    }
+    assert recommended(supports, rates, "this device")[0] == kind
+
+
+def test_a_failing_probe_is_a_finding_and_the_others_run() -> None:
+    def broken() -> Iterator[Line]:
+        yield Line("s", "first", OK, "x")
+        raise RuntimeError("CUDA error: unknown\nsecond line \x1b[31m")
+
+    def refused() -> Iterator[Line]:
+        raise UserError("LPTUNE_KERNELS='x': must be one of y")
+
+    found = list(examined("s", [broken, refused, lambda: [Line("s", "last", OK, "x")]]))
+    assert [(line.name, line.status) for line in found] == [
+        ("first", OK),
+        ("broken", NOTE),
+        ("refused", PROBLEM),
+        ("last", OK),
+    ]
+    assert found[1].text == "could not be looked at: RuntimeError: CUDA error: unknown"
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("import os, signal; print('{\"begin\": \"gpus\"}', flush=True); os.kill(os.getpid(), signal.SIGSEGV)", "the process ended with signal 11 in the probe: gpus"),
+        ("import sys; print('{\"begin\": \"importing torch\"}'); sys.exit('ImportError: libcudart.so.12')", "the process ended with exit code 1 in the probe: importing torch"),
+        ("print('{\"begin\": \"gloo\"}', flush=True); import time; time.sleep(60)", "nothing came back for 2 s in the probe: gloo"),
+        ("print('{\"line\": [\"s\", \"n\", \"ok\", \"t\", \"\"]}'); print('garbage {'); print('{\"beg', end='')", "the process ended with exit code 0 in the probe: starting Python"),
+    ],
+)  # fmt: skip
+def test_a_child_that_dies_hangs_or_babbles_is_one_problem(program: str, text: str) -> None:
+    timeout_s = 2 if "sleep" in program else 60
+    with child.Child(measure=False, timeout_s=timeout_s, command=cold.command("-c", program)) as running:
+        found = list(running.lines())
+    assert found[-1][2:4] == (PROBLEM, text)
+    assert found[-1].todo == ("ImportError: libcudart.so.12" if "libcudart" in program else "")
+    assert [line.name for line in found[:-1]] == (["n"] if "garbage" in program else [])
+
+
+class FakeChild:
+    """In place of the process with torch."""
+
+    found: tuple[Line, ...] = (
+        Line("GPUs", "gpu", OK, "none"),
+        Line("kinds", "a kind with a name of its own", NOTE, "w" * 200, "do " * 60),
+        Line(
+            "recommendation", "int8_rowcol", OK, "int8 GEMMs are 2.1x as fast as bf16 on this CPU (measured)"
+        ),
+    )
+
+    def __init__(self, *, measure: bool) -> None:
+        self.measure = measure
+
+    def __enter__(self) -> "FakeChild":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def lines(self) -> Iterator[Line]:
+        yield from self.found
+
+
+def test_the_report_fits_80_columns_and_ends_with_counts_and_a_kind(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "Child", FakeChild)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, stdout, stderr = command("doctor")
+    assert (code, stderr) == (0, "")
+    assert max(map(len, stdout.splitlines())) <= 80
+    sections = re.findall(r"^([a-zA-Z][a-zA-Z ]+)$", stdout, re.MULTILINE)
+    assert sections[:6] == ["processor", "memory and disk", "software", "environment", "GPUs", "kinds"]
+    assert re.search(r"^\d+ problems? and \d+ notes? in \d+ s$", stdout, re.MULTILINE)
+    assert "recommended: precision.kind=int8_rowcol. int8 GEMMs are 2.1x as fast" in " ".join(stdout.split())
+
+
+def test_json_has_every_line_and_strict_makes_a_problem_exit_2(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = Line("GPUs", "gpu", PROBLEM, "bad", "do")
+    monkeypatch.setattr(child, "Child", FakeChild)
+    monkeypatch.setattr(FakeChild, "found", (*FakeChild.found, bad))
+    code, stdout, _ = command("doctor", "--json")
+    document = json.loads(stdout)
+    assert (code, document["recommendation"]["kind"]) == (0, "int8_rowcol")
+    assert bad._asdict() in document["lines"]
+    assert document["num_problems"] == sum(line["status"] == PROBLEM for line in document["lines"]) >= 1
+    assert command("doctor", "--strict")[0] == 2
+
+
+def test_a_config_is_checked_and_wrong_input_is_an_error(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "Child", FakeChild)
+    code, stdout, _ = command(
+        "doctor", "--json", "--config", "quickstart", "model.path=nowhere", "output_dir=o"
+    )
+    of_config = [line for line in json.loads(stdout)["lines"] if line["section"] == "config"]
+    assert (code, [line["status"] for line in of_config]) == (0, [PROBLEM])
+    assert "model.path: nowhere is not a folder" in of_config[0]["text"]
+    code, _, stderr = command("doctor", "--config", "quickstart", "sed=1")
+    assert (code, "did you mean 'seed'?" in stderr) == (2, True)
+    assert command("doctor", "full_dpo")[0] == 2
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "HF_TOKEN": "hf_abc",
+        "HF_ENDPOINT": "https://user:pw@host",
+        "NCCL_DEBUG": "INFO",
+        "LPTUNE_KERNELS": "reference",
+        "OMP_NUM_THREADS": "3",
+        "UNRELATED": "quiet",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = list(software.environment())
+    text = "\n".join(line.text for line in found)
+    assert not re.search("hf_abc|pw@|quiet", text)
+    assert "HF_TOKEN=(set, not shown)" in text
+    assert "OMP_NUM_THREADS=3" in text
+    (kernels,) = [line for line in found if "LPTUNE_KERNELS" in line.text]
+    assert kernels.status == NOTE
+
+
+def test_full_disks_small_shared_memory_and_quotas_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage: Any = SimpleNamespace(free=64 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    found = {line.name: line for line in host.disks(str(tmp_path / "not" / "there"))}
+    assert found["output_dir"].status == PROBLEM
+    assert "--shm-size" in found["/dev/shm"].todo
+    usage.free = 5 * 10**9
+    assert {line.name: line.status for line in host.disks()}["current folder"] == NOTE
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    assert (host.cpu_quota(), host.memory_limit()) == (0.5, 10**9)
+    assert "the cgroup allows 1.0 GB" in next(iter(host.memory())).text
+    (quota,) = [line for line in host.cpu() if line.name == "cpu quota"]
+    assert quota.todo == "set OMP_NUM_THREADS=1"
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (host.cpu_quota(), host.memory_limit()) == (None, None)
+
+
+def test_file_systems_have_the_class_of_their_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mounts = (
+        "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"21 20 0:40 / {tmp_path}/share\\040d rw - nfs4 host:/x rw\n"
+        f"22 20 0:41 / {tmp_path}/ram rw - tmpfs tmpfs rw\n"
+    )
+    before = Path.read_text
+
+    def fake(self: Path, *args: Any, **options: Any) -> str:
+        return mounts if str(self) == "/proc/self/mountinfo" else before(self, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", fake)
+    for name in ("share d", "ram", "rammer"):
+        (tmp_path / name).mkdir()
+    assert host.file_system(tmp_path / "share d") == "nfs4 (network)"
+    assert host.file_system(tmp_path / "ram") == "tmpfs (memory)"
+    assert host.file_system(tmp_path / "rammer").startswith("ext4")
+
+
+def test_a_missing_compiler_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    (found,) = [line for line in software.compiler() if line.name == "C++ compiler"]
+    assert (found.status, "compile=none" in found.todo) == (PROBLEM, True)
+
+
+def test_a_compiler_that_fails_or_computes_wrong_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"):
+        monkeypatch.setenv(name, "as before")  # the probe sets them, for its own process
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CppCompileError: C++ compile error\nand much more")
+
+    for function, text in (
+        (fails, "does not work by .*: RuntimeError: CppCompileError: C.. compile error"),
+        (lambda x: x.sum(), "a compiled sum is 2016.0, and must be 4096"),
+        (lambda x: (2 * x + 1).sum(), "works by .* s for a small function, imports included"),
+    ):
+        monkeypatch.setattr(torch, "compile", lambda _, found=function: found)
+        (line,) = with_torch.compilation()
+        assert re.fullmatch(text, line.text)
+        assert line.status == (OK if "works by" in text and "not" not in text else PROBLEM)
+
+
+def test_limits_and_a_closed_tmpdir_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    infinite = resource.RLIM_INFINITY
+    for (soft, hard), todo in {
+        (1024, infinite): "ulimit -n 65536",
+        (1024, 8192): "ulimit -n 8192",
+        (64, 64): "administrator",
+        (65536, 65536): "",
+    }.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, found=(soft, hard): found)
+        first = next(iter(host.limits()))
+        assert (first.status == OK, todo in first.todo) == (not todo, True)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    found = {line.name: line for line in host.disks()}
+    assert (found["TMPDIR"].status, "cannot be written" in found["TMPDIR"].text) == (PROBLEM, True)
+
+
+def test_sizes_stop_at_a_number_of_files_and_follow_no_link(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}").write_bytes(b"x" * 10)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    size, is_all = host.size_of(tmp_path)
+    assert (size // 10, is_all) == (4 + (tmp_path / "loop").lstat().st_size // 10, True)
+    assert not host.size_of(tmp_path, most_files=2)[1]
+
+
+def test_a_long_path_is_broken_and_a_long_name_has_its_line() -> None:
+    line = Line("s", "n" * 40, PROBLEM, "/" + "p" * 100, "do it")
+    shown = list(line_text(line, 80))
+    assert max(map(len, shown)) <= 80
+    assert shown[0].startswith("  PROBLEM")
+
+
+def test_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom lptune.tools.doctor import child\n"
+        "class None_(child.Child):\n"
+        "    def __init__(self, *, measure):\n"
+        "        super().__init__(measure=measure, command=['true'])\n"
+        "child.Child = None_\n"
+        "from lptune.cli.main import main\n"
+        "try:\n    main(['doctor'])\nfinally:\n    print('TORCH', 'torch' in sys.modules)\n"
+    )
+    done = cold.run("-c", program, folder=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "TORCH False"), done.stderr
+    assert done.stdout.startswith("lptune ")
+
+
+@pytest.mark.slow
+def test_the_whole_report_on_this_machine(tmp_path: Path) -> None:
+    done = cold.run("-m", "lptune", "doctor", "--json", folder=tmp_path)
+    document = json.loads(done.stdout)
+    found = {line["name"]: line for line in document["lines"]}
+    assert document["num_problems"] == 0, [line for line in document["lines"] if line["status"] == PROBLEM]
+    assert found["torch.compile"]["status"] == OK
+    assert document["recommendation"]["kind"] in PRECISION_KINDS

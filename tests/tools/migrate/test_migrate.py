@@ -1,0 +1,587 @@
+"""`lptune migrate`: published configs of torchtune, torchtitan and axolotl, and what each key becomes.
+
+The files in configs/ have the keys and values of published configs (source in their first lines), not their
+comments.
+"""
+
+import copy
+import inspect
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from lptune.base.errors import UserError
+from lptune.cli import catalog, recipe
+from lptune.tools.migrate import reading
+from lptune.tools.migrate.draft import UNKNOWN, Draft, leaves
+from lptune.tools.migrate.reading import migrate
+from lptune.tools.migrate.report import counts, to_text, to_yaml
+from lptune.training.schedule import learning_rate
+
+CONFIGS = sorted((Path(__file__).parent / "configs").iterdir())
+NAMED = {path.stem: path for path in CONFIGS}
+
+torchtune_8b = NAMED["torchtune_llama3_1_8b_full"]
+
+
+def settings(draft: Draft) -> dict[str, Any]:
+    return {each.ours: each.value for each in draft.settings}
+
+
+def written(tmp_path: Path, text: str, suffix: str = ".yaml") -> Path:
+    path = tmp_path / f"theirs{suffix}"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def edited(tmp_path: Path, source: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    """A YAML config with `edit` applied to its values."""
+    values = yaml.safe_load(source.read_text(encoding="utf-8"))
+    edit(values)
+    return written(tmp_path, yaml.safe_dump(values))
+
+
+# ---- published configs
+
+
+def test_there_are_five_published_configs_of_each_tool() -> None:
+    for tool in reading.TOOLS:
+        assert sum(path.name.startswith(tool) for path in CONFIGS) >= 5
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_key_of_a_published_config_is_named_and_known_and_the_result_is_a_config(
+    path: Path, tmp_path: Path
+) -> None:
+    draft = migrate(path, num_ranks=16)
+    assert draft.tool == path.name.partition("_")[0]
+    number = counts(draft)
+    assert (number["lost"], number[UNKNOWN]) == (0, 0)
+    text = to_text(draft, "my.yaml")
+    for key in leaves(draft.values):
+        sections = [key[: i or None] for i in [0, *(n for n, c in enumerate(key) if c in ".[")]]
+        assert any(part and part in text for part in sections), key
+    ours = written(tmp_path, to_yaml(draft, "my.yaml"))
+    cfg = recipe.load(catalog.find_recipe(draft.recipe), ours, ())
+    assert catalog.recipe_of(ours) == draft.recipe
+    for key, value in settings(draft).items():
+        found: Any = cfg
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == (tuple(value) if isinstance(value, list) else value), key
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_report_has_80_columns_and_each_line_of_the_config_names_its_source(path: Path) -> None:
+    draft = migrate(path, num_ranks=16)
+    _, *lines = to_text(draft, "my.yaml").splitlines()  # the first holds the path
+    assert max(map(len, lines)) <= 80
+    for line in to_yaml(draft, "my.yaml").splitlines()[4:]:
+        source = line.partition("   # ")[2]
+        assert line.endswith(":") or source == f"default of {draft.tool}" or source in [
+            ", ".join(each.theirs) for each in draft.settings
+        ], line  # fmt: skip
+
+
+TORCHTUNE = {
+    "model.path": "/tmp/Meta-Llama-3.1-8B-Instruct/", "data.source": "yahma/alpaca-cleaned",
+    "data.split": "train[:95%]", "data.eval_source": "yahma/alpaca-cleaned", "data.eval_split": "train[95%:]",
+    "data.format": "pairs", "data.train_on_prompt": True, "data.packing": False, "num_epochs": 1,
+    "optimizer.kind": "adamw", "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01, "optimizer.beta2": 0.999,
+    "schedule.kind": "constant", "max_grad_norm": 0.0, "compile": "none", "compute_dtype": "bfloat16",
+    "activation_checkpointing": "full", "micro_batch_size": 2, "global_batch_size": 16, "device": "cuda",
+    "eval_every_steps": 0, "output_dir": "/tmp/torchtune/llama3_1_8B/full",
+}  # fmt: skip
+TORCHTITAN = {
+    "model.path": "./assets/hf/Llama-3.1-405B", "data.source": "allenai/c4:en", "data.split": "train",
+    "data.format": "text", "data.seq_len": 8192, "optimizer.kind": "adamw", "optimizer.lr": 8e-5,
+    "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1, "schedule.kind": "linear",
+    "schedule.warmup_steps": 600, "num_steps": 3000, "max_grad_norm": 1.0,
+    "micro_batch_size": 2, "global_batch_size": 2,
+    "compile": "block", "activation_checkpointing": "full", "parallel.tensor": 8, "parallel.replicate": 1,
+    "precision.kind": "float8_tensorwise", "precision.all_gather": "low", "precision.skip": ["lm_head"],
+    "logging.tensorboard": True, "eval_every_steps": 0, "output_dir": "./outputs",
+}  # fmt: skip
+AXOLOTL = {
+    "model.path": "checkpoints/Meta-Llama-3.1-8B", "data.source": "mlabonne/FineTome-100k",
+    "data.split": "train[:20%]", "data.format": "chat", "data.messages_column": "conversations",
+    "data.eval_fraction": 0.02, "data.seq_len": 4096, "data.packing": True, "optimizer.kind": "adamw",
+    "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.0, "optimizer.beta2": 0.999, "schedule.kind": "cosine",
+    "schedule.warmup_steps": 100, "num_epochs": 1, "micro_batch_size": 2, "global_batch_size": 64,
+    "eval_every_steps": 500, "checkpoint.every_steps": 1000, "activation_checkpointing": "full",
+    "compute_dtype": "bfloat16", "parallel.cpu_offload": True, "compile": "none", "seed": 42,
+    "output_dir": "./outputs/out",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torchtune_llama3_1_8b_full", TORCHTUNE),
+        ("torchtitan_llama3_405b", TORCHTITAN),
+        ("axolotl_llama-3_fft-8b-liger-fsdp", AXOLOTL),
+    ],
+)
+def test_all_values_of_one_config_of_each_tool(name: str, expected: dict[str, Any]) -> None:
+    assert settings(migrate(NAMED[name], num_ranks=8, num_steps=1000)) == expected
+
+
+def test_the_table_in_the_docs_has_the_counts_of_the_published_configs() -> None:
+    page = (Path(__file__).parents[3] / "docs/migrate.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("| Published config |")
+    rows = [line.strip("| ").split(" | ") for line in rest.partition("\n\n")[0].splitlines()[2:]]
+    found = {name.strip("`"): tuple(map(int, numbers)) for name, *numbers in rows}
+    expected = {}
+    for path in CONFIGS:
+        draft = migrate(path, num_ranks=16)
+        number = counts(draft)
+        kept, changed = number["same"], number["changed"]
+        gone = number["keys"] - kept - changed
+        expected[path.stem] = (number["keys"], kept, changed, gone, number[UNKNOWN], len(draft.to_fill))
+    assert found == expected
+
+
+# ---- what keys mean
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("ratio", "shape"),
+    [(None, "linear"), (None, "cosine"), (None, "sqrt"), (0.4, "linear"), (0.3, "cosine"), (1.0, "sqrt"),
+     (0.0, "linear")],
+)  # fmt: skip
+def test_the_schedule_of_torchtitan_has_the_same_rate_at_every_step(
+    warmup: int, ratio: float | None, shape: str, tmp_path: Path
+) -> None:
+    steps, floor = 50, 0.1
+    share = {"linear": lambda x: 1 - x, "sqrt": lambda x: 1 - math.sqrt(x),
+             "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}[shape]  # fmt: skip
+    decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
+
+    def theirs(step: int) -> float:
+        """torchtitan's linear_warmup_stable_decay, components/lr_scheduler.py at 238fa9953."""
+        if step < warmup:
+            return (step + 1) / warmup
+        stable = steps + 1 - warmup - decay
+        if step < warmup + stable:
+            return 1.0
+        return floor + (1 - floor) * share((step + 1 - warmup - stable) / decay)
+
+    scheduler = f'[lr_scheduler]\nwarmup_steps = {warmup}\ndecay_type = "{shape}"\nmin_lr_factor = {floor}\n'
+    scheduler += "" if ratio is None else f"decay_ratio = {ratio}\n"
+    text = f"[model]\nname = 'llama3'\n[training]\nsteps = {steps}\n{scheduler}"
+    draft = migrate(written(tmp_path, text, ".toml"))
+    ours = written(tmp_path, to_yaml(draft, "my.yaml"))
+    schedule = recipe.load(catalog.find_recipe("continued_pretrain"), ours, ()).schedule
+    for step in range(steps):
+        assert learning_rate(step, steps, 1.0, schedule) == pytest.approx(theirs(step), rel=1e-12)
+
+
+def test_rows_per_step_follow_from_the_ranks_that_do_not_share_a_model(tmp_path: Path) -> None:
+    def tensor(values: dict[str, Any]) -> None:
+        values.update(batch_size=3, gradient_accumulation_steps=5, tensor_parallel_dim=2)
+
+    path = edited(tmp_path, torchtune_8b, tensor)
+    draft = migrate(path, num_ranks=8)
+    assert settings(draft)["micro_batch_size"] == 3
+    assert settings(draft)["global_batch_size"] == 3 * 5 * 8 // 2
+    assert "8 ranks (--world-size), 2 for each row: a step has 3 x 5 x 4 = 60 rows" in draft.assumed[0]
+    with pytest.raises(UserError, match=r"3 ranks .* do not divide among 2"):
+        migrate(path, num_ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "all_gather"),
+    [
+        (None, "float8_tensorwise", "low"),
+        ("tensorwise", "float8_tensorwise", "high"),
+        ("rowwise", "float8_rowwise", "high"),
+        ("rowwise_with_gw_hp", "float8_rowwise_with_gw_hp", "high"),
+    ],
+)
+def test_float8_of_torchtune(name: str | None, kind: str, all_gather: str, tmp_path: Path) -> None:
+    path = edited(
+        tmp_path, torchtune_8b, lambda it: it.update(enable_fp8_training=True, fp8_recipe_name=name)
+    )
+    found = settings(migrate(path))
+    assert (found["precision.kind"], found["precision.all_gather"]) == (kind, all_gather)
+    path = edited(
+        tmp_path, torchtune_8b, lambda it: it.update(enable_fp8_training=False, fp8_recipe_name=name)
+    )
+    assert "precision.kind" not in settings(migrate(path))
+
+
+def test_float8_of_torchtitan_acts_only_if_a_converter_names_it(tmp_path: Path) -> None:
+    assert "precision.kind" not in settings(migrate(NAMED["torchtitan_llama3_8b"]))
+    text = NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8")
+    text = text.replace('flavor = "8B"', 'flavor = "8B"\nconverters = ["quantize.linear.float8"]')
+    text = text.replace('filter_fqns = ["output"]', 'filter_fqns = ["attention.wk", "auto_filter_small_kn"]\n'
+                        'recipe_name = "rowwise"')  # fmt: skip
+    assert tomllib.loads(text)["quantize"]["linear"]["float8"]["recipe_name"] == "rowwise"
+    found = settings(migrate(written(tmp_path, text, ".toml")))
+    assert found["precision.kind"] == "float8_rowwise"
+    assert found["precision.skip"] == ["*.k_proj"]
+    assert found["precision.skip_small"] is True
+
+
+DATASETS = [
+    ({"_component_": "torchtune.datasets.alpaca_dataset", "train_on_input": False, "packed": True},
+     {"source": "tatsu-lab/alpaca", "format": "pairs", "packing": True}),
+    ({"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "a.jsonl",
+      "column_map": {"input": "frage", "output": "antwort"}, "new_system_prompt": "s"},
+     {"source": "a.jsonl", "format": "pairs", "prompt_column": "frage", "response_column": "antwort",
+      "system_prompt": "s", "packing": False}),
+    ({"_component_": "torchtune.datasets.chat_dataset", "source": "o/n", "conversation_column": "dialog",
+      "conversation_style": "sharegpt"},
+     {"source": "o/n", "format": "chat", "messages_column": "dialog", "packing": False}),
+    ({"_component_": "torchtune.datasets.text_completion_dataset", "source": "o/n", "name": "en",
+      "column": "body", "split": "train"},
+     {"source": "o/n:en", "format": "text", "text_column": "body", "split": "train", "packing": False}),
+    ({"_component_": "torchtune.datasets.samsum_dataset"},
+     {"source": "Samsung/samsum", "format": "pairs", "prompt_column": "dialogue",
+      "response_column": "summary", "packing": False}),
+    ([{"_component_": "torchtune.datasets.alpaca_dataset"},
+      {"_component_": "torchtune.datasets.chat_dataset", "source": "o/n"}],
+     {"source": [{"source": "tatsu-lab/alpaca", "format": "pairs"}, {"source": "o/n", "format": "chat"}],
+      "train_on_prompt": False, "packing": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "expected"), DATASETS)
+def test_datasets_of_torchtune(theirs: Any, expected: dict[str, Any], tmp_path: Path) -> None:
+    def edit(values: dict[str, Any]) -> None:
+        values["dataset"] = theirs
+        del values["dataset_val"]
+
+    draft = migrate(edited(tmp_path, torchtune_8b, edit))
+    found = {
+        key.removeprefix("data."): value for key, value in settings(draft).items() if key.startswith("data.")
+    }
+    assert found == expected
+    ours = written(tmp_path, to_yaml(draft, "my.yaml"))
+    recipe.load(catalog.find_recipe(draft.recipe), ours, ())
+
+
+def test_a_list_of_axolotl_datasets_keeps_the_keys_of_each(tmp_path: Path) -> None:
+    datasets = [
+        {"path": "json", "data_files": "rows.jsonl", "type": {"field_instruction": "q", "field_output": "a"}},
+        {"path": "o/n", "name": "en", "type": "completion", "field": "body", "split": "train"},
+    ]
+    path = edited(tmp_path, NAMED["axolotl_llama-3_fft-8b"], lambda it: it.update(datasets=datasets))
+    draft = migrate(path)
+    assert settings(draft)["data.source"] == [
+        {"source": "rows.jsonl", "format": "pairs", "prompt_column": "q", "response_column": "a"},
+        {"source": "o/n:en", "format": "text", "text_column": "body", "split": "train"},
+    ]
+    recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
+
+
+def test_interpolations_are_resolved_but_the_environment_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    path = edited(tmp_path, torchtune_8b, lambda it: it.update(
+        output_dir="${base}/run", base="${oc.env:SECRET}", batch_size="${n}", n=6))  # fmt: skip
+    draft = migrate(path)
+    assert settings(draft)["output_dir"] == "${oc.env:SECRET}/run"
+    assert settings(draft)["micro_batch_size"] == 6
+    assert "s3cret" not in to_text(draft, "x") + to_yaml(draft, "x")
+
+
+# ---- files that are refused
+
+
+def _with(**keys: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.update(copy.deepcopy(keys))
+
+
+AXOLOTL_8B = NAMED["axolotl_llama-3_fft-8b"]
+REFUSED: list[tuple[Path, Callable[[dict[str, Any]], Any], str]] = [
+    (torchtune_8b, _with(model={"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b"}), "LoRA"),
+    (torchtune_8b, _with(model={"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b"}), "LoRA"),
+    (torchtune_8b, _with(quantizer={"_component_": "q"}), "QAT"),
+    (torchtune_8b, _with(loss={"_component_": "torchtune.rlhf.loss.DPOLoss"}), "full_dpo"),
+    (torchtune_8b, _with(loss={"_component_": "torchtune.dev.grpo.loss.GRPOLoss"}), "full_dpo"),
+    (torchtune_8b, _with(teacher_model={"_component_": "m"}), "distill"),
+    (torchtune_8b, _with(output_dir="${nowhere}"), "a key that the file does not have"),
+    (torchtune_8b, _with(output_dir="${a}", a="${output_dir}"), "without an end"),
+    (torchtune_8b, _with(output_dir="${a}${a}", a="${b}${b}", b="${a}${a}"), "without an end"),
+    (torchtune_8b, _with(batch_size="two"), "batch_size: must be a number, found 'two'"),
+    (torchtune_8b, _with(batch_size=0), "batch_size: must be an integer of at least 1, found 0"),
+    (torchtune_8b, _with(optimizer=3), "optimizer: must be a section"),
+    (AXOLOTL_8B, _with(adapter="qlora"), "adapter: qlora trains adapters"),
+    (AXOLOTL_8B, _with(load_in_4bit=True), "4 or 8 bits"),
+    (AXOLOTL_8B, _with(rl="kto"), "full_kto"),
+    (AXOLOTL_8B, _with(qat={"weight_dtype": "int4"}), "quantization-aware"),
+    (AXOLOTL_8B, _with(reward_model=True), "classifier"),
+    (AXOLOTL_8B, _with(datasets=[{"type": "alpaca"}]), "datasets[0]: names no `path`"),
+    (AXOLOTL_8B, _with(learning_rate="auto"), "learning_rate: must be a number, found 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("source", "edit", "message"), REFUSED)
+def test_a_config_of_another_training_or_with_a_wrong_value_is_one_line(
+    source: Path, edit: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as raised:
+        migrate(edited(tmp_path, source, edit))
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(str(tmp_path / "theirs.yaml"))
+
+
+FILES = [
+    ("a.py", "def llama3_8b(): pass", "--debug.save_config_file"),
+    ("a.yaml", "model: {path: a}\ndata: {source: builtin}", "is a config of lptune already"),
+    ("a.yaml", "compute_environment: x\ndistributed_type: y", "accelerate"),
+    ("a.yaml", "a: 1", "is no config of torchtune"),
+    ("a.yaml", "- a", "found a list"),
+    ("a.yaml", "a: [", "not valid YAML"),
+    ("a.toml", "a = ", "cannot be read as TOML"),
+    ("a.json", "{", "not valid JSON"),
+    ("a.json", "[]", "found list"),
+    ("a.json", "[" * 100_000, "nested too deep"),
+    ("a.json", '{"a":' * 900 + "1" + "}" * 900, "nested too deep"),
+    ("a.toml", f"{'a.' * 900}a = 1", "nested too deep"),
+    ("a.toml", f"a = {'[' * 100_000}", "nested too deep"),
+    ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), FILES)
+def test_another_file_is_one_line(
+    name: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    with pytest.raises(UserError) as raised:
+        migrate(Path(name))
+    assert message in str(raised.value)
+    assert not Path("pwned").exists()
+
+
+def test_a_tool_that_the_content_contradicts_is_refused() -> None:
+    with pytest.raises(UserError, match="is a config of torchtune, not of axolotl"):
+        migrate(torchtune_8b, "axolotl")
+
+
+WRONG: list[Any] = [-1, 1.5, True, "text", "${x}", [], ["a", 3], {"a": {"b": 1}}, [{"a": 1}], None]
+
+
+@pytest.mark.parametrize(
+    "path", [torchtune_8b, NAMED["torchtitan_llama3_405b"], AXOLOTL_8B], ids=lambda p: p.stem
+)
+def test_no_value_of_any_key_is_a_traceback_and_no_key_is_lost(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = reading._read(path)
+
+    def places(value: Any, place: tuple[str, ...]) -> list[tuple[str, ...]]:
+        here = [place] if place else []
+        below = value.items() if isinstance(value, dict) else ()
+        return here + [each for key, item in below for each in places(item, (*place, key))]
+
+    lines = list[str]()
+    for place in places(original, ()):
+        for wrong in WRONG:
+            values = copy.deepcopy(original)
+            section = values
+            for name in place[:-1]:
+                section = section[name]
+            section[place[-1]] = copy.deepcopy(wrong)
+            monkeypatch.setattr(reading, "_read", lambda _, values=values: values)
+            try:
+                draft = migrate(path)
+            except UserError as error:
+                lines.append(str(error))
+                continue
+            assert counts(draft)["lost"] == 0, (place, wrong)
+            assert isinstance(yaml.safe_load(to_yaml(draft, "x")), dict), (place, wrong)
+            to_text(draft, "x")
+    assert len(lines) > 50
+    assert not any("\n" in line for line in lines)
+
+
+def test_keys_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
+    evil = "x\noutput_dir: /etc"
+    path = edited(tmp_path, AXOLOTL_8B, lambda it: it["datasets"][0].update({evil: 1, "path": f"a{evil}"}))
+    draft = migrate(path)
+    assert yaml.safe_load(to_yaml(draft, "x"))["output_dir"] == "./outputs/out"
+
+
+NEW_TORCHTITAN: dict[str, Any] = {
+    # The fields that torchtitan's Trainer.Config writes with --debug.save_config_file, at b5bcd76c6.
+    "dump_folder": "./outputs",
+    "hf_assets_path": "./assets/hf/Llama-3.1-8B",
+    "model_spec": {"name": "llama3", "flavor": "8B", "model": {"dim": 4096}},
+    "optimizer": {
+        "param_groups": [
+            {
+                "pattern": ".*",
+                "optimizer_name": "AdamW",
+                "optimizer_kwargs": {"lr": 3e-4, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.2},
+            }
+        ],
+        "implementation": "fused",
+    },
+    "lr_scheduler": {"warmup_steps": 200, "decay_ratio": None, "decay_type": "linear", "min_lr_factor": 0.0},
+    "training": {
+        "num_tokens_per_microbatch_per_dp_rank": 16384,
+        "num_tokens_per_train_step": -1,
+        "max_context_length": 8192,
+        "steps": 1000,
+    },
+    "parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
+    "activation_checkpoint": {"preserve_rng_state": True, "force_recompute_mm_shapes_by_fqns": []},
+    "dataloader": {"dataset": {"path": "allenai/c4"}},
+    "compile": {"enable": True, "components": ["model"]},
+    "loss": {"loss_fn": {}},
+    "brand_new": {"key": 1},
+}
+
+
+def test_the_json_of_a_torchtitan_with_python_configs(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(NEW_TORCHTITAN), ".json")
+    draft = migrate(path, num_ranks=8)
+    found = settings(draft)
+    expected = {
+        "model.path": "./assets/hf/Llama-3.1-8B", "output_dir": "./outputs", "data.seq_len": 8192,
+        "micro_batch_size": 2, "global_batch_size": 8, "optimizer.lr": 3e-4, "optimizer.beta2": 0.98,
+        "optimizer.eps": 1e-7, "optimizer.weight_decay": 0.2, "schedule.warmup_steps": 200, "num_steps": 1000,
+        "parallel.tensor": 2, "parallel.sequence": False, "activation_checkpointing": "selective",
+        "compile": "block", "data.source": "FILL-IN.jsonl",
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert [each.theirs for each in draft.dropped if each.why == UNKNOWN] == ["brand_new.key"]
+    assert counts(draft)["lost"] == 0
+    recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
+
+    values = copy.deepcopy(NEW_TORCHTITAN)
+    values["training"]["num_tokens_per_train_step"] = 8192 * 24
+    values["activation_checkpoint"] = {"preserve_rng_state": True}
+    values["optimizer"]["param_groups"][0]["optimizer_name"] = "Muon"
+    draft = migrate(written(tmp_path, json.dumps(values), ".json"), num_ranks=8)
+    found = settings(draft)
+    assert (found["global_batch_size"], found["activation_checkpointing"]) == (24, "full")
+    assert "optimizer.lr" in dict(draft.to_fill)
+
+
+def _tune(tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> Draft:
+    return migrate(edited(tmp_path, torchtune_8b, edit))
+
+
+def test_data_sets_of_torchtune_that_disagree_about_a_key_of_all_are_to_fill_in(tmp_path: Path) -> None:
+    """One data.train_on_prompt and one data.packing hold for all sources here."""
+    alpaca = {"_component_": "torchtune.datasets.alpaca_dataset"}  # learns prompts, unless it says otherwise
+    chat = {"_component_": "torchtune.datasets.chat_dataset", "source": "a/b"}
+    masked = alpaca | {"train_on_input": False}
+    for listed, expected in (
+        ([alpaca, chat], {"data.train_on_prompt"}),
+        ([chat, alpaca], {"data.train_on_prompt"}),
+        ([alpaca | {"packed": True}, masked], {"data.train_on_prompt", "data.packing"}),
+        ([alpaca, alpaca | {"source": "c/d"}], set()),
+        ([masked, chat | {"packed": False}], set()),
+    ):
+        draft = _tune(tmp_path, lambda values, listed=listed: values.update(dataset=listed))
+        asked = {ours for ours, _ in draft.to_fill} & {"data.train_on_prompt", "data.packing"}
+        assert asked == expected, listed
+        assert counts(draft)["lost"] == 0
+    assert settings(draft)["data.packing"] is False
+
+
+def test_without_a_limit_of_tokens_in_torchtune_the_length_is_to_fill_in(tmp_path: Path) -> None:
+    for edit in (
+        lambda values: values["tokenizer"].pop("max_seq_len", None),
+        lambda values: values["tokenizer"].update(max_seq_len=None),
+    ):
+        assert "data.seq_len" in dict(_tune(tmp_path, edit).to_fill)
+    limited = _tune(tmp_path, lambda values: values["tokenizer"].update(max_seq_len=512))
+    assert "data.seq_len" not in dict(limited.to_fill)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("Adam", 0.0), ("AdamW", 0.01)])
+def test_the_default_decay_is_that_of_the_optimizer(name: str, decay: float, tmp_path: Path) -> None:
+    default = inspect.signature(getattr(torch.optim, name)).parameters["weight_decay"].default
+    assert default == decay
+    optimizer = {"_component_": f"torch.optim.{name}", "lr": 1e-5}
+    draft = _tune(tmp_path, lambda values: values.update(optimizer=optimizer))
+    assert settings(draft)["optimizer.weight_decay"] == decay
+
+
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 10}, {"warmup_ratio": 0.1}])
+def test_the_constant_rate_of_axolotl_has_no_warmup(warmup: dict[str, float], tmp_path: Path) -> None:
+    def edit(values: dict[str, Any]) -> None:
+        for key in ("warmup_steps", "warmup_ratio"):
+            values.pop(key, None)
+        values.update(lr_scheduler="constant", **warmup)
+
+    draft = migrate(edited(tmp_path, NAMED["axolotl_llama-3_fft-8b"], edit))
+    assert settings(draft)["schedule.kind"] == "constant"
+    assert not settings(draft).get("schedule.warmup_steps")
+    assert counts(draft)["lost"] == 0
+
+
+HOSTILE_TEXT = [
+    "${oc.env:HOME}", "cost: ${price}", "\\${oc.env:HOME}", "a\\\\${oc.env:HOME}", "$${x}",
+    "\x7f\x85\u2028\ufeff é 😀", "two\nlines\t\\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXT)
+@pytest.mark.parametrize("tool", ["axolotl", "torchtitan"])
+def test_a_text_stays_that_text_in_the_config(text: str, tool: str, tmp_path: Path) -> None:
+    """Neither tool has interpolations, so `${oc.env:HOME}` is a text, and must not become a variable."""
+    if tool == "axolotl":
+        source = NAMED["axolotl_llama-3_fft-8b"]
+        file = edited(tmp_path, source, lambda values: values.update(default_system_message=text))
+        name = "data.system_prompt"
+    else:
+        values = tomllib.loads(NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8"))
+        values["training"]["dataset_path"] = text
+        file = written(tmp_path, json.dumps(values), ".json")
+        name = "data.source"
+    config = OmegaConf.create(yaml.safe_load(to_yaml(migrate(file), "my.yaml")))
+    assert OmegaConf.select(config, name) == text
+
+
+def test_the_name_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "x\nseed: 99\u2028seed: 98\x85seed: 97.yaml"
+    path.write_bytes(torchtune_8b.read_bytes())
+    values = yaml.safe_load(to_yaml(migrate(path), "my\nseed: 96.yaml"))
+    assert values == yaml.safe_load(to_yaml(migrate(torchtune_8b), "my.yaml"))
+
+
+def test_nothing_of_a_file_controls_the_terminal(tmp_path: Path) -> None:
+    evil = "x\x1b]0;x\x07\u202e"
+    path = edited(
+        tmp_path, AXOLOTL_8B, lambda it: it.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]})
+    )
+    text = to_text(migrate(path), f"{evil}.yaml")
+    assert "\\x1b" in text
+    assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", [None, "mxfp8_cublas", "mxfp4_cutlass"])
+def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_path: Path) -> None:
+    mx = {"filter_fqns": ["output"], "emulate": True} | ({} if name is None else {"recipe_name": name})
+    values = tomllib.loads(NAMED["torchtitan_llama3_8b"].read_text(encoding="utf-8"))
+    values["model"]["converters"] = ["quantize.linear.mx"]
+    values["quantize"] = {"linear": {"mx": mx}}
+    draft = migrate(written(tmp_path, json.dumps(values), ".json"))
+    assert settings(draft)["precision.kind"] == "mxfp8"
+    assert ("precision.kind" in dict(draft.to_fill)) == (name == "mxfp4_cutlass")
+    assert (counts(draft)["lost"], counts(draft)[UNKNOWN]) == (0, 1)
+
+
+def test_data_sets_beside_a_pretraining_set_are_named(tmp_path: Path) -> None:
+    corpus = [{"path": "b.jsonl", "type": "pretrain"}]
+    draft = migrate(edited(tmp_path, AXOLOTL_8B, lambda it: it.update(pretraining_dataset=corpus)))
+    assert "datasets" in {each.theirs for each in draft.dropped}
+    assert counts(draft)["lost"] == 0

@@ -1,0 +1,312 @@
+"""`lptune report` and `lptune diff`: what they print, where they write, and what is one line of error."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command, Lptune
+from tests.helpers import cold
+
+
+def a_run(folder: Path, num_steps: int = 5, **config: str) -> Path:
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "loss": 3.0 - step / 10, "lr": 1e-3} for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"num_steps": str(num_steps), "seed": "0"} | config
+    (folder / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+    return folder
+
+
+def test_one_run_is_reported_in_its_folder_and_several_in_this_one(command: Command, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / "runs" / name)
+    code, out, err = command("report", "runs/a")
+    assert (code, err) == (0, "")
+    assert out == f"report: {tmp_path}/runs/a/report.html\n"
+    assert (tmp_path / "runs/a/report.html").read_text().startswith("<!doctype html>")
+    code, out, err = command("report", "runs/a", "runs/b")
+    assert (code, out, err) == (0, f"report: {tmp_path}/report.html\n", "")
+    assert "2 runs" in (tmp_path / "report.html").read_text()
+    code, out, _ = command("report", "runs/a", "--output", "x.html", "--reference", "runs/b")
+    assert (code, out) == (0, f"report: {tmp_path}/x.html\n")
+    assert "b (reference)" in (tmp_path / "x.html").read_text()
+
+
+def test_a_folder_of_runs_stands_for_them(command: Command, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        a_run(tmp_path / "sweep" / name)
+    (tmp_path / "sweep" / "logs").mkdir()
+    code, stdout, _ = command("report", str(tmp_path / "sweep"))
+    assert code == 0
+    page = tmp_path / "sweep" / "report.html"
+    assert str(page) in stdout
+    assert "2 runs" in page.read_text(encoding="utf-8")
+    code, _, stderr = command("report", str(tmp_path / "sweep" / "logs"))
+    assert code == 2
+    assert "is not a run's folder" in stderr
+
+
+def test_a_run_that_is_named_twice_is_shown_once(command: Command, tmp_path: Path) -> None:
+    a_run(tmp_path / "a")
+    assert command("report", "a", "./a", "--reference", str(tmp_path / "a"))[0] == 0
+    assert (tmp_path / "a" / "report.html").is_file()
+
+
+def test_a_reference_within_the_folder_of_another_run_is_the_reference(
+    command: Command, tmp_path: Path
+) -> None:
+    a_run(tmp_path / "a")
+    a_run(tmp_path / "a" / "inner")
+    assert command("report", "a", "a/inner", "--reference", "./a/inner", "--output", "x.html")[0] == 0
+    page = (tmp_path / "x.html").read_text()
+    assert "inner (reference)" in page
+    assert page.count("(reference)") == page.count("inner (reference)")
+
+
+def test_a_link_to_itself_is_one_line(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for arguments in (("report", "loop"), ("diff", "loop", "loop")):
+        code, out, err = command(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+
+
+def test_each_chart_becomes_an_svg_file(command: Command, tmp_path: Path) -> None:
+    a_run(tmp_path / "a")
+    code, out, _ = command("report", "a", "--svg", "out/svg")
+    assert code == 0
+    assert {path.name for path in (tmp_path / "out/svg").iterdir()} == {"loss.svg", "lr.svg"}
+    assert f"2 charts as SVG: {tmp_path}/out/svg\n" in out
+
+
+def test_without_matplotlib_png_is_one_line(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    without = lambda name: None if name == "matplotlib" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    a_run(tmp_path / "a")
+    code, out, err = command("report", "a", "--png", "x")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --png: matplotlib is not installed; ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_each_chart_becomes_a_png_file(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    a_run(tmp_path / "$a$")
+    a_run(tmp_path / "b", num_steps=400)
+    code, _, err = command("report", "$a$", "b", "--reference", "b", "--png", "png")
+    assert (code, err) == (0, "")
+    names = {path.name for path in (tmp_path / "png").iterdir()}
+    assert {"loss.png", "lr.png", "loss-difference.png"} <= names
+    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give the folder of a run"),
+        (("nowhere",), "nowhere: no such folder"),
+        (("file",), "file: is a file; give the folder"),
+        (("empty",), "empty: is not a run's folder"),
+        (("bad",), "none of its 2 lines is a row of metrics"),
+        (("a", "--output", "empty"), "--output: empty is a folder"),
+        (("a", "--output", "no/x.html"), "--output: there is no folder no"),
+        (("a", "--svg", "file"), "file: cannot be written"),
+        (("a", "--reference", "nowhere"), "nowhere: no such folder"),
+        (("a", "--output", "pipe"), "pipe: cannot be written: it is a pipe"),
+        (("a", "--output", "null"), "null: cannot be written: it is a device"),
+        (("a", "--svg", "charts"), "charts: cannot be written: it is a pipe"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_line(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    a_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    a_run(tmp_path / "bad")
+    (tmp_path / "bad" / "metrics.jsonl").write_text("x\ny\n")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to(os.devnull)
+    (tmp_path / "charts").mkdir()
+    os.mkfifo(tmp_path / "charts" / "loss.svg")
+    code, _, err = command("report", *arguments)
+    assert code == 2
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.readlink(tmp_path / "null") == os.devnull
+    assert said in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_what_a_run_holds_cannot_control_the_terminal(lptune: Lptune, tmp_path: Path) -> None:
+    evil = "\x1b[2J"
+    run = a_run(tmp_path / "a")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, evil: 1.0}) + "\nx\n")
+    (run / "config.yaml").write_text(f"{json.dumps(evil)}: {json.dumps(evil)}\n")
+    (run / "run.json").write_text(json.dumps({"recipe": evil, "data_digest": evil}))
+    layer = {"name": evil, "output": evil}
+    (run / "precision_plan.json").write_text(json.dumps({"kind": evil, "layers": [layer]}))
+    b = a_run(tmp_path / "b")
+    other = {"kind": "none", "layers": [layer | {"output": "high"}]}
+    (b / "precision_plan.json").write_text(json.dumps(other))
+    for arguments in (("report", "a", "b"), ("diff", "a", "b"), ("diff", "b", "a")):
+        done = lptune(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+    assert "\\x1b[2J" in done.stdout
+    assert lptune("report", "a").stderr.startswith("note: a: metrics.jsonl: lines that were left out")
+
+
+def test_a_folder_whose_name_controls_the_terminal_is_refused(lptune: Lptune, tmp_path: Path) -> None:
+    name = "a\x1b[31m"
+    a_run(tmp_path / name)
+    a_run(tmp_path / "b")
+    for arguments in (("report", name), ("report", name, "b"), ("diff", name, "b")):
+        done = lptune(*arguments)
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_open_asks_for_a_browser_and_says_where_the_file_is_if_there_is_none(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import webbrowser
+
+    asked = list[str]()
+    monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url))
+    a_run(tmp_path / "a")
+    code, _, err = command("report", "a", "--open")
+    assert code == 0
+    assert asked == [(tmp_path / "a" / "report.html").as_uri()]
+    assert "no browser here" in err
+
+
+def start_live(folder: Path) -> subprocess.Popen[str]:
+    code = (
+        "from lptune.cli import interrupts\ninterrupts.listen()\n"
+        "from lptune.cli.main import main\nfrom lptune.tools.report import command\n"
+        "command.REFRESH_S = 0.05\nmain(['report', 'a', '--live'])"
+    )
+    return cold.start("-c", code, folder=folder)
+
+
+def wait_until(pattern: str, path: Path) -> str:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        text = path.read_text() if path.exists() else ""
+        if re.search(pattern, text):
+            return text
+        time.sleep(0.02)
+    raise AssertionError(f"{pattern} did not appear in {path}")
+
+
+def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a")
+    page = run / "report.html"
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start_live(tmp_path)
+        text = wait_until("running, step 5 of 5", page)
+        assert 'http-equiv="refresh"' in text
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": 6, "loss": 2.0}\n{"step": 7, "lo')
+        wait_until("running, step 6 of 5", page)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.startswith("report: ")
+    assert err.endswith("a: finished, step 6 of 5; the page is final\n")
+    assert "finished, step 6 of 5" in page.read_text()
+    assert 'http-equiv="refresh"' not in page.read_text()
+
+
+def test_ctrl_c_ends_live_with_a_page_that_no_longer_loads_itself(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a")
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start_live(tmp_path)
+        wait_until("running", run / "report.html")
+        assert process.stderr is not None
+        assert "Ctrl-C ends this, not the run" in process.stderr.readline()
+        time.sleep(0.2)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
+    assert "running" in (run / "report.html").read_text()
+
+
+def test_live_of_a_run_that_has_ended_writes_the_report_and_ends(command: Command, tmp_path: Path) -> None:
+    a_run(tmp_path / "a")
+    code, _, err = command("report", "a", "--live")
+    assert (code, err) == (0, "live: no run goes on\n")
+    assert 'http-equiv="refresh"' not in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_diff_compares_runs_and_configs_in_any_pair(command: Command, tmp_path: Path) -> None:
+    a_run(tmp_path / "a")
+    a_run(tmp_path / "b", seed="1")
+    code, out, err = command("diff", "a", "b")
+    assert (code, err) == (0, "")
+    assert "config: 1 of 2 keys differ" in out
+    assert max(map(len, out.splitlines())) <= 80
+    mine = "model: {path: x}\ndata: {source: builtin}\nseed: 3\nnum_steps: 5\n"
+    (tmp_path / "mine.yaml").write_text(mine)
+    code, out, err = command("diff", "quickstart", "mine.yaml")
+    assert (code, err) == (0, "")
+    assert re.search(r"seed +0 +3", out)
+    assert re.search(r"global_batch_size +16 +\d+", out)  # mine.yaml has the default
+    code, out, _ = command("diff", "a", "mine.yaml")
+    assert code == 0
+    assert "losses" not in out
+
+
+def test_diff_finds_the_recipe_of_a_config_without_its_name(command: Command, tmp_path: Path) -> None:
+    dpo = "model: {path: x}\ndata: {source: builtin}\nnum_steps: 5\npreference: {beta: 0.5}\n"
+    (tmp_path / "dpo.yaml").write_text(dpo)
+    code, out, err = command("diff", "dpo.yaml", "quickstart")
+    assert (code, err) == (0, "")
+    assert "preference.beta" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("a", "nowhere"), "nowhere"),
+        (("empty", "a"), "is not a run's folder"),
+        (("a", "bad.yaml"), "bad.yaml"),
+    ],
+)
+def test_diff_of_what_cannot_be_read_is_one_line(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    a_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.yaml").write_text("model: [\n")
+    code, out, err = command("diff", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("report", "a"), ("diff", "a", "quickstart"), ("report", "--help")])
+def test_neither_imports_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    a_run(tmp_path / "a")
+    code = (
+        "import sys\nfrom lptune.cli.main import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = cold.run("-c", code, *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr

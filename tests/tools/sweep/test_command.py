@@ -1,0 +1,481 @@
+"""`lptune sweep`: the grid and its names, checks before the first run, failures, signals and continuing."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lptune.base.errors import UserError
+from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
+from lptune.tools.sweep.slurm import Shape, script
+from lptune.tools.sweep.table import result, table
+from tests.cli.conftest import Command, Lptune, write_model
+from tests.helpers import cold, warm
+
+CONFIG = """\
+model: {path: tiny}
+data: {source: builtin, seq_len: 64, eval_fraction: 0.02, max_rows: 200}
+device: cpu
+compute_dtype: float32
+compile: none
+activation_checkpointing: none
+global_batch_size: 4
+micro_batch_size: 4
+num_steps: 4
+eval_every_steps: 2
+export: {enabled: false}
+"""
+
+RECIPE = '''"""A toy: what it does is its seed."""
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lptune.base.errors import DivergedError, UserError
+from lptune.config import FinetuneConfig
+from lptune.launch import preemption
+
+
+def main(cfg: FinetuneConfig) -> None:
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "loss": 1.0, "eval_loss": 10.0 - cfg.seed}) + "\\n")
+    (folder / "pid").write_text(str(os.getpid()))
+    with open("ran", "a") as file:
+        file.write(f"{cfg.seed}\\n")
+    if cfg.seed == 2:
+        raise UserError("rows.jsonl: line 3: not JSON; mend it")
+    if cfg.seed == 3:
+        raise DivergedError("step 3: loss nan")
+    if cfg.seed == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cfg.seed == 5 and not Path("go").exists():
+        preemption.requested()
+        while not preemption.requested():
+            time.sleep(0.05)
+        (folder / "saved").touch()
+        sys.exit(143)
+'''
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> list[str]:
+    """The arguments RECIPE --config CONFIG of a toy."""
+    (tmp_path / "toy.py").write_text(RECIPE)
+    (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n")
+    return ["--config", "toy.yaml", "toy.py"]
+
+
+Start = Callable[..., cold.Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("seed=1,2", …)` starts a sweep; it and its runs are killed at the end of the test."""
+    processes = []
+
+    def call(*arguments: str) -> cold.Process:
+        process = cold.start(*cold.LPTUNE, "sweep", *arguments, folder=tmp_path, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(
+    condition: Callable[[], bool], process: cold.Process | None = None, timeout_s: float = 120
+) -> None:
+    """Until the condition holds, while `process` lives."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- the grid
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1e-5,3e-5", ["1e-5", "3e-5"]),
+        ("[a,b],[a]", ["[a,b]", "[a]"]),
+        ("[{source: a, weight: 2}, b],c", ["[{source: a, weight: 2}, b]", "c"]),
+        ('"A, B","C"', ['"A, B"', '"C"']),
+        ("it's,that's", ["it's", "that's"]),
+        ("a, b", ["a", "b"]),
+        ("one", ["one"]),
+        ("", [""]),
+    ],
+)
+def test_commas_split_values_where_nothing_protects_them(text: str, values: list[str]) -> None:
+    assert split_values("key", text) == values
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=1,"], "has an empty value"),
+        (["seed=1,2,1"], "has the value '1' twice"),
+        (["precision.skip=[a,b"], "] is missing at the end"),
+        (["x='a,b"], "' is missing at the end"),
+        (["seed=1,2", "seed=3"], "is given twice"),
+        (["seed=1"], "no key has several values"),
+        (["seed"], "overrides have the form"),
+        (["output_dir=a,b"], "each run has its own folder"),
+        ([f"seed={','.join(map(str, range(101)))}"], "has 101 runs; --max-runs 101"),
+    ],
+)
+def test_a_wrong_grid_is_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Grid(overrides)
+    assert message in str(raised.value)
+
+
+def test_more_values_than_anybody_runs_are_refused_at_once() -> None:
+    started_s = time.process_time()
+    with pytest.raises(UserError, match="has 20000 runs"):
+        Grid([f"seed={','.join(map(str, range(20_000)))}"])
+    with pytest.raises(UserError, match="at least 1000000000 runs"):
+        Grid([f"k{number}=1,2" for number in range(20_000)])  # Python writes no number so long
+    assert time.process_time() - started_s < 2
+
+
+def test_points_are_all_combinations_in_order_with_the_fixed_keys() -> None:
+    grid = Grid(["optimizer.lr=1e-5,3e-5", "num_steps=3", "precision.kind=none,int8_rowcol"])
+    assert [point.name for point in grid.points] == [
+        "lr=1e-5,kind=none", "lr=1e-5,kind=int8_rowcol", "lr=3e-5,kind=none", "lr=3e-5,kind=int8_rowcol",
+    ]  # fmt: skip
+    assert grid.points[1].overrides == ("optimizer.lr=1e-5", "num_steps=3", "precision.kind=int8_rowcol")
+
+
+def test_a_key_is_shortened_as_long_as_the_names_are_unique() -> None:
+    assert short_names(["optimizer.lr", "seed"]) == {"optimizer.lr": "lr", "seed": "seed"}
+    keys = ["optimizer.kind", "precision.kind", "kind"]
+    assert short_names(keys) == dict(zip(keys, keys, strict=True))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["../../etc", "a b", "$(touch x)", "a/b", "ä" * 200, "x" * 200, "", ".", "~", "*.o_proj", "\n", "\udcff"],
+)
+def test_names_are_safe_in_shells_and_file_systems_and_unique(value: str) -> None:
+    name = point_name([("key", value), ("b", "1")])
+    assert shlex.quote(name).strip("'") == name
+    assert not set(name) & set(" /$*?~&;<>|\\\"'`()[]{}!#\n")
+    assert not name.startswith((".", "-"))
+    assert 0 < len(os.fsencode(name)) <= 130
+    assert name != point_name([("key", f"{value}."), ("b", "1")])
+    assert name == point_name([("key", value), ("b", "1")])
+
+
+# ---- the table
+
+
+def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_over(tmp_path: Path) -> None:
+    rows = {
+        "worse": [{"step": 0, "eval_loss": 1.0}, {"step": 2, "eval_loss": 3.5, "loss": 2.0}],
+        "better": [{"step": 2, "eval_loss": 2.5, "loss": 2.0}, {"step": 3, "loss": None, "eval_loss": None}],
+        "nan": [{"step": 2, "eval_loss": float("nan")}],
+        "diverged": [{"step": 1, "eval_loss": 0.5}],
+    }
+    found = []
+    for name, content in rows.items():
+        (tmp_path / name).mkdir()
+        text = "".join(f"{json.dumps(row)}\n" for row in content)
+        (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 9, "eval_lo')
+        found.append(result(name, tmp_path / name, 3 if name == "diverged" else 0))
+    found.append(result("absent", tmp_path / "absent", None))
+    lines = table(found).splitlines()[1:]
+    assert [line.split()[-1] for line in lines] == ["better", "worse", "nan", "diverged", "absent"]
+    assert lines[0].split() == ["2.5000", "2.0000", "3", "-", "done", "better"]
+    assert lines[-1].split()[-3:] == ["not", "run", "absent"]
+
+
+def test_metrics_that_no_run_wrote_neither_stop_nor_block_the_table(tmp_path: Path) -> None:
+    for name in ("huge", "pipe", "link"):
+        (tmp_path / name).mkdir()
+    huge = f'{{"step": {"9" * 400}, "loss": {"9" * 400}, "eval_loss": {"9" * 400}, "tokens_per_s": true}}\n'
+    (tmp_path / "huge/metrics.jsonl").write_text(huge)
+    os.mkfifo(tmp_path / "pipe/metrics.jsonl")
+    writer = os.open(tmp_path / "pipe/metrics.jsonl", os.O_RDWR)
+    os.write(writer, b'{"step": 7}\n')
+    end = threading.Timer(5.0, os.close, (writer,))  # who waits for the pipe reads a step
+    end.start()
+    (tmp_path / "link/metrics.jsonl").symlink_to(tmp_path / "huge/metrics.jsonl")
+    found = [result(name, tmp_path / name, 2) for name in ("huge", "pipe", "link")]
+    assert [line.split()[:4] for line in table(found).splitlines()[1:]] == [["-"] * 4] * 3
+    assert end.is_alive()
+    end.cancel()
+    os.close(writer)
+
+
+# ---- the command
+
+
+def test_a_sweep_of_another_recipe_in_the_folder_is_refused(
+    lptune: Lptune, toy: list[str], tmp_path: Path
+) -> None:
+    """Its runs would be called finished: neither a run nor its config knows the recipe."""
+    assert lptune("sweep", *toy, "seed=1,6").returncode == 0
+    (tmp_path / "other.py").write_text(RECIPE)
+    done = lptune("sweep", *toy[:-1], "other.py", "seed=1,6")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in done.stderr
+    assert (tmp_path / "ran").read_text().split() == ["1", "6"]
+
+
+def test_everything_is_checked_before_the_first_run(command: Command) -> None:
+    Path("my.yaml").write_text(CONFIG)
+    write_model(Path("tiny"))
+    for arguments, message in (
+        (["optimizer.lr=1e-3,-1"], "argument 'optimizer.lr=-1'"),
+        (["precision.kind=none,int9"], "'int9' is not one of"),
+        (["data.source=builtin,nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["optimizer.lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 are the same"),
+        (["sed=1,2"], "unknown key 'sed'"),
+        (["--nproc-per-node", "3", "seed=1,2"], "3"),
+        (["--nproc-per-node", "0", "seed=1,2"], "must be a positive integer, found '0'"),
+        (["--nnodes", "2", "seed=1,2"], "add --slurm"),
+        (["seed=1,2", "--dryrun"], "no such option here: --dryrun (did you mean '--dry-run'?)"),
+        (["--rdzv-id", "x", "seed=1,2", "--slurm", "my.sbatch"], "the script of --slurm sets"),
+        (["seed=1,2", "--output-dir", "my.yaml"], "my.yaml: is a file"),
+        (["evaluate", "seed=1,2"], ""),
+    ):
+        code, stdout, stderr = command("sweep", "--config", "my.yaml", *arguments)
+        assert (code, stdout) == (2, ""), (arguments, stderr)
+        assert message in stderr
+        assert stderr.count("\n") == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["my.yaml", "tiny"]
+
+
+def test_a_dry_run_prints_commands_that_validate(command: Command) -> None:
+    Path("my.yaml").write_text(CONFIG)
+    write_model(Path("tiny"))
+    code, stdout, _ = command("sweep", "--config", "my.yaml", "seed=1,2", "freeze=[a,b],[]", "--dry-run")
+    assert code == 0
+    lines = stdout.splitlines()[1:]
+    assert len(lines) == 4
+    for line in lines:
+        run, *arguments = shlex.split(line)[1:]
+        assert run == "run"
+        assert command("validate", *arguments)[0] == 0
+    assert not Path("sweeps").exists()
+
+
+def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
+    lptune: Lptune, toy: list[str], tmp_path: Path
+) -> None:
+    done = lptune("sweep", *toy, "seed=1,2,3,4,6")
+    assert done.returncode == 2, done.stderr  # of the first failure
+    assert "sweep: 2 of 5 runs failed" in done.stderr
+    found = [line.split() for line in done.stdout.splitlines() if " seed=" in line and "/5]" not in line]
+    assert [(row[-1], row[4]) for row in found[-5:]] == [
+        ("seed=6", "done"),
+        ("seed=1", "done"),
+        ("seed=4", "failed"),
+        ("seed=3", "diverged"),
+        ("seed=2", "failed"),
+    ]
+    ended = json.loads((tmp_path / "sweeps/toy/sweep.json").read_text())["runs"]
+    assert {name: each["exit_code"] for name, each in ended.items()} == {
+        "seed=1": 0, "seed=2": 2, "seed=3": 3, "seed=4": 137, "seed=6": 0,
+    }  # fmt: skip
+    again = lptune("sweep", *toy, "seed=1,2,3,4,6")
+    assert again.returncode == 2
+    assert (tmp_path / "ran").read_text().split() == ["1", "2", "3", "4", "6", "2", "4"]
+    (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 9\n")
+    assert lptune("sweep", *toy, "seed=1,6").returncode == 0  # another config: not the same runs
+    assert (tmp_path / "ran").read_text().split()[-2:] == ["1", "6"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sweep.json", lambda path: path.write_text("[" * 100_000)),
+        ("sweep.json", lambda path: path.write_text('{"runs":' + "[" * 900 + "]" * 900 + "}")),
+        ("sweep.json", lambda path: path.write_text('{"runs": {"seed=1": [1]}}')),
+        ("sweep.json", lambda path: path.write_bytes(b'{"recipe": "\xe9"}')),
+        ("sweep.json", os.mkfifo),
+        ("sweep.json", os.mkdir),
+        (".sweep.lock", os.mkfifo),
+        (".sweep.lock", lambda path: path.symlink_to("../elsewhere")),
+    ],
+)
+def test_a_folder_that_somebody_prepared_is_one_line_before_the_first_run(
+    toy: list[str], tmp_path: Path, lptune: Lptune, name: str, make: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "sweeps" / "toy"
+    folder.mkdir(parents=True)
+    make(folder / name)
+    done = lptune("sweep", *toy, "seed=1,6")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: sweeps/toy/{name}: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "sweeps" / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(
+    toy: list[str], tmp_path: Path, number: signal.Signals, lptune: Lptune, start: Start
+) -> None:
+    process = start(*toy, "seed=1,5,6")
+    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143, stderr
+    assert "the same command goes on" in stderr
+    assert (tmp_path / "sweeps/toy/seed=5/saved").exists()
+    assert not (tmp_path / "sweeps/toy/seed=6").exists()
+    (tmp_path / "go").touch()
+    done = lptune("sweep", *toy, "seed=1,5,6")
+    assert done.returncode == 0, done.stderr
+    assert "[1/3] seed=1: already finished" in done.stdout
+    assert (tmp_path / "ran").read_text().split() == ["1", "5", "5", "6"]
+
+
+def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path, start: Start) -> None:
+    process = start(*toy, "seed=5,6")
+    pid = tmp_path / "sweeps/toy/seed=5/pid"
+    wait_for(lambda: pid.exists() and pid.read_text() != "", process)
+    time.sleep(0.3)
+    process.kill()
+    process.communicate(timeout=120)
+    wait_for((tmp_path / "sweeps/toy/seed=5/saved").exists)
+
+    def is_gone() -> bool:
+        stat = Path(f"/proc/{pid.read_text()}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    wait_for(is_gone)
+    assert not (tmp_path / "sweeps/toy/seed=6").exists()
+
+
+def test_two_sweeps_in_one_folder_are_refused(
+    toy: list[str], tmp_path: Path, lptune: Lptune, start: Start
+) -> None:
+    process = start(*toy, "seed=5,6")
+    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
+    time.sleep(0.3)
+    done = lptune("sweep", *toy, "seed=5,6")
+    process.terminate()
+    process.communicate(timeout=120)
+    assert (done.returncode, "another sweep runs there" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow  # the suite stops and resumes recipes that need no torch
+def test_two_real_runs_of_which_one_is_stopped_in_the_middle(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "my.yaml").write_text(CONFIG)
+    made = warm.lptune(["new-checkpoint", "llama3_2/tiny", "tiny"], folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    arguments = (
+        "--config",
+        "my.yaml",
+        "optimizer.lr=1e-3,3e-3",
+        "num_steps=120",
+        "eval_every_steps=60",
+    )
+    process = start(*arguments)
+    first, second = (tmp_path / f"sweeps/my/lr={lr}" for lr in ("1e-3", "3e-3"))
+    metrics = first / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 143
+    stopped = len(metrics.read_text().splitlines())
+    assert 3 < stopped < 120
+    assert list((first / "checkpoints").glob("step-*/manifest.json"))
+
+    done = cold.run(*cold.LPTUNE, "sweep", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = {}
+    for folder in (first, second):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(121))
+        losses[folder.name] = rows[-1]["eval_loss"]
+        assert load_config_lr(folder) == float(folder.name.removeprefix("lr="))
+    best, worst = sorted(losses, key=losses.__getitem__)
+    rows = [
+        line.split() for line in done.stdout.splitlines()[-4:] if " lr=" in line and line.split()[4] == "done"
+    ]
+    assert [(row[-1], row[0]) for row in rows] == [(name, f"{losses[name]:.4f}") for name in (best, worst)]
+
+
+def load_config_lr(folder: Path) -> float:
+    lr = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"]
+    return float(lr)
+
+
+# ---- Slurm
+
+
+@pytest.mark.parametrize("nnodes", [None, "2"])
+def test_the_array_job_runs_each_point_once(nnodes: str | None, command: Command, tmp_path: Path) -> None:
+    Path("my.yaml").write_text(CONFIG.replace("device: cpu", "device: cuda"))  # of other machines
+    write_model(Path("tiny"))
+    machines = ["--nnodes", nnodes, "--nproc-per-node", "1"] if nnodes else []
+    values = ["global_batch_size=8", "precision.skip=[lm_head,a],[]", "seed=1,2"]
+    code, stdout, stderr = command(
+        "sweep", "--config", "my.yaml", *machines, "--slurm", "s/my.sbatch", *values
+    )
+    assert code == 0, stderr
+    assert "sbatch s/my.sbatch" in stdout
+    assert not Path("sweeps").exists()
+    text = Path("s/my.sbatch").read_text()
+    assert "#SBATCH --array=0-3\n" in text
+    assert f"#SBATCH --nodes={nnodes or 1}\n" in text
+    fakes = tmp_path / "fakes"
+    fakes.mkdir()
+    for name, body in (
+        ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"'),
+        ("scontrol", 'if [ "$1" = requeue ]; then echo "requeue $2" >>requeued; else echo host-a; fi'),
+        ("lptune", 'for each in "$@"; do printf "%s\\n" "$each"; done >>ran\nexit 143'),
+    ):
+        (fakes / name).write_text(f"#!/bin/bash\n{body}\n")
+        (fakes / name).chmod(0o755)
+    commands = []
+    for task in range(4):
+        variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task),
+                     "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": str(10 + task), "SLURM_NODEID": "1",
+                     "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[a-b]"}  # fmt: skip
+        Path("ran").unlink(missing_ok=True)
+        done = subprocess.run(["bash", "s/my.sbatch"], env=variables, capture_output=True, text=True)
+        assert done.returncode == 143, done.stderr
+        commands.append(Path("ran").read_text().splitlines())
+    for number, arguments in enumerate(commands):
+        flags, rest = (
+            arguments[: arguments.index("full_finetune")],
+            arguments[arguments.index("full_finetune") :],
+        )
+        assert flags[0] == "run"
+        assert ("host-a:20010" if number == 0 else ":200") in " ".join(flags) or not nnodes
+        assert command("validate", *rest)[0] == 0
+    assert len({tuple(arguments) for arguments in commands}) == 4
+    assert Path("requeued").read_text().split() == [w for t in range(4) for w in ("requeue", f"7_{t}")]
+
+
+def test_a_script_quotes_what_a_shell_would_read() -> None:
+    text = script("a b.sbatch", "job", "/a folder", [("full_finetune", "x=$(touch pwned)")], Shape())
+    assert "'x=$(touch pwned)'" in text
+    assert "cd '/a folder' || exit 2" in text
+    assert "sbatch 'a b.sbatch'" in text

@@ -1,0 +1,64 @@
+"""lptune without the folder lptune/tools: it trains, saves, resumes and exports, and names no tool."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cold
+from tests.helpers.cold import Finished
+from tests.helpers.commands import COMMANDS
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
+from tests.recipes.conftest import losses
+
+TOOLS = {"advise", "diff", "doctor", "migrate", "report", "sweep"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source tree without the tools."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("lptune", "recipes", "configs"):
+        unwanted = shutil.ignore_patterns("__pycache__", "tools")
+        shutil.copytree(cold.ROOT / name, folder / name, ignore=unwanted)
+    return folder
+
+
+def lptune(copy: Path, *arguments: str, folder: Path) -> Finished:
+    return cold.run(*cold.LPTUNE, *arguments, folder=folder, PYTHONPATH=str(copy))
+
+
+def test_a_run_is_trained_saved_resumed_and_exported(copy: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.yaml", make_checkpoint(tmp_path / "tiny"), tmp_path / "run")
+    run = tmp_path / "run"
+    before = ""
+    for num_steps in (2, 4):
+        arguments = ("run", "full_finetune", "--config", str(config), f"num_steps={num_steps}")
+        done = lptune(copy, *arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"\nfiles      {run}: export/, metrics.jsonl\nnext\n  lptune run generate" in done.stdout
+        assert "report" not in done.stdout + done.stderr
+        metrics = (run / "metrics.jsonl").read_text(encoding="utf-8")
+        assert len(losses(run)) == num_steps
+        assert metrics.startswith(before), "with its times: the first steps did not run again"
+        before = metrics
+    assert (run / "export/model.safetensors").is_file()
+    assert not (run / "report.html").exists()
+
+
+def test_only_the_commands_of_the_core_are_there(copy: Path, tmp_path: Path) -> None:
+    listed = lptune(copy, "--help", folder=tmp_path).stdout.partition("\nCommands:\n")[2].partition("\n\n")[0]
+    names = {line.split()[0] for line in listed.splitlines()}
+    assert names == COMMANDS.keys() - TOOLS
+    done = lptune(copy, "report", "run", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: No such command 'report'")
+
+
+def test_a_config_with_unknown_keys_is_refused_all_the_same(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text(
+        "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}\n"
+    )
+    done = lptune(copy, "validate", "other.yaml", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: other.yaml: unknown key")
